@@ -1,18 +1,18 @@
-"""The blocks of a paged cache: which row holds which, and which store a prefix that another row may reuse.
+"""The blocks of a paged cache: which rows hold them, and which store a prefix that another row may reuse.
 
 Everything here is a number on the host: ids of blocks, never their keys and values. The keys and values of a token
-depend on the whole text before it, so stored blocks form a trie: a node is a full block and is found only through the
-blocks before it. Evicting a node removes its subtree, so that its descendants are never found under another text that
-the block comes to hold. Each salt has its own trie, so that a row never reuses what a row with another salt has stored,
-nor can infer from its own speed that it exists.
+depend on all tokens before it, so stored blocks form a trie: a node is a full block and is found only through the
+blocks before it. Evicting a node removes its subtree, so that its descendants are never found under another prefix that
+the block comes to hold. Each salt has its own trie, so that a row never reuses blocks that a row with another salt has
+stored, nor can infer from its own speed that they exist.
 
-A model with recurrent states continues a stored text only where these are kept too (`StoredStates`): at the end of a
-row's prompt and, where steps can keep them, in its text, which may be continued; and where a row's prompt leaves what
-an earlier one has stored, since the beginning that both have will come again.
+A model with recurrent states can continue a stored prefix only where its states are stored too (`StoredStates`): at the
+end of a row's prompt and, where steps can copy them, within its output, which a later prompt may continue; and where a
+prompt diverges from stored blocks, since later prompts are likely to share the same beginning.
 
-Where there are blocks on the host too, the text of an evicted block moves there: its node stays in the trie, and is
-forgotten only when its place on the host is needed for a later one. A row that finds it gets a block of the device for
-it. Whoever has the keys and values makes the copies that follow, in their order.
+If there are blocks on the host too, the contents of an evicted block move there: its node stays in the trie, and is
+dropped only when its host block is needed for a later one. A row that finds it gets a device block for it. The owner of
+the keys and values makes the resulting copies, in their order.
 """
 
 from collections import OrderedDict, deque
@@ -24,7 +24,7 @@ from redrafter.cache.stored_states import StoredStates
 from redrafter.errors import CacheFullError
 from redrafter.kernels.block_size import BLOCK_SIZE
 
-# Tokens that a prefix with states must save, or none are kept: to keep some, mixers read a prompt in two parts. On a
+# Tokens that a prefix with states must save to be stored: storing some makes mixers read a prompt in two parts. On a
 # CPU that took a 25th of the time of LFM2's prompts of 200 tokens, and as long as the prompt itself for 60 tokens of a
 # tiny Mamba-2, whose scan is padded to a chunk.
 MIN_SAVED = 64
@@ -39,13 +39,13 @@ class BlockTable:
         reused: Leading tokens whose keys and values were stored already; a multiple of `BLOCK_SIZE`, less than the
             prompt's length.
         salt: Only rows with the same salt share blocks.
-        state_row: Where the row's recurrent states are; 0 for a model without.
-        copied: How many of the blocks, from the first on, the running batch knows of.
-        restored: Where the recurrent states after the reused tokens are kept; 0 for none.
-        snapshots: Where a copy of the row's recurrent states after so many tokens is to be kept, by their number; those
-            that were published are no longer among them.
-        snapshot_row: Where steps keep a copy of the row's recurrent states after its last full block; 0 for nowhere.
-        stored: Texts whose states the row has published.
+        state_row: Row of the row's recurrent states in their store; 0 for a model without.
+        copied: Number of leading blocks whose ids the running batch has copied.
+        restored: Row of the stored recurrent states after the reused tokens; 0 for none.
+        snapshots: Rows for copies of the row's recurrent states, by the number of tokens after which each is taken;
+            published ones are removed.
+        snapshot_row: Row to which steps copy the row's recurrent states after its last full block; 0 for none.
+        stored: Prefixes whose states the row has published.
     """
 
     blocks: list[int]
@@ -63,7 +63,7 @@ class BlockCopy(NamedTuple):
     """A copy of the keys and values of one block.
 
     Attributes:
-        to_host: Whether it goes from the device to the host, or the other way.
+        to_host: Whether it copies from the device to the host, or the other way.
         source: Id of the block that is read.
         target: Id of the block that is written, on the other side.
     """
@@ -74,12 +74,12 @@ class BlockCopy(NamedTuple):
 
 
 class _Node:
-    """A stored block: its `BLOCK_SIZE` tokens follow the text of its parent.
+    """A stored block: its `BLOCK_SIZE` tokens follow those of its parent.
 
     Attributes:
-        block: Id of the block of the device; 0 for a text that is on the host alone.
-        host_block: Id of the block of the host that holds a copy; 0 without one.
-        parent: The block before it; None for a root, and for a block that is forgotten.
+        block: Id of the device block; 0 for a prefix that is on the host only.
+        host_block: Id of the host block that holds a copy; 0 without one.
+        parent: The block before it; None for a root, and for a block that was removed from the trie.
         tokens: Its tokens.
         children: The blocks that follow it.
     """
@@ -87,12 +87,12 @@ class _Node:
     def __init__(self, block: int, parent: "_Node | None", tokens: tuple[int, ...]):
         self.block, self.parent, self.tokens = block, parent, tokens
         self.host_block = 0
-        # Keyed by the tokens themselves, so that no hash collision can match another text.
+        # Keyed by the tokens themselves, so that no hash collision can match another prefix.
         self.children: dict[tuple[int, ...], _Node] = {}
 
 
 class _Root(_Node):
-    def __init__(self, salt: Hashable):  # has no block; every text stored under the salt hangs below it
+    def __init__(self, salt: Hashable):  # has no block; the trie of all prefixes stored under the salt
         super().__init__(0, None, ())
         self.salt = salt
 
@@ -106,9 +106,9 @@ class BlockManager:
     spread over the blocks once published.
 
     Attributes:
-        freed: How many times blocks were released or published. What a row could not be given, it cannot be given
-            before that changes.
-        onboarded: Blocks that rows have found on the host alone so far.
+        freed: Number of times that blocks were released or published. An allocation that failed fails again until this
+            changes.
+        onboarded: Number of blocks so far that rows have found on the host only.
     """
 
     def __init__(self, blocks: int, rows: int | None = None, host_blocks: int = 0, prefix_states: int = 0):
@@ -116,10 +116,11 @@ class BlockManager:
 
         Args:
             blocks: Blocks of the pool, block 0 included.
-            rows: How many rows may have recurrent states at once, which blocks do not hold; None for a model without.
+            rows: Number of rows that may have recurrent states at once, which are not in blocks; None for a model
+                without.
             host_blocks: Blocks on the host, block 0 included, which is never used there either; 0 for no memory. With
                 any, `take_copies` follows each `admit` and `grow`, before their blocks are read or written.
-            prefix_states: How many prefixes may have recurrent states, in the rows after those of `rows`.
+            prefix_states: Number of prefixes that may have recurrent states, in the rows after those of `rows`.
         """
         assert blocks > 0, "block 0 is always there"
         self._blocks = blocks
@@ -127,16 +128,17 @@ class BlockManager:
         self._states = None if rows is None else StoredStates(range(1 + rows, 1 + rows + prefix_states))
         self._prefix_states = prefix_states
         self._rows = [0] * blocks  # rows that hold each block
-        self._empty = deque(range(1, blocks))  # held by no row, and no text is stored there
-        # Held by no row, but a text is stored there; in order of eviction, least recently used first. The blocks before
-        # such a block in its text are held by a row or come later in this order.
+        self._empty = deque(range(1, blocks))  # blocks that no row holds and that store no prefix
+        # Blocks that no row holds but that store a prefix, in order of eviction, least recently used first. The blocks
+        # before such a block in its prefix are held by a row or come later in this order.
         self._idle: OrderedDict[int, None] = OrderedDict()
         self.freed = 0
         self._roots: dict[Hashable, _Root] = {}  # by salt; a salt without a stored block has none
-        self._nodes: dict[int, _Node] = {}  # of each block that stores a text
+        self._nodes: dict[int, _Node] = {}  # of each block that stores a prefix
         self._host_empty = deque(range(1, host_blocks))
-        self._host_nodes: OrderedDict[int, _Node] = OrderedDict()  # of each other one, least recently needed first
-        self._copies: list[BlockCopy] = []  # that are due
+        # of each used host block, least recently needed first
+        self._host_nodes: OrderedDict[int, _Node] = OrderedDict()
+        self._copies: list[BlockCopy] = []  # pending copies
         self.onboarded = 0
 
     @property
@@ -151,12 +153,12 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Number of blocks held by no row, whether or not a text is still stored there."""
+        """Number of blocks held by no row, whether or not they still store a prefix."""
         return len(self._empty) + len(self._idle)
 
     @property
     def num_host_blocks(self) -> int:
-        """Number of blocks of the host that hold a text."""
+        """Number of host blocks that store a prefix."""
         return len(self._host_nodes)
 
     @property
@@ -166,7 +168,7 @@ class BlockManager:
 
     @property
     def salts(self) -> set[Hashable]:
-        """Salts under which a text is stored."""
+        """Salts under which a prefix is stored."""
         return set(self._roots)
 
     def admit(
@@ -174,21 +176,23 @@ class BlockManager:
     ) -> BlockTable:
         """Allocate the blocks of a new row.
 
-        The longest stored chain of full blocks of `prompt[:-1]` is shared, of a model with recurrent states the longest
-        whose states are kept; blocks on the host alone get some of the device. At least the last token is recomputed,
-        for its logits.
+        The longest stored chain of full blocks of `prompt[:-1]` is shared; for a model with recurrent states, the
+        longest whose states are stored; blocks on the host only get device blocks. At least the last token is
+        recomputed, for its logits.
 
         Args:
             prompt: Tokens of the row.
-            slots: The most slots that the row will touch: prompt, new tokens and scratch.
+            slots: The most slots that the row will use: prompt, new tokens and scratch.
             reuse: Whether to share stored blocks; without, the whole prompt is computed.
             salt: Only blocks stored by rows with the same salt are shared.
-            publishes: Whether the row's text will be published; else none of its recurrent states need be kept.
+            publishes: Whether the row's tokens will be published; otherwise none of its recurrent states are copied.
 
         Raises:
-            CacheFullError: Too few blocks are free, or as many rows as may are admitted; nothing has changed then.
+            CacheFullError: Too few blocks are free, or the maximum number of rows is admitted; nothing has changed
+                then.
         """
         assert 0 < len(prompt) <= slots
+        # Without the last token, which must be computed for its logits.
         chain = self._find(prompt[:-1], salt) if reuse else []
         known = len(chain)
         if self._states is not None:
@@ -208,6 +212,7 @@ class BlockManager:
                 "the recurrent states of all rows that there is memory for are taken; raise "
                 "kv_cache_free_gpu_memory_fraction, or lower the batch"
             )
+        # All checks are done: from here on nothing may fail, as a half-admitted row would leak blocks.
         for block in shared:
             self._idle.pop(block, None)
         blocks = self._place(chain, fresh)
@@ -217,8 +222,8 @@ class BlockManager:
         table = BlockTable(blocks, len(chain) * BLOCK_SIZE, salt, state_row)
         if self._states is not None and reuse:
             table.restored = self._states.use(chain[-1]) if chain else 0
-            # Two places are worth states: where the prompt leaves stored text, as other prompts with the same beginning
-            # will, and its last full block, which the next turn of a chat continues.
+            # States are worth storing at two positions: where the prompt diverges from stored blocks, as other prompts
+            # with the same beginning will, and its last full block, which the next turn of a chat continues.
             for count in dict.fromkeys((known, (len(prompt) - 1) // BLOCK_SIZE)) if publishes else ():
                 saves = (count - len(chain)) * BLOCK_SIZE >= MIN_SAVED
                 if saves and (row := self._states.reserve()):
@@ -226,14 +231,14 @@ class BlockManager:
         return table
 
     def reserve_snapshot_row(self, block_table: BlockTable) -> None:
-        """Give a row a place where its steps keep states, unless other rows have half of all such places."""
+        """Give a row a place for snapshots of its states, unless other rows have half of all such places."""
         if self._states is not None:
             block_table.snapshot_row = self._states.reserve(spare=self._prefix_states // 2)
 
     def _place(self, chain: Sequence[_Node], fresh: int) -> list[int]:
-        """Return the blocks of a chain, of which none is idle, and of what follows it.
+        """Return the blocks of a chain, none of which is idle, and `fresh` more.
 
-        `fresh` blocks are taken for those of the chain on the host alone and for those that follow.
+        The fresh ones serve the chain's blocks on the host only, and the rest of the row.
         """
         on_host = [node for node in chain if not node.block]
         for node in on_host:  # evictions below must not reuse these host blocks before they are copied back
@@ -243,7 +248,7 @@ class BlockManager:
             node.block = taken.popleft()
             self._nodes[node.block] = node
             self._copies.append(BlockCopy(False, node.host_block, node.block))
-        for node in reversed(on_host):  # the end of a text is given up before its beginning
+        for node in reversed(on_host):  # the end of a prefix is evicted before its beginning
             self._host_nodes[node.host_block] = node
         self.onboarded += len(on_host)
         return [*(node.block for node in chain), *taken]
@@ -265,13 +270,12 @@ class BlockManager:
             block_table.blocks.append(block)
 
     def publish(self, block_table: BlockTable, tokens: Sequence[int]) -> None:
-        """Let later rows reuse the full blocks of a row's text.
+        """Let later rows reuse the full blocks of a row's tokens.
 
-        Of blocks with an equal text and salt, the one published first stays the one that is found, as long as it is on
-        the device.
+        Of blocks with equal tokens and salt, only the first one published is found, as long as it is on the device.
 
-        The keys and values of the row's first `tokens` are valid in its blocks, and so are the states after them for
-        which it has reserved a place.
+        The keys and values of the row's first `tokens` must be valid in its blocks, and so must its snapshots of the
+        states after them.
         """
         self.freed += 1
         full = len(tokens) // BLOCK_SIZE
@@ -283,32 +287,32 @@ class BlockManager:
             block_tokens = tuple(tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
             child = node.children.get(block_tokens)
             if child is None or not child.block:
-                assert block not in self._nodes, "the row's text has changed since it was published"
+                assert block not in self._nodes, "the row's tokens have changed since they were published"
                 if child is None:
                     child = node.children[block_tokens] = _Node(block, node, block_tokens)
-                # A node that was on the host alone is on the device again, since this row computed the same block.
+                # A node that was on the host only is on the device again, since this row computed the same block.
                 child.block, self._nodes[block] = block, child
             node = child
             if row := block_table.snapshots.pop((index + 1) * BLOCK_SIZE, 0):
-                assert self._states is not None, "a row that has states"
+                assert self._states is not None, "only rows of a model with states have snapshots"
                 self._states.keep(node, row)
                 block_table.stored.append(node)
 
     def withdraw(self, block_table: BlockTable) -> None:
-        """Let no later row find the blocks that a row has published, nor those published after them; it keeps them."""
+        """Let no later row find the blocks that a row has published, nor the blocks after them; the row keeps them."""
         # Reused blocks were published by other rows, and stay valid.
         for block in block_table.blocks[block_table.reused // BLOCK_SIZE :]:
             if node := self._nodes.get(block):
                 self._forget(node)
-        for prefix in block_table.stored:  # maybe of blocks that another row has published
-            assert self._states is not None, "a row that has states"
+        for prefix in block_table.stored:  # possibly of blocks that another row has published
+            assert self._states is not None, "only rows of a model with states have stored some"
             self._states.forget(prefix)
 
     def release(self, block_table: BlockTable) -> None:
         """Take a row's blocks back and empty its block table. Call it once.
 
         Published blocks can be found until they are needed for another row. They are evicted least recently released
-        first, and the end of a text before its beginning.
+        first, and the end of a prefix before its beginning.
         """
         assert block_table.blocks, "released twice"
         self.freed += 1
@@ -328,19 +332,19 @@ class BlockManager:
                 else:
                     self._empty.append(block)
         # Follow the parents and not the row's blocks in reverse: where another row published the same beginning first,
-        # it is that row's block that must outlast this row's end.
+        # that row's block must outlast this row's end.
         while last is not None and last.parent is not None:
             if last.block in self._idle:
                 self._idle.move_to_end(last.block)
             last = last.parent
 
     def take_copies(self) -> list[BlockCopy]:
-        """Return the copies that became due since the last call, in the order in which they must be made."""
+        """Return the pending copies since the last call, in the order in which they must be made."""
         copies, self._copies = self._copies, []
         return copies
 
     def forget(self) -> None:
-        """Let no stored text be found any more, and no copy be due; rows keep their blocks."""
+        """Remove all stored prefixes and pending copies; rows keep their blocks."""
         for root in list(self._roots.values()):
             for node in list(root.children.values()):
                 self._forget(node)
@@ -358,7 +362,7 @@ class BlockManager:
         return chain
 
     def _take_free_block(self) -> int:
-        """Return a block that no row holds: one without a text, or the one that was used least recently."""
+        """Return a block that no row holds: an empty one, or else the least recently used idle one."""
         if self._empty:
             return self._empty.popleft()
         block, _ = self._idle.popitem(last=False)
@@ -366,33 +370,34 @@ class BlockManager:
         node.block = 0
         if not node.host_block:
             self._offload(node, block)
-        # Without a copy on the host the text is lost, and so are its continuations, which are found through it alone.
-        # The node may be forgotten already: `_offload` evicts texts of the host, and their continuations with them.
+        # Without a copy on the host the prefix is lost, and so are its continuations, which are found through it only.
+        # The node may be removed already: `_offload` evicts host blocks, and their continuations with them.
         if not node.host_block and node.parent is not None:
             self._forget(node)
         return block
 
     def _offload(self, node: _Node, block: int) -> None:
-        """Let a stored text have a block of the host, if any can be had: an empty one, or the least recently needed."""
+        """Assign a host block to a stored prefix, if possible: an empty one, or the least recently needed."""
         if not self._host_empty and self._host_nodes:
             host_block, oldest = self._host_nodes.popitem(last=False)
             self._host_empty.append(host_block)
             oldest.host_block = 0
             if not oldest.block:
                 self._forget(oldest)
-        if self._host_empty and node.parent is not None:  # its ancestor may have just been forgotten
+        if self._host_empty and node.parent is not None:  # its ancestor may have just been removed
             node.host_block = self._host_empty.popleft()
             self._host_nodes[node.host_block] = node
             self._copies.append(BlockCopy(True, block, node.host_block))
 
     def _forget(self, node: _Node) -> None:
-        """Remove a stored text and all texts that continue it from the trie."""
+        """Remove a stored prefix and all its continuations from the trie."""
         parent = node.parent
         assert parent is not None
         del parent.children[node.tokens]
         if isinstance(parent, _Root) and not parent.children:
             del self._roots[parent.salt]
         subtree = [node]
+        # A loop, not recursion: a long prefix has thousands of nested nodes.
         while subtree:
             node = subtree.pop()
             node.parent = None

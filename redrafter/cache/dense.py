@@ -1,4 +1,4 @@
-"""A KV cache with one buffer per row, which any stock model writes to and reads from as a Hugging Face `Cache`."""
+"""A KV cache with one buffer per row, which every model of transformers uses as a Hugging Face `Cache`."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,8 +15,8 @@ from redrafter.attention.prompt_attention import Piece, PromptPlan
 from redrafter.cache.kv_cache import KVCache, LayerShape, allocate, states_of
 from redrafter.cache.states import RowStates, StatesOfRows
 
-# What models call the cache that they are given and return: the first since transformers 5.24, which warns of the
-# others; before that the second, or the third without attention.
+# Names of the cache argument of models: the first since transformers 5.24, which warns of the others; before that the
+# second, or the third for models without attention.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 CACHE_NAME = "past_key_values"  # where a forward's signature names no cache
 WINDOW_STEP_SLOTS = 64  # the window grows in steps of this size, so that shapes seldom change
@@ -26,11 +26,11 @@ class _Layer(CacheLayerMixin):
     """One layer's view of the cache; the model's attention calls `update`.
 
     Attributes:
-        stores: Where the layer's keys, values and keys of an indexer are, by slot of the pools.
+        stores: The layer's keys, values and keys of an indexer, by slot of the pools.
         keys, values, index_keys: The part of them that attention reads, `[B, heads, S, dim]` each.
     """
 
-    is_sliding = False  # sliding layers keep all tokens too, so that there is no ring buffer to roll back
+    is_sliding = False  # sliding layers keep all tokens too, as a ring buffer could not be rolled back
     is_initialized = True
 
     stores: tuple[Tensor, ...]
@@ -46,8 +46,8 @@ class _Layer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Store the new keys and values, and return those that attention reads.
 
-        They are `[B, heads, N, dim]` of trees, or `[1, heads, T, dim]` of pieces of prompts; the results are `[B,
-        heads, S, dim]`.
+        New keys and values are `[B, heads, N, dim]` for trees, or `[1, heads, T, dim]` for pieces of prompts; the
+        results are `[B, heads, S, dim]`.
         """
         slots = self._cache.written[key_states.device]
         for store, states in zip(self.stores, self._cache.finite_nodes(key_states, value_states), strict=False):
@@ -75,12 +75,12 @@ class _Layer(CacheLayerMixin):
         return self._cache.committed
 
     def get_max_length(self) -> int:
-        """Return -1: the cache grows without a bound of its own."""
+        """Return -1: the cache grows without bound."""
         return -1
 
 
 class _EmptyLayer(_Layer):
-    """A layer without keys: to transformers one before any forward, or one whose module is given its states."""
+    """A layer without keys, which transformers takes for one before any forward, or for one with states."""
 
     keys = values = None  # type: ignore[assignment]
 
@@ -90,8 +90,8 @@ class _EmptyLayer(_Layer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Raise `RuntimeError`: such a layer is never given keys and values."""
-        raise RuntimeError("a layer that stored nothing in a plain forward was given keys and values to store")
+        """Raise `RuntimeError`: such a layer must not receive keys and values."""
+        raise RuntimeError("a layer that stored nothing in a plain forward has received keys and values to store")
 
     def get_seq_length(self) -> int:
         """Return the length reported to the model for a layer with states; 0 where nothing is stored."""
@@ -102,21 +102,21 @@ class DenseCache(KVCache, Cache):
     """Keys and values of rows that have a buffer each; slot s of row b is slot `b * capacity + s` of the pools.
 
     Attributes:
-        rows: B, rows that take part in forwards: all, or the first ones (`use_rows`).
+        rows: B, rows that are active in forwards: all, or the first ones (`use_rows`).
         capacity: Slots of each row.
-        committed: The length that is reported to the model, for masks of its own making. 0, because lengths differ and
-            positions and masks are passed to the model; after `reserve_one_token`, the number of committed tokens.
-        contiguous: Whether attention is given contiguous copies, as by transformers' own cache.
-        layers: A view of each layer, as transformers calls what a model's layers write to.
+        committed: Length reported to the model, which it uses for masks. 0, because rows differ in length and the model
+            receives positions and masks; after `reserve_one_token`, the number of committed tokens.
+        contiguous: Whether attention receives contiguous copies, as from transformers' own cache.
+        layers: A view of each layer; transformers' name for the objects that a model's layers write to.
         written: The slots that the next forward stores its tokens in, `[B * N]` or `[T]` int64, on each device.
-        sums: Sums of the keys and values of each node of the trees of the last forward, `[B, N]` float32, not finite
-            for nodes of which any number is not; None where its tokens were no trees with drafts.
+        sums: Sums of the keys and values of each node of the trees of the last forward, `[B, N]` float32, which are not
+            finite where any number of the node is not; None for a forward without drafts.
     """
 
     layers: list[Any]
 
     def __init__(self, shapes: Sequence[LayerShape], rows: int, contiguous: bool = False):
-        """Begin without slots; `reserve` makes some.
+        """Make a cache without slots; `reserve` allocates some.
 
         Args:
             shapes: Shape of each layer.
@@ -136,7 +136,7 @@ class DenseCache(KVCache, Cache):
         self._devices = {shape.device for shape in shapes}
         self.pools, self._places = allocate(shapes, 0)
         self.movable = self.pools
-        # The tensors that attention reads: a layer's view, an attribute of it, and which part of the pools that is.
+        # The tensors that attention reads: a layer's view, the name of its attribute, and its part of the pools.
         self._read = [
             (layer, name, number, index)
             for layer, home in zip(layers, self._places, strict=True)
@@ -144,8 +144,9 @@ class DenseCache(KVCache, Cache):
         ]
 
     def use_rows(self, rows: int) -> None:
-        """Let only the first `rows` rows take part in forwards, until the next call. The others keep their contents."""
+        """Let only the first `rows` rows take part in forwards, until the next call. Other rows keep their contents."""
         assert rows <= self._all_rows, "more rows than there are"
+        # Setting the window to 0 forces the views to be made again for the new number of rows.
         self.rows, window, self.window = rows, self.window, 0
         self._set_window(window)
         if self.states is not None:
@@ -154,13 +155,14 @@ class DenseCache(KVCache, Cache):
     def write_rows(self, to: Sequence[int], part: "DenseCache", rows: Sequence[int]) -> None:
         """Copy rows of this or another cache of the same model, with their states, over the rows `to`.
 
-        The other cache has no more slots in use than this one provides.
+        The other cache must not have more slots in use than this one provides.
         """
+        # Pools may have different capacity: each cache grows on its own.
         slots, to, rows = min(part.capacity, self.capacity), list(to), list(rows)
         for pool, part_pool in zip(self.pools, part.pools, strict=True):
             written = self.by_row(pool)
             written[:, to, :slots] = part.by_row(part_pool)[:, rows, :slots]
-            written[:, to, slots:] = 0  # a NaN that another text has left there would not be masked: it stays one
+            written[:, to, slots:] = 0  # an earlier row's NaN would not be masked there, as 0 * NaN is NaN
         if self.states is not None:
             assert part.states is not None, "both caches are of one model"
             self.states.store.copy_rows(torch.tensor(to), part.states.store, torch.tensor(rows))
@@ -172,7 +174,7 @@ class DenseCache(KVCache, Cache):
     def reserve(self, slots: int) -> None:
         """Provide `slots` slots per row and let attention read that many.
 
-        The number is rounded up so that shapes seldom change. Memory at least doubles when it must grow.
+        The number is rounded up so that shapes seldom change. Capacity at least doubles when it grows.
         """
         self.committed = 0
         self._set_window(-(-slots // WINDOW_STEP_SLOTS) * WINDOW_STEP_SLOTS)
@@ -183,7 +185,7 @@ class DenseCache(KVCache, Cache):
         Attention then reads exactly the slots that the token may see, so the next forward is ordinary decoding and
         needs no mask.
         """
-        assert self.rows == 1, "rows of one length only"
+        assert self.rows == 1, "rows differ in length"
         self.committed = committed
         self._set_window(committed + 1)
 
@@ -191,11 +193,13 @@ class DenseCache(KVCache, Cache):
         """Let attention read the first `window` slots of each row, growing the pools where they have fewer."""
         if window > self.capacity:
             capacity = -(-max(window, 2 * self.capacity) // WINDOW_STEP_SLOTS) * WINDOW_STEP_SLOTS
+            # Pools are replaced one by one, so that only one is held twice at a time.
             for number, pool in enumerate(self.pools):
                 grown = pool.new_zeros(len(pool), self._all_rows, capacity, *pool.shape[2:])
                 grown[:, :, : self.capacity] = self.by_row(pool)
                 self.pools[number] = grown.flatten(1, 2)
             self.capacity, self.window = capacity, 0
+            # Views per layer are made once here, since `update` runs for every layer of every forward.
             unbound = [pool.unbind(0) for pool in self.pools]
             for layer, home in zip(self.layers, self._places, strict=True):
                 layer.stores = tuple(unbound[number][index] for number, index in home)
@@ -216,7 +220,7 @@ class DenseCache(KVCache, Cache):
 
     @contextmanager
     def subset(self, rows: Tensor, slots: int) -> Iterator["DenseCache"]:
-        """Yield an empty cache for rows `[B']` int64, whose first `slots` slots are copied over theirs at the end."""
+        """Yield an empty cache for rows `[B']` int64, whose first `slots` slots are copied to them at the end."""
         part = DenseCache(self._shapes, len(rows), self.contiguous)
         part.reserve(slots)
         yield part
@@ -225,17 +229,18 @@ class DenseCache(KVCache, Cache):
     def write_after(self, length: Tensor, nodes: int, *, drafts: bool = False) -> None:
         """Let the next forward store its `nodes` nodes after each row's committed tokens, `length` `[B]`.
 
-        With `drafts`, they are nodes of trees, of which some may not be kept; see `finite_nodes`.
+        With `drafts`, they are nodes of trees, some of which may be rejected, as `finite_nodes` requires.
         """
         self.sums = torch.zeros(len(length), nodes, dtype=torch.float32, device=length.device) if drafts else None
         slots = self.slots(length[:, None] + torch.arange(nodes, device=length.device))
+        # Layers may be on several devices; each indexes with a tensor of its own.
         self.written = {device: slots.to(device) for device in self._devices}
 
     def finite_nodes(self, *states: Tensor) -> Sequence[Tensor]:
-        """Return keys and values `[B, heads, N, dim]` of drafts, with zeros in place of values that are not finite.
+        """Return keys and values `[B, heads, N, dim]` of drafts, with zeros in place of numbers that are not finite.
 
-        A mask hides no NaN from nodes that do not see it, in this forward or in a later one over the same slots, as
-        0 * NaN is NaN. The nodes that hold some are found by `sums`, since their logits are not finite either.
+        A mask does not hide a NaN from nodes that do not attend to it, in this forward or in a later one over the same
+        slots, as 0 * NaN is NaN. `sums` identifies the nodes with such numbers, whose logits are not finite either.
         """
         if self.sums is None:
             return states
@@ -244,7 +249,7 @@ class DenseCache(KVCache, Cache):
         return [x.nan_to_num(0, 0, 0) for x in states]
 
     def plan_prefill(self, pieces: Sequence[Piece], kinds: Sequence[AttentionKind]) -> PromptPlan:
-        """Let the next forward store its tokens, which are those of all pieces in turn, in the slots of their rows."""
+        """Let the next forward store its tokens, the pieces one after another, in the slots of their rows."""
         self.sums = None
         slots = torch.cat([piece.row * self.capacity + torch.arange(piece.first, piece.end) for piece in pieces])
         self.written = {device: slots.to(device) for device in self._devices}
@@ -252,7 +257,7 @@ class DenseCache(KVCache, Cache):
 
 
 def cache_argument(forward: Callable[..., Any]) -> str | None:
-    """Return the name of the argument by which a forward is given a cache, or None where it takes none."""
+    """Return the name of a forward's cache argument, or None if it has none."""
     names = inspect.signature(forward).parameters
     return next((name for name in CACHE_NAMES if name in names), None)
 

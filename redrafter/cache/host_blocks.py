@@ -1,4 +1,4 @@
-"""Keys and values of blocks on the host, where they outlast their blocks on the device, and the copies both ways."""
+"""Keys and values of blocks on the host, where they outlast their device blocks, and the copies both ways."""
 
 import logging
 import time
@@ -18,22 +18,22 @@ from redrafter.errors import ArgumentError
 from redrafter.kernels.block_size import BLOCK_SIZE
 
 _LOG = logging.getLogger(__name__)
-STAGING_BYTES = 128 << 20  # of the device, through which all copies go
+STAGING_BYTES = 128 << 20  # device buffer through which all copies go
 
 
 class HostBlocks:
     """Memory of the host for blocks of one or several models, whose blocks have the same ids.
 
-    The blocks of a copy are gathered into a staging buffer, or scattered from it, by the stream that computes; only
-    between that buffer and the host does a stream of its own copy. So a block may be written as soon as its copy to the
-    host is launched, and read as soon as its copy to the device is.
+    The blocks of a copy are gathered into a staging buffer, or scattered from it, on the compute stream; only the
+    copies between that buffer and the host run on a stream of their own. So a block may be written as soon as its copy
+    to the host is launched, and read as soon as its copy to the device is.
 
     Attributes:
-        num_blocks: Number of blocks, block 0 included, which is not used.
+        num_blocks: Number of blocks, including block 0, which is not used.
     """
 
     def __init__(self, stores: Sequence[KVCachePool], num_blocks: int):
-        """Take the memory; on a GPU it is pinned, which takes a second for some GiB."""
+        """Allocate the memory; on a GPU it is pinned, which takes a second for some GiB."""
         self.num_blocks = num_blocks
         self._pools = [_by_block(pool) for store in stores for pool in store.pools]
         self._device = self._pools[0].device
@@ -52,14 +52,14 @@ class HostBlocks:
 
     @classmethod
     def of_size(cls, num_bytes: int, groups: Sequence[Sequence[KVCachePool]]) -> list["HostBlocks"]:
-        """Divide memory of the host between groups of models, as that of the device is divided between them.
+        """Divide host memory between groups of models, in proportion to their device memory.
 
         Args:
             num_bytes: Size of the memory.
-            groups: The pools of the models of each group, whose blocks have the same ids.
+            groups: Pools of the models of each group, whose blocks have the same ids.
 
         Raises:
-            ArgumentError: There is no room for a block, or less memory than that is free.
+            ArgumentError: The size is less than one block, or more than the free memory.
         """
         free = psutil.virtual_memory().available
         on_device = sum(pool.nbytes for stores in groups for store in stores for pool in store.pools)
@@ -72,17 +72,20 @@ class HostBlocks:
         if min(counts) < 2:
             least = 2 * on_device / min(stores[0].num_blocks for stores in groups) / 2**30
             raise ArgumentError(
-                f"kv_host_cache_gib (--kv-host-cache-gib) is {num_bytes / 2**30:.4g} and holds not one block of "
-                f"{BLOCK_SIZE} tokens: give {1.01 * least:.2g} at least"
+                f"kv_host_cache_gib (--kv-host-cache-gib) is {num_bytes / 2**30:.4g}, less than one block of "
+                f"{BLOCK_SIZE} tokens: give at least {1.01 * least:.2g}"
             )
         return [cls(stores, count) for stores, count in zip(groups, counts, strict=True)]
 
     @torch.inference_mode()
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Launch copies between the device and the host, in their order."""
+        # Runs of one direction: the order between directions matters, as a host block may be read and then reused.
         for to_host, run in groupby(copies, key=lambda copy: copy.to_host):
-            sources = {copy.target: copy.source for copy in run}  # of several copies to one block, the last one stays
+            # of several copies to one block, only the last one counts
+            sources = {copy.target: copy.source for copy in run}
             pairs, size = list(sources.items()), len(self._staging[0])
+            # In parts of the staging buffer, whose size bounds the device memory that copies take.
             for start in range(0, len(pairs), size):
                 targets, read = zip(*pairs[start : start + size], strict=True)
                 blocks, host_blocks = (read, targets) if to_host else (targets, read)
@@ -94,19 +97,20 @@ class HostBlocks:
                         torch.index_select(pool, 0, index, out=staging[: len(blocks)])
                 with self._on_copy_stream():
                     for memory, staging in zip(self._memory, self._staging, strict=True):
+                        # Consecutive host blocks are one copy: small ones do not saturate the bus.
                         for first, host_block, count in _runs(host_blocks):
                             both = memory[host_block : host_block + count], staging[first : first + count]
                             target, source = both if to_host else reversed(both)
                             target.copy_(source, non_blocking=True)
                 if not to_host:
-                    # The blocks are in the staging buffer only once that stream has copied them there.
+                    # The blocks are in the staging buffer only once that stream has finished the copy.
                     self._wait_for_copies()
                     for pool, staging in zip(self._pools, self._staging, strict=True):
                         pool.index_copy_(0, index, staging[: len(blocks)])
 
     @contextmanager
     def _on_copy_stream(self) -> Iterator[None]:
-        """Launch copies after the kernels launched so far; later kernels do not wait for them."""
+        """Enter the copy stream after the kernels launched so far; later kernels do not wait for it."""
         if self._stream is None:
             yield
             return
@@ -127,7 +131,7 @@ def _by_block(pool: Tensor) -> Tensor:
 
 
 def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield the place, the first id and the number of ids of each run in which every id is one more than the last."""
+    """Yield the position, the first id and the length of each run of consecutive ids."""
     first = 0
     for place in range(1, len(ids) + 1):
         if place == len(ids) or ids[place] != ids[place - 1] + 1:
@@ -136,10 +140,10 @@ def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _pin(memory: Tensor) -> None:
-    """Pin a tensor of the host in place, until it is freed; torch's own pinned memory is a power of two of bytes.
+    """Pin a host tensor in place, until it is freed; torch's own pinned memory is rounded up to a power of two.
 
     Raises:
-        ArgumentError: The operating system refuses.
+        ArgumentError: The operating system does not allow it.
     """
     cuda = torch.cuda.cudart()
     if code := int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):

@@ -17,19 +17,20 @@ from redrafter.kernels.cache_format import write_slots
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The keys and values that one layer stores per slot, and the recurrent states that it keeps per row.
+    """Shape of the keys and values that one layer stores per slot, and of the recurrent states that it keeps per row.
 
     Attributes:
         heads: Key heads; 0 for a layer that stores nothing.
         key_dim: Width of a head's key.
         value_dim: Width of a head's value.
         dtype: Dtype of keys and values.
-        device: Where the layer runs.
-        source: For a layer that stores nothing, the layer whose keys and values it attends to; None where it attends to
-            no tokens before it.
+        device: Device of the layer.
+        source: For a layer that stores nothing, the layer to whose keys and values it attends; None if it attends to no
+            earlier tokens.
         of_drafter: Whether it stores a drafter's values; such a layer follows the model's own layers.
-        extra_dim: Width of a third vector of each slot; 0 without one. An indexer has keys there, by which it chooses
-            the slots that the layer attends to; a drafter, hidden states that it reads when it stores the next token.
+        extra_dim: Width of a third vector of each slot; 0 without one. An indexer stores keys there, by which it
+            chooses the slots that the layer attends to; a drafter, hidden states that it reads when it stores the next
+            token.
         states: Recurrent states; none for a layer that only attends.
     """
 
@@ -44,12 +45,12 @@ class LayerShape:
     states: tuple[StateShape, ...] = ()
 
     def widened(self) -> "LayerShape":
-        """Return the shape of the layer where it computes in float32."""
+        """Return the shape of the layer for computation in float32."""
         states = tuple(replace(state, dtype=torch.float32) for state in self.states)
         return replace(self, dtype=torch.float32, states=states)
 
     def storing_nothing(self, source: int | None = None) -> "LayerShape":
-        """Return the shape of a layer with the dtype and device of this one that stores nothing of its own."""
+        """Return the shape of a layer with this one's dtype and device that stores nothing."""
         return LayerShape(0, 0, 0, self.dtype, self.device, source)
 
 
@@ -59,15 +60,16 @@ def states_of(shapes: Sequence[LayerShape]) -> list[StateShape]:
 
 
 def stored_as(shapes: Sequence[LayerShape], dtype: torch.dtype | None) -> list[LayerShape]:
-    """Return shapes of layers stored in another format, None for their own; a drafter's layers keep theirs."""
+    """Return shapes of layers stored in another format, None for their own; a drafter's layers keep their format."""
     return [shape if dtype is None or shape.of_drafter else replace(shape, dtype=dtype) for shape in shapes]
 
 
 def allocate(shapes: Sequence[LayerShape], slots: int) -> tuple[list[Tensor], list[list[tuple[int, int]]]]:
-    """Return pools of zeros, `[G, slots, heads, dim]` each, and where in them each layer's keys and values are.
+    """Return pools of zeros, `[G, slots, heads, dim]` each, and the position in them of each layer's keys and values.
 
-    All that has one shape, dtype and device shares a pool, so that committing a path is one gather and one scatter. A
-    layer that stores something has two places, or three with a third vector: the number of a pool, and the index in it.
+    Tensors of one shape, dtype and device share a pool, so that committing a path is one gather and one scatter. A
+    layer that stores something has two positions, or three with a third vector: the number of a pool, and the index in
+    it.
     """
     sizes: dict[tuple[int, int, torch.dtype, torch.device], int] = {}
     places: list[list[tuple[int, int]]] = [[] for _ in shapes]
@@ -91,9 +93,9 @@ class KVCache(ABC):
 
     Attributes:
         window: Slots per row that attention reads, at least every row's length plus the tree.
-        has_drafter_layer: Whether the last layer is what a drafter stores.
-        states: The recurrent states of the rows; None for a model without.
-        for_model: The cache object that the model writes to; None where attention writes.
+        has_drafter_layer: Whether the last layer stores a drafter's values.
+        states: Recurrent states of the rows; None for a model without.
+        for_model: The cache object that the model writes to; None if attention writes.
     """
 
     window: int
@@ -101,7 +103,7 @@ class KVCache(ABC):
     states: StatesOfRows | None
     for_model: Any = None
     pools: list[Tensor]  # `[G, slots, heads, dim]` each
-    movable: list[Tensor]  # the pools, those of FP8 as bytes: not every operator that moves numbers knows it
+    movable: list[Tensor]  # the pools, FP8 ones as bytes, since not every operator that moves data supports FP8
 
     @abstractmethod
     def slots(self, row_slots: Tensor) -> Tensor:
@@ -109,30 +111,30 @@ class KVCache(ABC):
 
     @abstractmethod
     def stores(self, layer: int) -> tuple[Tensor, ...]:
-        """Return where the keys that a layer attends to are by slot, `[slots, H, d]`, then the values; -1 for the last.
+        """Return the keys that a layer attends to by slot, `[slots, H, d]`, then the values; -1 for the last layer.
 
-        After them come third vectors, `[slots, 1, d]`, of a layer that has some.
+        Third vectors follow, `[slots, 1, d]`, for a layer with some.
         """
 
     @abstractmethod
     def subset(self, rows: Tensor, slots: int) -> AbstractContextManager["KVCache"]:
-        """Yield a cache of rows `[B']` int64 alone, in which to rewrite their first `slots` slots."""
+        """Yield a cache of rows `[B']` int64 only, in which to rewrite their first `slots` slots."""
 
     @abstractmethod
     def plan_prefill(self, pieces: Sequence[Piece], kinds: Sequence[AttentionKind]) -> PromptPlan:
-        """Plan a forward over pieces of prompts, whose layers attend as `kinds` say; all else is known to the cache."""
+        """Plan a forward over pieces of prompts, with the kinds of attention of its layers."""
 
     @property
     def fp8(self) -> torch.dtype | None:
-        """Format of the model's keys and values where they are stored in FP8; else None."""
+        """Storage format of the model's keys and values if it is FP8; else None."""
         return next((pool.dtype for pool in self.pools if pool.dtype.itemsize == 1), None)
 
     def fill_first_slots(self, states: Iterable[tuple[int, Sequence[Tensor]]]) -> None:
-        """Put keys and values into the first slots of the only row.
+        """Write keys and values into the first slots of the only row.
 
         Args:
-            states: Layers that store something, each with the keys and values of P tokens, `[1, heads, P, dim]`, and
-                after them the keys of an indexer, `[1, P, dim]`, of a layer that has one.
+            states: Layers that store something, each with the keys and values of P tokens, `[1, heads, P, dim]`,
+                followed by the keys of an indexer, `[1, P, dim]`, for a layer with one.
         """
         for layer, tensors in states:
             slots = self.slots(torch.arange(tensors[0].shape[2], device=tensors[0].device)[None])
@@ -150,8 +152,8 @@ class KVCache(ABC):
     def commit(self, length: Tensor, nodes: Tensor) -> None:
         """Move the keys and values of accepted nodes next to those of the committed tokens.
 
-        Node `nodes[b, d]` goes to slot `length[b] + d`. A source is never before its destination, and all are read
-        before any is written. Entries past a path's end are copied too, into scratch slots that nothing reads.
+        Node `nodes[b, d]` moves to slot `length[b] + d`. A source is never before its destination, and all are read
+        before any is written. Entries past a path's end are copied too, into scratch slots that are never read.
 
         Args:
             length: Committed tokens of each row, `[B]` int64.

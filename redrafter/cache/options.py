@@ -8,7 +8,7 @@ from redrafter.options import check_values, option, share, whole
 if TYPE_CHECKING:
     import torch
 
-# Storage formats by name, as torch calls them; None for that of the activations.
+# Storage formats by name, with torch's names; None for the activations' dtype.
 KV_CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
@@ -22,26 +22,26 @@ def _within_host_memory(value: object) -> str | None:
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Configure the KV cache: its memory, its storage format and the prefixes that it keeps."""
+    """Configures the KV cache: its memory, its storage format and the prefixes that it stores."""
 
     kv_cache_free_gpu_memory_fraction: float = option(
         0.9,
-        "share of the GPU memory left by the model, at the first request, that the KV cache may take; it takes no more "
-        "than 64 rows of the longest text need",
+        "share of the GPU memory left by the model, at the first request, that the KV cache may use; at most as much "
+        "as 64 rows of the longest sequence need",
         check=share,
     )
     kv_host_cache_gib: float = option(
         0.0,
-        "GiB of the host's memory for keys and values that have to leave the GPU, where prompts still find them; taken "
-        "with the first request, or when a server starts",
+        "GiB of host memory for keys and values evicted from the GPU, where later prompts still find them; allocated "
+        "at the first request, or when a server starts",
         check=_within_host_memory,
         commands=("serve",),
     )
     max_prefix_states: int = option(
         64,
-        "most stored beginnings of texts whose recurrent states are kept, of a model with such layers (LFM2, Mamba-2, "
-        "Qwen3-Next and others): prompts continue there; as much memory each as a text's states, a quarter of the "
-        "cache's at most; 0: every prompt is read from its first token on",
+        "maximum number of cached prefixes with recurrent states, for a model with such layers (LFM2, Mamba-2, "
+        "Qwen3-Next and others), at which prompts continue; each takes as much memory as a sequence's states, all "
+        "together a quarter of the cache's at most; 0: every prompt is read from its first token on",
         check=whole(0),
     )
     kv_cache_dtype: str = option(
@@ -55,12 +55,12 @@ class CacheOptions:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host's memory for keys and values."""
+        """Bytes of host memory for keys and values."""
         return int(self.kv_host_cache_gib * 2**30)
 
     @property
     def kv_dtype(self) -> "torch.dtype | None":
-        """Format that keys and values are stored in; None for that of the activations."""
+        """Storage format of keys and values; None for the activations' dtype."""
         import torch
 
         name = KV_CACHE_DTYPES[self.kv_cache_dtype]

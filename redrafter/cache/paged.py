@@ -1,4 +1,4 @@
-"""A KV cache in blocks that any row may hold, so that rows share memory and a shared prefix is computed once."""
+"""A KV cache in blocks shared by all rows, in which a common prefix is computed and stored once."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -31,25 +31,25 @@ from redrafter.tree.token_tree import Tree, chain
 class KVCachePool:
     """The memory for keys and values of one model, in blocks of `BLOCK_SIZE` slots.
 
-    All layers whose keys or values have one shape share a tensor, so that committing a path is one gather and one
+    All layers whose keys or values have the same shape share a tensor, so that committing a path is one gather and one
     scatter per tensor. Block 0 belongs to no row: idle rows and padding write there.
 
     Attributes:
         num_blocks: Number of blocks, block 0 included.
-        has_drafter_layer: Whether the last layer is what a drafter stores.
-        fp8: Format of the model's keys and values where they are stored in FP8; else None.
+        has_drafter_layer: Whether the last layer stores a drafter's values.
+        fp8: Storage format of the model's keys and values if it is FP8; else None.
         pools: The tensors, `[G, num_blocks * BLOCK_SIZE, heads, dim]` each.
-        movable: The same, as `KVCache` has them.
-        states: Recurrent states of rows, and after them those at the ends of stored prefixes; row 0 belongs to no row.
+        movable: The same tensors, as in `KVCache.movable`.
+        states: Recurrent states of rows, followed by those at the ends of stored prefixes; row 0 belongs to no row.
             None for a model without.
-        prefix_states: How many stored prefixes may have states.
+        prefix_states: Number of stored prefixes that may have states.
         layer_pools: Per layer, the tensor and index in it of the keys that the layer attends to, then of the values;
-            None for a layer that attends to no tokens before it.
+            None for a layer that attends to no earlier tokens.
         stores: Per layer, the result of `KVCache.stores`.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], num_blocks: int, rows: int = 8, prefix_states: int = 0):
-        """Allocate the memory, filled with zeros, and recurrent states of rows and prefixes where layers keep some."""
+        """Allocate the memory, filled with zeros, and recurrent states of rows and prefixes if layers have some."""
         kept = states_of(shapes)
         self.states, self.prefix_states = None, prefix_states
         if kept:
@@ -92,20 +92,21 @@ class KVCachePool:
 
         Args:
             models: Shapes of the layers of each model.
-            scales: How many blocks each model has for one of the first model.
+            scales: Number of blocks of each model for one of the first model.
             fraction: Part of the device's free memory to use, from 0 to 1.
-            max_blocks: The most blocks that rows can need of the first model, block 0 not included.
+            max_blocks: The most blocks that rows can need of the first model, without block 0.
             max_rows: The most rows that can have recurrent states at once; they take half of the memory at most.
-            prefix_states: The most stored prefixes that can have some; they take a quarter of the memory at most.
-            ranks: The processes that have a pool each, of as many blocks.
+            prefix_states: The most stored prefixes that can have states; they take a quarter of the memory at most.
+            ranks: Processes that each have a pool with the same number of blocks.
 
         Raises:
             CacheFullError: There is no memory for a single block, or for the states of a single row.
         """
+        # All ranks must hold the same blocks, so the one with least memory decides.
         free = ranks.minimum(_free_memory(models[0][0].device, ranks))
         memory = int(free * fraction)
         row_bytes = sum(state.num_bytes for shapes in models for state in states_of(shapes))
-        # Half of the memory at most, as keys and values need the rest. Row 0 of the store belongs to no row.
+        # Half of the memory at most, as the rest is for keys and values. Row 0 of the store belongs to no row.
         rows = min(memory // (2 * row_bytes) - 1, max_rows) if row_bytes else max_rows
         prefix_states = min(memory // (4 * row_bytes), prefix_states) if row_bytes else 0
         block_bytes = sum(scale * cls.block_bytes(shapes) for shapes, scale in zip(models, scales, strict=True))
@@ -114,7 +115,7 @@ class KVCachePool:
         if num_blocks < 2 or rows < 1:
             raise CacheFullError(
                 f"{free / 2**30:.2f} GiB of memory are free, and kv_cache_free_gpu_memory_fraction={fraction} of "
-                "it holds not one block of keys and values: raise it, or free memory"
+                "it is less than one block of keys and values: raise it, or free memory"
             )
         return [
             cls(shapes, scale * num_blocks, rows, prefix_states) for shapes, scale in zip(models, scales, strict=True)
@@ -124,10 +125,10 @@ class KVCachePool:
 class PagedCache(KVCache):
     """Keys and values of the rows of a batch, in blocks of a pool.
 
-    Shapes are fixed and nothing is read on the host, so its methods can be captured in a CUDA graph.
+    All shapes are fixed and no value is read on the host, so its methods can be captured in a CUDA graph.
 
     Attributes:
-        pool: The memory that the blocks are in.
+        pool: The memory of the blocks.
         table: Blocks of each row in order of position, `[B, M]` int32; 0 where a row has fewer.
     """
 
@@ -165,21 +166,21 @@ class PagedCache(KVCache):
         )
 
     def plan_chains(self, tree: Tree, length: Tensor, windows: tuple[int, ...], tokens: int) -> Plan:
-        """Return the attention plan of a forward over chains alone: each chain is a chunk, and there are no trees."""
+        """Return the attention plan of a forward over chains only: each chain is a chunk, and there are no trees."""
         no_tree = replace(chain(tree.tokens[:1, :1]), counts=torch.zeros_like(length[:1]), total=0)
         chunks = PromptChunks(tree.tokens, tree.row_starts(), length, self.table, {})
-        # A plan always has a tree. This one has no token, by its count, and its table names block 0, which no row
+        # A plan always has a tree. This one has no tokens, by its count, and its table names block 0, which no row
         # holds.
         nowhere = PagedCache(self.pool, torch.zeros_like(self.table[:1]))
         return nowhere.plan(no_tree, torch.zeros_like(length[:1]), windows, chunks, tokens)
 
     @contextmanager
     def subset(self, rows: Tensor, slots: int) -> Iterator["PagedCache"]:
-        """Yield the cache of rows `rows` `[B']` int64 alone, to be written from their first slot on."""
+        """Yield the cache of rows `[B']` int64 only, to be rewritten from their first slot on."""
         yield PagedCache(self.pool, self.table[rows], None if self.states is None else self.states.rows[rows])
 
     def plan_prefill(self, pieces: Sequence[Piece], kinds: Sequence[AttentionKind]) -> PromptPlan:
-        """Look up the slots that a forward over pieces of prompts stores its tokens in, and those it attends to."""
+        """Look up the slots where a forward over pieces of prompts stores its tokens, and those it attends to."""
         positions = torch.arange(max(piece.end for piece in pieces))
         blocks, offsets = positions // BLOCK_SIZE, positions % BLOCK_SIZE
         seen = [self.table[p.row].long()[blocks[: p.end]] * BLOCK_SIZE + offsets[: p.end] for p in pieces]
@@ -187,14 +188,14 @@ class PagedCache(KVCache):
         return PromptPlan(pieces, kinds, new, self.pool.layer_pools, seen)
 
     def commit(self, length: Tensor, nodes: Tensor) -> None:
-        """Move the keys and values of accepted nodes as `KVCache.commit` does, on a GPU by one launch a pool."""
+        """Move the keys and values of accepted nodes as `KVCache.commit` does, on a GPU with one launch per pool."""
         if not (kernels.TRITON and length.is_cuda and nodes.shape[1] > 1):
             return super().commit(length, nodes)
         for pool in self.pools:
             kernels.commit(pool, self.table, length, nodes)
 
     def stores(self, layer: int) -> tuple[Tensor, ...]:
-        """Return where the keys and values that a layer attends to are; see `KVCache.stores`."""
+        """Return the keys and values that a layer attends to, as `KVCache.stores` defines."""
         return self.pool.stores[layer]
 
     def slots(self, row_slots: Tensor) -> Tensor:
@@ -209,7 +210,7 @@ def stack_block_tables(block_tables: Sequence[BlockTable], device: torch.device,
         width = max(len(table.blocks) for table in block_tables)
     rows = torch.zeros(len(block_tables), width, dtype=torch.int32)
     for row, table in zip(rows, block_tables, strict=True):
-        # Of an array, since torch takes many times as long to read a list: a text of 128k tokens has 8,192 blocks.
+        # Through an array, since torch takes many times as long to read a list: 128k tokens have 8,192 blocks.
         blocks = torch.frombuffer(array("i", table.blocks), dtype=torch.int32)[:width]
         row[: len(blocks)] = blocks
     return to_device(rows, device)
@@ -217,19 +218,19 @@ def stack_block_tables(block_tables: Sequence[BlockTable], device: torch.device,
 
 def _free_memory(device: torch.device, ranks: Ranks) -> int:
     if device.type == "cuda":
-        # To the driver, memory that torch's allocator caches is in use, and the pool would be smaller by it.
+        # The driver counts memory in torch's cache as used, so the pool would be smaller by it.
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available // ranks.size  # ranks on a CPU share its memory
 
 
 def _flatten_with_spare(x: Tensor) -> Tensor:
-    """Return a flat copy with one more entry at its end, which `TokenRows` explains."""
+    """Return a flat copy with one more entry at its end, as `TokenRows` requires."""
     return torch.cat([x.flatten(), x.new_zeros(1)])
 
 
 class RoundingCache(DynamicCache):
-    """A cache for a forward of the model's own, whose keys and values are rounded before anything attends to them."""
+    """A cache for the model's own forward, in which keys and values are rounded before attention reads them."""
 
     def __init__(self, dtype: torch.dtype):
         """Begin without tokens."""
@@ -239,6 +240,6 @@ class RoundingCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keep new keys and values of a layer, rounded, and return all that it has; as `Cache.update`."""
+        """Store new keys and values of a layer, rounded, and return all of the layer's, as `Cache.update` does."""
         key_states, value_states = (round_trip(x, self._dtype) for x in (key_states, value_states))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)

@@ -1,7 +1,7 @@
-"""Recurrent states of rows: what layers without attention keep of a text, in tensors of one size for any length.
+"""Recurrent states of rows, which layers without attention update token by token, in tensors of fixed size.
 
 A state cannot be cut off after a token, as keys and values can. So the state after the committed tokens of each row is
-kept apart from those after the nodes of its tree, of which a commit picks one.
+stored separately from the states after the nodes of its tree, one of which a commit selects.
 """
 
 import math
@@ -27,14 +27,14 @@ StateKey: TypeAlias = tuple[int, StateName]
 
 @dataclass(frozen=True)
 class StateShape:
-    """One tensor that a layer keeps of a text.
+    """Shape of one tensor of a layer's recurrent state.
 
     Attributes:
         layer: Index of the layer.
         name: Its name in transformers' cache.
         shape: Its shape, without rows.
         dtype: Its dtype.
-        device: Where the layer runs.
+        device: Device of the layer.
     """
 
     layer: int
@@ -50,7 +50,7 @@ class StateShape:
 
     @property
     def key(self) -> StateKey:
-        """The layer and the name by which a store finds the state."""
+        """The key of the state in a store: its layer and name."""
         return self.layer, self.name
 
 
@@ -58,13 +58,13 @@ class RowStates:
     """The states of rows after their committed tokens.
 
     Attributes:
-        shapes: States that are kept of each row.
+        shapes: Shapes of the states of each row.
         tensors: The states, `[R, ...]` each.
-        position: How many tokens of each row they have read, `[R]` int64.
+        position: Number of tokens of each row that the states have read, `[R]` int64.
     """
 
     def __init__(self, shapes: Sequence[StateShape], rows: int):
-        """Begin with rows that have read nothing. rows: R."""
+        """Allocate states of R rows that have read no tokens. rows: R."""
         self.shapes = shapes
         self.tensors = {
             shape.key: torch.zeros(rows, *shape.shape, dtype=shape.dtype, device=shape.device) for shape in shapes
@@ -78,21 +78,21 @@ class RowStates:
             mine.index_copy_(0, to.to(mine.device), other.index_select(0, rows.to(other.device)).to(mine.device))
 
     def copy_row(self, to: int, row: int) -> None:
-        """Copy one row over another, in place, since captured steps read them where they are."""
+        """Copy one row to another, in place, since captured steps read states at fixed addresses."""
         for x in (self.position, *self.tensors.values()):
             x[to].copy_(x[row])
 
 
 @dataclass(frozen=True)
 class TreeLevels:
-    """The new nodes of trees by level, W a row at each of L levels, and where their states are.
+    """The new nodes of trees by level, W per row at each of L levels, and the entries of their states.
 
     Attributes:
-        nodes: Index of each node among a row's M new ones, `[L, B, W]` int64; M where there is none.
-        parents: Index of each parent among the B * W nodes of the level before, `[L, B * W]` int64; at the first level,
-            anything.
-        entries: Where the state after each node is kept, among those of all rows, `[L * B * W]` int64.
-        roots: Likewise where the state after the parent of each node of the first level is kept, `[B * W]` int64.
+        nodes: Index of each node among a row's M new ones, `[L, B, W]` int64; M where there is no node.
+        parents: Index of each parent among the B * W nodes of the level before, `[L, B * W]` int64; undefined at the
+            first level.
+        entries: Entry of the state after each node, among the entries of all rows, `[L * B * W]` int64.
+        roots: Entry of the state after the parent of each node of the first level, `[B * W]` int64.
     """
 
     nodes: Tensor
@@ -103,14 +103,15 @@ class TreeLevels:
 
 @dataclass(frozen=True)
 class StateCopies:
-    """Maps the rows of a store that get copies of other rows' states while these read their texts.
+    """Maps rows to further rows of the store that receive copies of their states while tokens are read.
 
     Attributes:
-        snapshots: By row of the cache, the rows of the store that get a copy of its states while its prompt is read,
-            each under the number of tokens that these states have read.
-        snapshot_rows: The row of the store, for each row of the cache, that gets a copy of its states whenever its text
-            fills a block, `[B]` int64 on a CPU, 0 for none; None where steps keep no such copies.
-        unread: Tokens that a commit leaves unread: 1 for a draft model, which reads the last one again.
+        snapshots: By row of the cache, the rows of the store that receive a copy of its states while its prompt is
+            read, keyed by the number of tokens read.
+        snapshot_rows: For each row of the cache, the row of the store that receives a copy of its states whenever its
+            tokens fill a block, `[B]` int64 on a CPU, 0 for none; None if steps make no such copies.
+        unread: Number of committed tokens that a commit leaves unread: 1 for a draft model, which reads the last one
+            again.
     """
 
     snapshots: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
@@ -122,19 +123,19 @@ NO_COPIES = StateCopies()
 
 
 class StatesOfRows:
-    """The states of some rows of a store, and those after the nodes of their trees while a step runs.
+    """The states of some rows of a store, and of the nodes of their trees while a step runs.
 
-    The state after slot s of a row, which counts all its tokens, is entry `s - position + 1` of the row; entry 0 is the
-    state after the committed tokens. The last entry is for nodes that are none.
+    The state after slot s of a row, counted over all its tokens, is entry `s - position + 1` of the row; entry 0 is the
+    state after the committed tokens. The last entry is a dummy for missing nodes.
 
     Attributes:
         store: The states after committed tokens.
         rows: The rows of the store, `[B]` int64.
-        copies: Which of them are copied to other rows of the store.
+        copies: Rows of the store that receive copies of these.
     """
 
     def __init__(self, store: RowStates, rows: Tensor | None = None, copies: StateCopies = NO_COPIES):
-        """Begin with nothing but what the store has. rows: `[B]` int64; None for all."""
+        """Make a view of rows of the store. rows: `[B]` int64; None for all."""
         self.store, self.copies = store, copies
         if rows is None:
             self.use_rows(len(store.position))
@@ -144,14 +145,14 @@ class StatesOfRows:
         self._count = 0  # E
 
     def use_rows(self, rows: int) -> None:
-        """Let only the first `rows` rows of the store take part from now on."""
+        """Let only the first `rows` rows of the store be active from now on."""
         self.rows = torch.arange(rows, device=self.store.position.device)
 
     def begin(self, tree: Tree, length: Tensor) -> TreeLevels:
-        """Make room for the states after a tree's new nodes, `length` tokens before its root; return its levels."""
+        """Allocate entries for the states of a tree's new nodes; return its levels. length: tokens before its root."""
         if tree.new == tree.tokens.shape[1]:
-            # A whole tree begins a new step. A draft model that grows a tree level by level still needs the states
-            # above.
+            # A whole tree begins a new step. A draft model that grows a tree level by level still needs the states of
+            # the levels above.
             self._entries.clear()
         # A draft model reads the last committed token again, before the root.
         self._count = tree.tokens.shape[1] + 3
@@ -160,9 +161,10 @@ class StatesOfRows:
         index = above + nodes.clamp(max=new - 1)  # [L, B, W]
         before = (length - self.store.position.to(length.device)[self.rows.to(length.device)])[:, None]  # [B, 1]
         parents = tree.parents.expand(len(nodes), -1, -1).gather(2, index)  # [L, B, W]
+        # A tree's root continues the committed state; a growing tree's new level continues its parents' entries.
         roots = torch.where(index[0] == 0, before, 1 + before + parents[0]).clamp(0, self._count - 2)
         entries = torch.where(nodes == new, self._count - 1, (1 + before + index).clamp(0, self._count - 2))
-        # Where each node is among those of its level: grafted nodes, the last of a tree, are of any level.
+        # Index of each node within its level: grafted nodes, the last of a tree, may be of any level.
         (rows, width), beam = index.shape[1:], torch.arange(index.shape[2], device=index.device)
         within = nodes.new_zeros(rows, new + 1)
         within.scatter_(1, nodes.transpose(0, 1).flatten(1), beam.repeat(rows, len(nodes)))
@@ -171,26 +173,26 @@ class StatesOfRows:
         return TreeLevels(nodes, above_level, self._of_all_rows(entries).flatten(), self._of_all_rows(roots).flatten())
 
     def _of_all_rows(self, entries: Tensor) -> Tensor:
-        """Return the index of entries `[..., B, W]` of each row among those of all rows."""
+        """Return the index of entries `[..., B, W]` of each row among the entries of all rows."""
         rows = torch.arange(entries.shape[-2], device=entries.device)[:, None]
         return rows * self._count + entries
 
     def read_entries(self, keys: Iterable[StateKey], entries: Tensor) -> list[Tensor]:
-        """Return the states kept at entries `[R]` among those of all rows, `[R, ...]` each; copies."""
+        """Return copies of the states at entries `[R]` among those of all rows, `[R, ...]` each."""
         rooms = map(self._room, keys)
         return [room.flatten(0, 1).index_select(0, entries.to(room.device)) for room in rooms]
 
     def write_entries(self, keys: Iterable[StateKey], entries: Tensor, states: Iterable[Tensor]) -> None:
-        """Keep states `[R, ...]` at entries `[R]` among those of all rows."""
+        """Write states `[R, ...]` to entries `[R]` among those of all rows."""
         for key, state in zip(keys, states, strict=True):
             room = self._room(key)
             room.flatten(0, 1).index_copy_(0, entries.to(room.device), state)
 
     def _room(self, key: StateKey) -> Tensor:
-        """Return where one state is kept while a step runs, `[B, E, ...]`."""
+        """Return the buffer of one state while a step runs, `[B, E, ...]`."""
         room, store = self._entries.get(key), self.store.tensors[key]
         rows = self.rows.to(store.device)
-        # A tree that grows needs more entries at each level; states of the levels above stay where they are.
+        # A growing tree needs more entries at each level; states of the levels above keep their entries.
         if room is None or room.shape[1] < self._count:
             grown = store.new_zeros(len(rows), self._count, *store.shape[1:])
             if room is None:
@@ -217,7 +219,7 @@ class StatesOfRows:
             self.store.tensors[shape.key][at] = state[0]
 
     def take_note(self, pieces: Sequence[Piece]) -> None:
-        """Take note that rows have read pieces of prompts, after each of their states and snapshots was written."""
+        """Record that rows have read pieces of prompts, after each of their states and snapshots was written."""
         position = self.store.position
         snapshots = [each for piece in pieces for each in self.snapshots_in(piece).items()]
         read = [(piece.row, piece.end) for piece in pieces] + [(at, count) for count, at in snapshots]
@@ -226,38 +228,40 @@ class StatesOfRows:
         position.index_copy_(0, index, counts)
 
     def snapshots_in(self, piece: Piece) -> dict[int, int]:
-        """Return the snapshots after tokens of a piece of a prompt, the first one first."""
+        """Return the snapshots within a piece of a prompt, the first one first."""
         snapshots = self.copies.snapshots.get(piece.row, {})
         return {count: snapshots[count] for count in sorted(snapshots) if piece.first < count <= piece.end}
 
     def forget(self, rows: Sequence[int]) -> None:
-        """Let some of the rows have read nothing."""
+        """Reset some of the rows to having read no tokens."""
         for store in (self.store.position, *self.store.tensors.values()) if rows else ():
             store.index_fill_(0, self.rows.to(store.device)[to_device(rows, store.device)], 0)
 
     def commit(self, length: Tensor, path: Path, active: Tensor) -> None:
-        """Keep the states after the last accepted node of each active row, and let go of those after other nodes.
+        """Keep the states after the last accepted node of each active row, and drop those of other nodes.
 
-        `length` `[B]` int64 tokens are before each row's root; rows that are not active keep what they have.
+        `length` `[B]` int64 tokens are before each row's root; inactive rows keep their states.
         """
         position, home = self.store.position, self.rows.to(self.store.position.device)
         before = position[home]
         length, end, accepted, active = (x.to(position.device) for x in (length, path.end, path.accepted, active))
+        # Before the commit below overwrites the states that the entries are counted from.
         if self.copies.snapshot_rows is not None:
             self._copy_filled(self.copies.snapshot_rows, length - before, length, path, active)
-        # Inactive rows are written too, with the state that they have, so that shapes do not depend on data.
+        # Inactive rows are written too, with their current state, so that shapes do not depend on data.
         entry = torch.where(active, (1 + length - before + end).clamp(0, self._count - 2), 0)  # [B]
         for key, store in self.store.tensors.items():
             kept = self.read_entries([key], self._of_all_rows(entry[:, None]).flatten())[0]
             store.index_copy_(0, self.rows.to(store.device), kept)
         position.index_copy_(0, home, torch.where(active, length + accepted + 1, before))
+        # Their memory is as large as all nodes' states, and the next step begins with other nodes.
         self._entries.clear()
 
     def _copy_filled(self, rows: Tensor, before: Tensor, length: Tensor, path: Path, active: Tensor) -> None:
-        """Copy the states after the last block that each row's path has filled; `before` is of `begin`, `[B]`."""
+        """Copy the states after the last block that each row's path has filled; `before` as in `begin`, `[B]`."""
         unread = self.copies.unread
         full = (length + path.accepted + 1 + unread) // BLOCK_SIZE * BLOCK_SIZE - unread  # [B]
-        # `tolist` waits for the device, which no captured step may do: copies are made on a CPU alone.
+        # `tolist` waits for the device, which a captured step must not do: such copies are made on a CPU only.
         for row in (active & (full > length) & (rows > 0)).nonzero().flatten().tolist():
             at, upto = int(rows[row]), int(full[row])
             entry = 1 + int(before[row]) + int(path.nodes[row, upto - 1 - int(length[row])])

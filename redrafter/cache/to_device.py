@@ -1,4 +1,4 @@
-"""Numbers on the host, and copies of them to a device that make neither of the two wait."""
+"""Numbers on the host, and copies of them to a device without synchronisation."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,22 +11,22 @@ from torch import Tensor
 def made_on_host() -> AbstractContextManager[Any]:
     """Return a context in which tensors made without a device are on the host.
 
-    They are there anyway unless the program has called `torch.set_default_device`.
+    This is the default unless the program has called `torch.set_default_device`.
     """
     host = torch.get_default_device().type == "cpu"
-    return nullcontext() if host else torch.device("cpu")  # the latter slows each call of torch a little
+    return nullcontext() if host else torch.device("cpu")  # a device context slows each call of torch a little
 
 
 def to_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a copy of `values` on a device, in order with the work that was launched there before.
+    """Return a copy of `values` on a device, in order with the work launched there before.
 
-    A copy from ordinary memory waits for all that work, so the copy is made from pinned memory, which torch keeps until
-    the copy has been made.
+    A copy from pageable memory waits for all that work, so the copy is made from pinned memory, which torch keeps until
+    it is done.
 
     Args:
         values: A tensor on the host, or numbers that `torch.tensor` takes.
         device: Where the copy goes.
-        dtype: Dtype of numbers; None for what torch makes of them.
+        dtype: Dtype of numbers; None for the one that torch infers.
     """
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype, device="cpu")
     if device.type != "cuda":

@@ -101,9 +101,9 @@ def test_memory_of_the_host_is_taken_as_the_options_say(name: str, copies: tuple
     ("model", "options", "words"),
     [
         ("lfm2", {}, None),
-        ("lfm2", {"max_prefix_states": 0}, "recurrent states are kept of no prefix"),
-        ("jamba", {}, "recurrent states are kept of no prefix"),
-        ("mamba2", {}, "it has recurrent states alone"),
+        ("lfm2", {"max_prefix_states": 0}, "it keeps no recurrent states of prefixes"),
+        ("jamba", {}, "it keeps no recurrent states of prefixes"),
+        ("mamba2", {}, "it has only recurrent states"),
     ],
 )
 def test_a_model_with_recurrent_states_takes_some_where_prefixes_are_found(model, options, words):
