@@ -1,8 +1,8 @@
 """Batch-invariant targets: which models can be, the patches of their forwards, and the check that they are.
 
-A forward is a sequence of functions of rows, but not in the bits of its numbers: a matrix product sums in an order that
-suits the number of rows, and on a CPU a function of single numbers is computed by other instructions at the end of a
-tensor than before it. In a forward to which `RowByRow` is applied both come from the row alone.
+A forward computes each row independently, but not bit for bit: a matrix product sums in an order that depends on the
+number of rows, and on a CPU a pointwise function uses other instructions at the end of a tensor than before it. In a
+forward with `RowByRow`, both depend on the row only.
 """
 
 import re
@@ -29,8 +29,8 @@ from redrafter.model.tree_forward import BoundModel
 from redrafter.model.varlen_forward import VarlenForward
 from redrafter.tree.token_tree import chain
 
-TOKENS = 26  # of the text that is read in several ways
-WAYS = ([26], [1] * 26, [7, 7, 7, 5], [19, 7])  # how many of its tokens are in each forward
+TOKENS = 26  # length of the sequence that is read in several ways
+WAYS = ([26], [1] * 26, [7, 7, 7, 5], [19, 7])  # token counts of the forwards of each way
 
 EXPERTS_NAME = "redrafter_invariant"
 
@@ -50,10 +50,10 @@ def support_of(bound: BoundModel) -> Support:
 
 
 def check_products(forward: VarlenForward, shapes: Sequence[LayerShape]) -> None:
-    """Raise `UnsupportedError` if a forward multiplies matrices by other operators than our own, naming where.
+    """Raise `UnsupportedError` if a forward multiplies matrices with other operators than ours, naming the module.
 
-    Products over one number are left out: such a sum has no order. So is what runs outside of the model, as a drafter's
-    layer does, which changes no text.
+    Products over one number are left out, as such a sum has no order. So are operators outside of the model, as in a
+    drafter's layer, which changes no output.
     """
     calls: list[str] = []  # names of the modules that are running
     found: list[tuple[str, str]] = []
@@ -73,9 +73,9 @@ def check_products(forward: VarlenForward, shapes: Sequence[LayerShape]) -> None
 
 @torch.inference_mode()
 def check_rows(forward: VarlenForward, pool: KVCachePool) -> None:
-    """Raise `UnsupportedError` if a text's logits depend on how many of its tokens share a forward.
+    """Raise `UnsupportedError` if a sequence's logits depend on how many of its tokens share a forward.
 
-    Keys and values go into blocks of the pool that hold nothing.
+    Keys and values are written to unused blocks of the pool.
     """
     expected = _read(forward, WAYS[0], pool)
     if all(torch.equal(_read(forward, way, pool), expected) for way in WAYS[1:]):
@@ -90,7 +90,7 @@ def check_rows(forward: VarlenForward, pool: KVCachePool) -> None:
         with ModelPatch() as patch:
             patch.watch(stack, seen.append)
             _read(forward, way, pool)
-        layers = [seen[layer :: len(stack)] for layer in range(len(stack))]  # of each layer, what each forward gave
+        layers = [seen[layer :: len(stack)] for layer in range(len(stack))]  # the outputs of each layer in all forwards
         by_layer = [torch.cat([x[0, :size] for x, size in zip(each, way, strict=False)]) for each in layers]
         outputs = outputs or by_layer
         differs = [layer for layer, (x, y) in enumerate(zip(by_layer, outputs, strict=True)) if not torch.equal(x, y)]
@@ -103,12 +103,12 @@ def check_rows(forward: VarlenForward, pool: KVCachePool) -> None:
 
 
 def small_pool(shapes: Sequence[LayerShape]) -> KVCachePool:
-    """Return memory for the text that is read in the checks of a model whose layers store these."""
+    """Return memory for the sequence that the checks read, for a model with these layers."""
     return KVCachePool(shapes, 2 + -(-TOKENS // BLOCK_SIZE))
 
 
 def _read(forward: VarlenForward, sizes: Sequence[int], pool: KVCachePool) -> Tensor:
-    """Return the logits of a text, `[T, V]`, that is read in forwards of these numbers of tokens."""
+    """Return the logits of a sequence, `[T, V]`, that is read in forwards of these numbers of tokens."""
     bound, blocks = forward.bound, min(pool.num_blocks - 1, 1 + -(-TOKENS // BLOCK_SIZE))
     bounds = [x for x in (bound.context, bound.fixed_rope_context, blocks * BLOCK_SIZE) if x is not None]
     count = min([sum(sizes), *bounds])
@@ -125,25 +125,26 @@ def _read(forward: VarlenForward, sizes: Sequence[int], pool: KVCachePool) -> Te
 
 
 class RowByRow:
-    """Patches a forward so that a model computes each row as it would alone, attention apart.
+    """Patches a forward so that a model computes each row as it would alone, except attention.
 
-    Linear layers, and all that calls `torch.nn.functional.linear`, use `invariant_linear`, and experts use
+    Linear layers, and all calls of `torch.nn.functional.linear`, use `invariant_linear`, and experts use
     `experts_row_by_row`.
     """
 
     def __init__(self, model: nn.Module, device: torch.device):
-        """Find the configs in which the model's experts look up their implementation; device: where it is."""
-        traits = "has_gate", "has_bias", "is_transposed"  # that transformers gives to modules of experts
+        """Find the configs from which the model's experts read their implementation. device: device of the model."""
+        traits = "has_gate", "has_bias", "is_transposed"  # attributes that transformers sets on modules of experts
         experts: list[Any] = [module for module in model.modules() if all(hasattr(module, name) for name in traits)]
         self._configs = list({id(module.config): module.config for module in experts}.values())
         self._on_cpu = device.type == "cpu"
 
     def apply(self, patch: ModelPatch) -> None:
-        """Have one forward compute row by row."""
+        """Patch one forward to compute row by row."""
         for config in self._configs:
             patch.set(config, "_experts_implementation", EXPERTS_NAME)
         patch.enter(_InvariantLinears())
-        # On a GPU two sizes that happen to be equal when the forward is compiled stay two, and all share a variant.
+        # On a GPU two sizes that are equal by chance when the forward is compiled stay distinct, and all share one
+        # variant.
         patch.enter(_FullVectors() if self._on_cpu else fx_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
 
 
@@ -155,14 +156,14 @@ class _InvariantLinears(TorchFunctionMode):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return invariant_linear(input, weight, bias)  # whose arguments have other names
+    return invariant_linear(input, weight, bias)  # whose parameters have other names
 
 
 def experts_row_by_row(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     """Compute the experts `[T, K]` of each token, `[T, D]`, as an experts function of transformers.
 
-    Each product of a token and an expert is one of that row alone, and the results of a token's experts are added in
-    float32, in the order of its choice.
+    Each product of a token and an expert is computed for that row alone, and the results of a token's experts are added
+    in float32, in the order of its choice.
     """
     tokens, chosen = experts.shape
     expert = experts.reshape(-1)
@@ -181,7 +182,7 @@ def experts_row_by_row(module: Any, hidden: Tensor, experts: Tensor, weights: Te
 
 
 def _product(module: Any, name: str, x: Tensor, expert: Tensor) -> Tensor:
-    """Return the product of each row with its expert's weight of that name, and that expert's bias if it has one."""
+    """Return the product of each row with its expert's weight of this name, plus that expert's bias if it has one."""
     weight = getattr(module, name)
     x = invariant_expert_linear(x, weight.transpose(1, 2) if module.is_transposed else weight, expert)
     return x + getattr(module, f"{name}_bias")[expert] if module.has_bias else x
@@ -191,13 +192,14 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, experts_row_by_row)
 
 
 class _FullVectors(TorchDispatchMode):
-    """Computes functions of single numbers by the same instructions for every number of a tensor."""
+    """Computes pointwise functions with the same instructions for every number of a tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         x = args[0] if args else None
         numbers = isinstance(x, Tensor) and x.is_floating_point() and x.numel()
         alone = not any(isinstance(other, Tensor) for other in (*args[1:], *kwargs.values()))
+        # Only functions of one tensor: with two, broadcasting may change which numbers meet.
         if torch.Tag.pointwise not in func.tags or not numbers or not alone:
             return func(*args, **kwargs)
         x, *rest = args
@@ -206,7 +208,7 @@ class _FullVectors(TorchDispatchMode):
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes down which module is running whenever torch multiplies matrices."""
+    """Records which module is running whenever torch multiplies matrices."""
 
     def __init__(self, calls: Sequence[str], found: list[tuple[str, str]]):
         super().__init__()
@@ -215,7 +217,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
         if self._calls and PRODUCT.fullmatch(name):
-            # Where positions meet frequencies, each number of a product is one number times another.
+            # Products of positions and frequencies multiply single numbers, without a sum.
             of_one = name in ("aten::mm", "aten::bmm", "aten::matmul") and args[0].dim() > 1 and args[0].shape[-1] == 1
             if not of_one:
                 self._found.append((self._calls[-1], name.removeprefix("aten::")))

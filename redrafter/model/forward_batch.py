@@ -1,11 +1,11 @@
 """Inputs and outputs of a forward: rows of tokens with ancestors, chunks of prompts after them, and inputs of each row.
 
-A pending token, a chain of drafts, a tree of them and a part of a prompt are one kind of thing. Inputs that a row has
-in addition to its tokens (positions that images have shifted, the sequence length that selects RoPE frequencies, an
+A pending token, a chain of drafts, a tree of drafts and a part of a prompt have the same representation. Inputs of a
+row in addition to its tokens (positions shifted by images, the sequence length that selects RoPE frequencies, an
 adapter) are declared here once, for every forward and layer.
 
-A drafter reads hidden states of several depths. Reading the outputs of earlier layers in addition to the last hidden
-state is how EAGLE-3 feeds its head (Li et al. 2025, arXiv 2503.01840).
+A drafter may read hidden states of several depths. EAGLE-3 introduced the outputs of earlier layers as inputs of its
+head, in addition to the last hidden state (Li et al. 2025, arXiv 2503.01840).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,19 +34,19 @@ class ForwardBatch:
         tree: The trees, M new nodes each.
         length: Committed tokens of each row, `[B]` int64.
         cache: Keys and values of the rows; receives those of the new nodes, and its pool those of the chunks.
-        logits_index: The one of each row's M new nodes at which to compute the head, `[B]` int64; None for all.
-        inputs: The number of each row that a feature reads, `[B]` int64, by feature; one that no row uses is left out.
-            `IMAGES`: what is added to the slots of tokens in the row to get their positions, as images count as other
-            numbers of positions than tokens. `ROPE_BY_LENGTH`: sequence length that selects RoPE frequencies, at
-            least; else that up to each token. `ADAPTERS`: slot of the row's adapter, 0 for none.
-        chunks: What is read of prompts beside the trees, on a paged cache; None for nothing.
-        pieces: For chains that are parts of prompts, what is read of each row that reads on; its recurrent states are
-            those after it then. None for a tree, whose path is committed later.
+        logits_index: Index of the one new node of each row at which to compute the head, `[B]` int64; None for all M.
+        inputs: The number of each row that a feature reads, `[B]` int64, by feature; a feature that no row uses is left
+            out. `IMAGES`: offset from the slots of the row's tokens to their positions, as an image has other numbers
+            of positions than tokens. `ROPE_BY_LENGTH`: minimum sequence length that selects RoPE frequencies; without
+            it, the length up to each token. `ADAPTERS`: slot of the row's adapter, 0 for none.
+        chunks: Chunks of prompts that are read in addition to the trees, on a paged cache; None for none.
+        pieces: For chains that are parts of prompts, the tokens read of each row that continues; its recurrent states
+            are then those after them. None for a tree, whose path is committed later.
     """
 
     tree: Tree
     length: Tensor
-    cache: Any  # a `KVCache`; each forward knows which kind
+    cache: Any  # a `KVCache`; each forward takes one kind
     logits_index: Tensor | None = None
     inputs: Mapping[Feature, Tensor] = field(default_factory=dict)
     chunks: PromptChunks | None = None
@@ -54,7 +54,7 @@ class ForwardBatch:
 
     @property
     def places(self) -> Tensor:
-        """The place of each new node in its row's text, `[B, M]` int64."""
+        """The index of each new node in its row's sequence, `[B, M]` int64."""
         return self.length[:, None] + self.tree.depth[:, -self.tree.new :]
 
     @property
@@ -65,21 +65,21 @@ class ForwardBatch:
 
     @property
     def row_slots_before(self) -> Tensor:
-        """Slot of the token before each new node, its parent or the last committed one, as `row_slots`."""
+        """Slot of the token before each new node, its parent or the last committed token, as in `row_slots`."""
         parents, depth = (x[:, -self.tree.new :] for x in (self.tree.parents, self.tree.depth))
         return self._in_window(parents.masked_fill(depth == 0, -1))
 
     def _in_window(self, nodes: Tensor) -> Tensor:
-        # Nodes that a row has not may be past its end, and the first token has none before it.
+        # Padding nodes may be past the end of the row, and the first token has no token before it.
         return (self.length[:, None] + nodes).clamp(0, self.cache.window - 1)
 
     @cached_property
     def nodes(self) -> Tensor | slice:
-        """Which of the `B * M` new nodes are tokens of the forward."""
+        """Indices of the `B * M` new nodes that are tokens of the forward."""
         return self.tree.verified_nodes()
 
     def flat(self, of_rows: Tensor, of_chunks: Tensor | None) -> Tensor:
-        """Return a value for each of T tokens, of new nodes, `[B, M]` or `[B, 1]`, and of the tokens of chunks."""
+        """Return a value for each of T tokens: those of new nodes, `[B, M]` or `[B, 1]`, and those of chunks."""
         of_nodes = of_rows.expand(-1, self.tree.new).flatten()[self.nodes]
         return of_nodes if of_chunks is None else torch.cat([of_nodes, of_chunks])
 
@@ -96,7 +96,7 @@ class ForwardOutput:
     """The outputs of a forward.
 
     Attributes:
-        tree: The trees of the batch, without tokens that cannot be accepted since the model's rope switches there.
+        tree: The trees of the batch, without tokens that cannot be accepted because the model's rope switches there.
         logits: Logits of the new nodes, `[B, M, V]`; M is 1 with `logits_index`.
         hidden: Hidden states that a drafter reads, `[B, M, F]`.
         chunk_ends: Both of the last token of each chunk; None for no chunks.
@@ -110,30 +110,30 @@ class ForwardOutput:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts, or parts of prompts, that are read into a cache, in as many forwards as suit.
+    """Prompts, or parts of prompts, to be read into a cache, in one forward or several.
 
     Attributes:
-        tokens: Each row's prompt, padded on the right with any ids, `[B, P]` int64.
+        tokens: Each row's prompt, padded on the right with arbitrary ids, `[B, P]` int64.
         starts: Number of each row's tokens that the cache holds already.
         ends: Position to stop before in each row, after its start.
         cache: Keys and values of the rows; receives those of the tokens.
-        inputs: As in `ForwardBatch`; without `ROPE_BY_LENGTH`, that is `ends`.
+        inputs: As in `ForwardBatch`; `ROPE_BY_LENGTH` defaults to `ends`.
     """
 
     tokens: Tensor
-    starts: Sequence[int]  # on the host, as the ends are: a forward is planned without waiting for the device
+    starts: Sequence[int]  # on the host, as are the ends: a forward is planned without waiting for the device
     ends: Sequence[int]
     cache: Any = field(repr=False)
     inputs: Mapping[Feature, Tensor] = field(default_factory=dict)
 
     @cached_property
     def upto(self) -> Tensor:
-        """The ends on the device of the tokens, `[B]` int64."""
+        """The ends on the tokens' device, `[B]` int64."""
         return to_device(self.ends, self.tokens.device, torch.long)
 
 
 def decoder_layers(model: PreTrainedModel, count: int, layer_ids: Sequence[int]) -> list[nn.Module]:
-    """Return those of a causal LM's `count` decoder layers that have these numbers, from 0.
+    """Return the decoder layers with these numbers, from 0, of a causal LM with `count` layers.
 
     Raises:
         MismatchError: There is no such layer.
@@ -156,16 +156,16 @@ def decoder_layers(model: PreTrainedModel, count: int, layer_ids: Sequence[int])
 
 
 def decoder_stack(model: PreTrainedModel, count: int) -> nn.ModuleList | None:
-    """Return the list of a model's `count` decoder layers, or None where it does not hold them in a list."""
+    """Return the list of a model's `count` decoder layers, or None if it does not hold them in a list."""
     decoder: nn.Module = model.get_decoder()  # an encoder of images or sound may have as many layers
     lists = (module for module in decoder.modules() if isinstance(module, nn.ModuleList))
     return next((layers for layers in lists if len(layers) == count), None)
 
 
 def join_hidden(last: Tensor, outputs: Sequence[Tensor]) -> Tensor:
-    """Concatenate the last hidden state and the outputs of L earlier layers, `[..., D]` each, to what a drafter reads.
+    """Concatenate the last hidden state and the outputs of L earlier layers, `[..., D]` each, for a drafter.
 
-    That is `[..., F]` with F = (1 + L) * D, in the dtype and on the device of `last`.
+    The result is `[..., F]` with F = (1 + L) * D, in the dtype and on the device of `last`.
 
     Raises:
         UnsupportedError: A layer's output has another rank or width than the last hidden state.
@@ -183,15 +183,15 @@ def join_hidden(last: Tensor, outputs: Sequence[Tensor]) -> Tensor:
 class DrafterLayer:
     """Keys and values that a drafter stores of every token that the target reads.
 
-    They are a layer after the target's own in each cache. So whatever the cache does with a text's keys and values, the
-    drafter's go along: blocks, prefixes that are found again, rows that move, paths of a tree that are committed.
+    They are one more layer after the target's own in each cache. So all operations of the cache apply to them too:
+    blocks, reuse of prefixes, moves of rows, commits of paths.
 
     Attributes:
         owner: The drafter.
-        shape: The keys and values that it stores for a token.
+        shape: Shape of the keys and values that it stores for a token.
         remember: Computes keys and values `[T, H, d]` of tokens, from their ids `[T]`, their positions `[T]` and the
-            hidden states that the drafter reads, `[T, F]`: their own, or, where the shape has room for these
-            (`extra_dim`), those of the token before each.
+            hidden states that the drafter reads, `[T, F]`: the tokens' own, or, if the shape has room for these
+            (`extra_dim`), the hidden states of the token before each.
     """
 
     owner: object
@@ -209,14 +209,14 @@ class DrafterLayer:
     ) -> None:
         """Store the keys and values of tokens, whose hidden states are `[T, F]`, in slots `[T]` of a cache's pools.
 
-        `before` returns the slots of the token before each, `[T]` int64, and any slot for the first one of a text.
+        `before` returns the slot of the token before each, `[T]` int64, and any slot for the first token of a sequence.
         """
         if not cache.has_drafter_layer:
-            return  # it was made before the drafter was loaded
-        # A NaN would stay in the cache, and no mask hides one from the drafter. Its drafts change no text.
+            return  # the cache was made before the drafter was loaded
+        # A NaN would stay in the cache, as no mask hides one from the drafter. Its drafts do not change the output.
         stores, hidden = cache.stores(-1), hidden.nan_to_num(0, 0, 0)
         if self.shape.extra_dim:
-            # The token before may be of this forward or of an earlier one, or its block was found by its prefix.
+            # The token before may be in this forward or an earlier one, or in a block that was reused from a prefix.
             stores[2].index_copy_(0, slots, hidden[:, None])
             hidden = stores[2].index_select(0, before())[:, 0]
         for store, states in zip(stores[:2], self.remember(ids, positions, hidden), strict=True):

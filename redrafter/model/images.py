@@ -1,8 +1,8 @@
 """Images in prompts: the inputs of a model's forward for them, in addition to the ids.
 
-transformers' own `generate` prepares a call: it lets the model encode the images and count positions. What it prepares
-is split by rows here, so that each row can be read alone. From its last prompt token on, such a row is a text like any
-other, but for its positions: where an image counts as fewer positions than tokens, all that follows it is shifted.
+transformers' own `generate` prepares a call: it lets the model encode the images and count positions. This module
+splits the result by rows, so that each row can be read alone. After its last prompt token, such a row is decoded like
+any other, except for its positions: where an image has fewer positions than tokens, all following ones are shifted.
 """
 
 import inspect
@@ -25,8 +25,8 @@ from redrafter.model.tree_forward import BoundModel
 
 ENCODED = "mm_encoder_outputs"  # the forward's argument for encoded images, by kind
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-_UNKNOWN_FORM = "the model adds images to its layers in a form that is not known here; pass text alone"
-# What a model's generation config may say of draws, while a call is prepared and nothing is drawn.
+_UNKNOWN_FORM = "the model adds images to its layers in an unknown form; pass text alone"
+# Settings that override a model's generation config, while a call is prepared and nothing is drawn.
 _NO_DRAWS: dict[str, Any] = {
     "max_new_tokens": 1,
     "max_length": None,
@@ -48,7 +48,7 @@ class ImagePrompt:
     Attributes:
         length: Tokens of the prompt.
         inputs: Keyword arguments of the forward: the encoded images, positions and types of tokens.
-        position_shift: Offset from the index of a later token in its text to its position.
+        position_shift: Offset from the index of a later token in its sequence to its position.
     """
 
     length: int
@@ -62,7 +62,7 @@ class ImagePrompt:
 
 @dataclass
 class ImageInputs:
-    """Images of one prompt as the model's processor gives them. Several texts may follow the prompt.
+    """Images of one prompt as returned by the model's processor. Several sequences may share the prompt.
 
     Attributes:
         inputs: Keyword arguments of `generate` other than ids and mask, such as `pixel_values`.
@@ -74,7 +74,7 @@ class ImageInputs:
     def prepare(self, model: Any, ids: Sequence[int]) -> ImagePrompt:
         """Let the model encode the images, in the first call; `ids` are the prompt, the same in each call.
 
-        `ArgumentError` is raised where the images do not fit the prompt or the model.
+        Raises `ArgumentError` if the images do not fit the prompt or the model.
         """
         if self._prompt is not None:
             return self._prompt
@@ -88,24 +88,25 @@ class ImageInputs:
         prompt = torch.tensor([list(ids)], device=device)
         given = {name: to_model(value, device) for name, value in self.inputs.items()}
         try:
+            # `custom_generate` ends the call after its preparation, so the model encodes and decodes nothing else.
             asked = {"attention_mask": torch.ones_like(prompt), "custom_generate": keep}
             model.generate(prompt, **asked, **_NO_DRAWS, **given)
         except (ValueError, TypeError, RuntimeError, IndexError) as error:
             if isinstance(error, torch.OutOfMemoryError) or "CUDA" in str(error):
-                raise  # these say nothing of the images
+                raise  # such errors are not caused by the images
             raise ArgumentError(f"the model cannot read these images: {first_line(error)}") from error
         [row] = split_rows(prepared, prompt, torch.ones_like(prompt, dtype=torch.bool), model)
         if row is None:
-            raise ArgumentError("there are images in the request and none in its prompt")
+            raise ArgumentError("the request has images, and its prompt has no place for one")
         self._prompt, self.inputs = row, {}  # pixels take several times the memory of the encoded images
         return row
 
 
 def image_arguments(model: Any) -> frozenset[str]:
-    """Return the names of arguments of `generate` that give a model its images; none where it cannot take them here.
+    """Return the names of arguments of `generate` that pass images to a model; none if it cannot take them here.
 
-    They are the arguments of its method that encodes images, as in `generate` of transformers. What that method returns
-    must be an argument of the model's forward.
+    They are the arguments of its method that encodes images, as in `generate` of transformers. The result of that
+    method must be an argument of the model's forward.
     """
     encode = getattr(getattr(model, "base_model", None), "get_image_features", None)
     if encode is None or ENCODED not in inspect.signature(model.forward).parameters:
@@ -120,21 +121,21 @@ def marks_tokens(name: str, model: Any) -> bool:
 
 
 def token_type_arguments(model: Any) -> frozenset[str]:
-    """Return the names of arguments of a model's forward that say which tokens are parts of images."""
+    """Return the names of arguments of a model's forward that mark tokens as parts of images."""
     return frozenset(name for name in inspect.signature(model.forward).parameters if marks_tokens(name, model))
 
 
 def split_rows(prepared: Mapping[str, Any], ids: Tensor, seen: Tensor, model: Any) -> list[ImagePrompt | None]:
-    """Return for each row what the forward takes of it alone, without padding; None for a row without images.
+    """Return for each row the forward's inputs for it alone, without padding; None for a row without images.
 
     Args:
-        prepared: Keyword arguments that transformers would give to the model for all rows.
+        prepared: Keyword arguments that transformers would pass to the model for all rows.
         ids: The prompts, `[B, P]` int64, left-padded.
         seen: False where a row is padded, `[B, P]` bool.
         model: The Hugging Face model.
 
     Raises:
-        ArgumentError: The prompts have places for more or fewer images than there are.
+        ArgumentError: The prompts have placeholders for more or fewer images than there are.
         UnsupportedError: A prompt ends with an image, after which each axis would continue from its own position.
     """
     encoded = (prepared.get(ENCODED) or {}).get("image")
@@ -172,7 +173,7 @@ def split_rows(prepared: Mapping[str, Any], ids: Tensor, seen: Tensor, model: An
 
 
 def _form(encoded: ModelOutput) -> str:
-    """Return the name under which a model keeps its encoded images."""
+    """Return the name under which a model returns its encoded images."""
     for name in ("pooler_output", "last_hidden_state"):
         if encoded.get(name) is not None:
             return name
@@ -185,7 +186,7 @@ def _flat(features: Any) -> Tensor:
 
 
 def _slice(encoded: ModelOutput, tokens: slice) -> ModelOutput:
-    """Return some tokens of encoded images, in the form in which the model takes them, as of one image."""
+    """Return some tokens of encoded images, in the model's own format for one image."""
 
     def take(features: Any) -> Any:
         taken = _flat(features)[tokens]
@@ -200,17 +201,17 @@ def _slice(encoded: ModelOutput, tokens: slice) -> ModelOutput:
 
 
 def to_model(value: Any, device: torch.device) -> Any:
-    """Return tensors, alone or in lists, on a device, and anything else as it is."""
+    """Return tensors, alone or in lists, on a device, and anything else unchanged."""
     if isinstance(value, Tensor):
         return value.to(device)
     return [to_model(each, device) for each in value] if isinstance(value, list | tuple) else value
 
 
 class ImageReader:
-    """Reads prompts with images by the model's own forward, all of each at once, where the model allows it."""
+    """Reads a prompt with images in one forward of the model's own, where the model supports it."""
 
     def __init__(self, target: BoundModel, caches: CacheSupport, read_whole: Callable[..., tuple[Tensor, Tensor]]):
-        """Read for a target. read_whole: see `PaddedForward.read_whole`."""
+        """Make the reader of a target. read_whole: `PaddedForward.read_whole`."""
         self._target, self._caches, self._read_whole = target, caches, read_whole
 
     @property
@@ -220,7 +221,7 @@ class ImageReader:
 
     @property
     def reason(self) -> str | None:
-        """Why prompts may have no images, and what to do; None where they may."""
+        """Reason why prompts may have no images, and what to do; None if they may."""
         return self.on_paged.reason if self._target.varlen.ok else self._on_dense.reason
 
     def check(self) -> None:
@@ -235,7 +236,7 @@ class ImageReader:
         stored = [replace(shape, source=None) for shape in self._caches.paged_shapes]
         if self._on_dense.ok and stored != self._caches.shapes:
             return Support(
-                "it stores something else on a paged cache than on its own; pass text alone (without --image)"
+                "it stores other tensors on a paged cache than on its own; pass text alone (without --image)"
             )
         return self._on_dense
 
@@ -243,13 +244,12 @@ class ImageReader:
     def _on_dense(self) -> Support:
         if not self._target.image_arguments:
             return Support(
-                "its forward takes no images that were encoded before (mm_encoder_outputs); pass text alone (without "
-                "--image)"
+                "its forward does not accept encoded images (mm_encoder_outputs); pass text alone (without --image)"
             )
         return Support(self._target.features.conflict(IMAGES))
 
     def read(self, ids: Tensor, prompt: ImagePrompt, cache: KVCache, adapters: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Read one prompt with images into a cache, as the model itself does.
+        """Read one prompt with images into a cache, by the model's own forward.
 
         Args:
             ids: The prompt, and the tokens generated before the row was preempted, `[1, P]` int64.
@@ -263,11 +263,13 @@ class ImageReader:
         past = DynamicCache() if cache.fp8 is None else RoundingCache(cache.fp8)
         length = prompt.length + prompt.position_shift
         logits, hidden = self._read_whole(ids[:, : prompt.length], prompt.inputs, past, adapters, length)
+        # Tokens generated before a preemption are text, with positions after the images'.
         if prompt.length < ids.shape[1]:
             positions = torch.arange(prompt.length, ids.shape[1], device=ids.device) + prompt.position_shift
             text = ids[:, prompt.length :], {"position_ids": positions[None]}
             logits, later = self._read_whole(*text, past, adapters)
             hidden = torch.cat([hidden, later], dim=1)
+        # Copied from transformers' cache, since the model's own forward writes only to such a cache.
         layers: Sequence[Any] = past.layers
         shapes, drafter_layer = self._caches.shapes, self._target.drafter_layer
         cache.fill_first_slots((i, (layers[i].keys, layers[i].values)) for i, shape in enumerate(shapes) if shape.heads)

@@ -1,9 +1,9 @@
-"""Compilation of a model layer by layer: layers that differ in their weights alone are compiled once.
+"""Compilation of a model layer by layer: layers that differ only in their weights are compiled once.
 
-torch.compile inlines all layers into one graph, and compiles each as if it had seen none before. But attention and
-mixers are operators that the compiler does not look into and fuses with nothing, so a graph that is cut at each of them
-loses no fusion: what is left between two of them is the end of one layer and the beginning of the next, which computes
-the same for nearly all layers, of other weights. The weights are among its inputs, as Dynamo has it.
+torch.compile inlines all layers into one graph, and compiles each separately. But attention and mixers are opaque
+operators, which the compiler fuses with nothing, so a graph that is cut at each of them loses no fusion: each piece
+between two of them is the end of one layer and the beginning of the next, which is the same computation for nearly all
+layers, with other weights. Dynamo passes the weights as inputs of the graph.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -19,7 +19,7 @@ Compiled: TypeAlias = Callable[..., Any]
 
 
 class LayerCompiler:
-    """A backend for torch.compile that cuts graphs into pieces, and compiles one of those that are alike."""
+    """A backend for torch.compile that cuts graphs into pieces, and compiles equal pieces once."""
 
     def __init__(self, cuts: Collection[str], compile: Callable[[fx.GraphModule, list[Any]], Compiled]):
         """Make a backend.
@@ -33,7 +33,7 @@ class LayerCompiler:
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         """Return the compiled function of a graph that Dynamo has traced."""
         number = 0
-        numbers = dict[fx.Node, int]()  # odd for operators that stand alone
+        numbers = dict[fx.Node, int]()  # odd for operators that are cut out
         for node in graph.graph.nodes:
             alone = self._is_cut(node)
             number += alone
@@ -58,7 +58,7 @@ class LayerCompiler:
     def _compile_piece(self, piece: fx.GraphModule) -> Compiled:
         (output,) = piece.graph.find_nodes(op="output")
         several = isinstance(output.args[0], tuple)
-        if not several:  # a compiler wants a tuple
+        if not several:  # compilers require a tuple
             output.args = (output.args,)
             piece.recompile()
         compiled = self._compile(
@@ -68,7 +68,7 @@ class LayerCompiler:
 
 
 def _structure(piece: fx.GraphModule) -> tuple[Any, ...]:
-    """Return a key that two pieces share if and only if they compute the same of inputs of the same kinds."""
+    """Return a key that is equal for two pieces only if they compute the same from inputs of the same kinds."""
     names = {node: f"%{index}" for index, node in enumerate(piece.graph.nodes)}
 
     def described(node: fx.Node) -> tuple[Any, ...]:
@@ -85,7 +85,7 @@ def _structure(piece: fx.GraphModule) -> tuple[Any, ...]:
 def _kind(x: Any) -> Any:
     """Return the properties of an input that a compiled piece is specialised for."""
     if not isinstance(x, Tensor):
-        return str(x)  # a number that varies from call to call
-    # Sizes that vary have names, and hash as the numbers that they were.
+        return str(x)  # a symbolic number
+    # Dynamic sizes are symbols; as objects, they would hash like the numbers that they were traced with.
     sizes = str((x.shape, x.stride(), x.storage_offset()))
     return type(x), x.dtype, x.device, x.requires_grad, sizes

@@ -1,15 +1,15 @@
-"""Linear layers in our forwards: FP8 weights, layers fused to one product, and other quantisers' shared scales.
+"""Linear layers in our forwards: FP8 weights, fused layers, and the activation scales of other quantisers.
 
-Our quantised layers have weights of FP8 (e4m3): half the bytes of bfloat16, where reading weights takes most of the
-time. What a layer reads is rounded to FP8 with a scale for each token, so a token is computed as it would be without
-the other tokens. Its output keeps its dtype.
+Our quantised layers have FP8 (e4m3) weights: half the bytes of bfloat16, where reading weights takes most of the time.
+A layer's inputs are rounded to FP8 with a scale for each token, so the other tokens of a forward do not affect a token.
+The output keeps its dtype.
 
-A small product does not fill a GPU's memory bus: the query, key, value, gate and up projections of an 8B model take a
-seventh longer one by one than two at a time. So layers that read the same tensor are one product. No name of a layer is
-known here: which these are is seen in a forward.
+A small product does not use a GPU's full memory bandwidth: the query, key, value, gate and up projections of an 8B
+model take a seventh longer one by one than two at a time. So layers that read the same tensor are fused into one
+product. Such layers are found by watching a forward, not by name.
 
-Of other quantisers the arithmetic is transformers' and their own; nothing but the config is read here. Weights that are
-quantised change nothing for drafting. Activations do where tokens of one forward share a scale that is made of all.
+Other quantisers' layers are computed by transformers and their own code; only their config is read here. Quantised
+weights do not affect exactness. Quantised activations do if the tokens of one forward share a scale.
 """
 
 import warnings
@@ -33,13 +33,13 @@ class Float8Linear(nn.Linear):
 
     Attributes:
         weight: The weight divided by its scales, `[F, D]` float8_e4m3fn.
-        weight_scale: Multiplier of each row of it, `[F]` float32.
+        weight_scale: Multiplier of each row of the weight, `[F]` float32.
     """
 
     weight_scale: Tensor
 
     def __init__(self, layer: nn.Linear, device: torch.device | str | None = None):
-        """Quantise a layer, whose bias is shared, on a device where its weight then stays; None for where it is."""
+        """Quantise a layer, sharing its bias; its weight then stays on `device`, or where it is for None."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         weight, scale = quantize_weight(layer.weight.detach().to(device))
@@ -53,7 +53,7 @@ class Float8Linear(nn.Linear):
         return product
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Apply a function that moves or casts tensors: a cast changes the bias alone."""
+        """Apply a function that moves or casts tensors; a cast changes only the bias."""
 
         def without_cast(tensor: Tensor) -> Tensor:
             return fn(tensor) if tensor is self.bias else fn(tensor.view(torch.uint8)).view(tensor.dtype)
@@ -64,8 +64,8 @@ class Float8Linear(nn.Linear):
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return a weight `[F, D]` divided by the scales of its rows and rounded to FP8, and the scales, `[F]` float32.
 
-    Scales are powers of two. They cost no precision, since FP8 has exponents of its own, and a row that is scaled back
-    to bfloat16 is exact.
+    Scales are powers of two. They cost no precision, since FP8 numbers have an exponent, and a row scaled back to
+    bfloat16 is exact.
     """
     precise = weight.float()
     mantissa, exponent = torch.frexp(precise.abs().amax(dim=1) / LARGEST)
@@ -77,16 +77,18 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_linears(
     model: nn.Module, *, keep: tuple[nn.Module | None, ...] = (), device: torch.device | str | None = None
 ) -> int:
-    """Replace the linear layers of a model by FP8 ones, in place and for good, and return how many weights they have.
+    """Replace the linear layers of a model by FP8 ones, permanently, and return the number of quantised weights.
 
-    Modules in `keep` stay as they are, with all that is in them; the rest is as in `Float8Linear`.
+    Modules in `keep`, with all their submodules, are unchanged; `device` is as in `Float8Linear`.
     """
     kept = {id(module) for root in keep if root is not None for module in root.modules()}
     replaced: dict[int, Float8Linear] = {}
+    # Outside of inference mode, or the weights could never be trained again.
     with torch.inference_mode(False), torch.no_grad():
         for parent in list(model.modules()):
             for name, child in parent._modules.items():
                 if type(child) is nn.Linear and id(child) not in kept:
+                    # A layer that occurs twice stays one layer, or its weights would be stored twice.
                     if id(child) not in replaced:
                         replaced[id(child)] = Float8Linear(child, device)
                     parent._modules[name] = replaced[id(child)]
@@ -100,8 +102,8 @@ def has_float8_layers(model: nn.Module) -> bool:
 
 @contextmanager
 def linear_calls(model: nn.Module) -> Iterator[list[tuple[str, Tensor, Tensor]]]:
-    """Record the calls of plain linear layers inside the context: the name of the layer, its input and its output."""
-    calls: list[tuple[str, Tensor, Tensor]] = []  # holds the tensors, so that no id is used twice
+    """Record the calls of plain linear layers inside the context: name of the layer, input and output."""
+    calls: list[tuple[str, Tensor, Tensor]] = []  # keeps the tensors alive, so that ids stay unique
     with ModelPatch() as patch:
         for name, module in model.named_modules():
             if is_plain(module):
@@ -110,10 +112,10 @@ def linear_calls(model: nn.Module) -> Iterator[list[tuple[str, Tensor, Tensor]]]
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Return whether a call of a layer is a product with its weight and no more.
+    """Return whether a call of a layer is only a product with its weight.
 
-    Other quantisers than ours keep the layer's class, and replace the forward of the object (compressed-tensors) or the
-    class of its weight (torchao). A hook may change a layer's input and output.
+    Other quantisers keep the layer's class, and replace the forward of the object (compressed-tensors) or the class of
+    its weight (torchao). A hook may change a layer's input and output.
     """
     return (
         type(module) in (nn.Linear, Float8Linear)
@@ -124,9 +126,9 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def same_inputs(calls: Sequence[tuple[str, Tensor, Tensor]]) -> list[list[str]]:
-    """Group the names of linear layers by the tensor that they read, in the order of what `linear_calls` records.
+    """Group the names of linear layers by the tensor that they read, in the order recorded by `linear_calls`.
 
-    A layer that is called twice is in no group; many groups are of one layer.
+    A layer that is called twice is in no group; many groups have one layer.
     """
     groups: dict[int, list[str]] = {}
     for name, x, _ in calls:
@@ -136,7 +138,7 @@ def same_inputs(calls: Sequence[tuple[str, Tensor, Tensor]]) -> list[list[str]]:
 
 
 class _FusedGroup:
-    """State shared by the stand-ins of one group: the weights in one tensor, and the product while it is being read."""
+    """State shared by the stand-ins of one group: the fused weights, and the product until all have read their part."""
 
     def __init__(self, layers: Sequence[Any], thin: bool):
         self.weight = _fuse([module.weight for module in layers]) if len(layers) > 1 else layers[0].weight
@@ -145,13 +147,13 @@ class _FusedGroup:
         self.scale = _fuse([m.weight_scale for m in layers]) if isinstance(layers[0], Float8Linear) else None
         self.sizes = [module.out_features for module in layers]
         self.thin = thin and self.bias is None and has_thin_kernel(self.weight)
-        self.outputs: Any = None  # of all layers, until the last one has read its own
+        self.outputs: Any = None  # of all layers, until the last one has read its part
 
 
 class _FirstStandIn(nn.Module):
     """A stand-in for the first layer of a group, which computes the product of all.
 
-    It has the layer's weight, bias and mode, at which the model's code may look.
+    It has the layer's weight, bias and mode, which the model's code may read.
     """
 
     def __init__(self, module: nn.Linear, group: _FusedGroup, index: int):
@@ -160,7 +162,7 @@ class _FirstStandIn(nn.Module):
         self.train(module.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's output, and leave those of the others to their stand-ins."""
+        """Compute all layers' outputs, and return the first one's."""
         group = self.group
         if group.scale is not None:
             out = float8_linear(x, group.weight, group.scale, group.bias)
@@ -173,25 +175,26 @@ class _FirstStandIn(nn.Module):
 
 
 class _NextStandIn(_FirstStandIn):
-    """A stand-in for a later layer of a group, which reads its part of the product."""
+    """A stand-in for a later layer of a group, which returns its part of the product."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output."""
         output = self.group.outputs[self.index]
+        # The last layer drops the product, which would else occupy memory until the next forward.
         if self.index == len(self.group.sizes) - 1:
             self.group.outputs = None
         return output
 
 
 class FusedLinears:
-    """The groups of linear layers of a model that are one product each, in the forwards that they are applied to.
+    """The groups of linear layers of a model that are fused into one product each, in forwards that apply them.
 
-    The weights of a group move into one tensor of which each becomes a view: the same values, shapes and memory. Groups
-    are left alone where a layer has a bias and another none, or where dtypes or devices differ.
+    The weights of a group move into one tensor, of which each becomes a view: with the same values, shapes and memory.
+    Groups in which only some layers have a bias, or in which dtypes or devices differ, are not fused.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[Sequence[str]], *, thin: bool = True):
-        """Fuse the weights of groups of a model's layers, by their names; `thin` allows the kernel for few tokens."""
+        """Fuse the weights of groups of a model's layers, by name. thin: allow the kernel for few tokens."""
         self._stand_ins: list[tuple[nn.Module, str, nn.Module]] = []  # parent, name there, stand-in
         for names in groups:
             layers: list[Any] = [model.get_submodule(name) for name in names]
@@ -206,13 +209,13 @@ class FusedLinears:
                 self._stand_ins.append((model.get_submodule(parent), attribute, stand_in))
 
     def apply(self, patch: ModelPatch) -> None:
-        """Have stand-ins in the places of the layers."""
+        """Replace the layers by their stand-ins."""
         for parent, name, stand_in in self._stand_ins:
             patch.put(parent._modules, name, stand_in)
 
 
 def _fuse(tensors: Sequence[Tensor]) -> Tensor:
-    """Return one tensor that holds all of these, which become views of it."""
+    """Return one tensor that contains all of these, which become views of it."""
     first, rows = tensors[0], sum(map(len, tensors))
     addresses = accumulate((tensor.nbytes for tensor in tensors), initial=first.data_ptr())
     with torch.inference_mode(False), torch.no_grad():  # a tensor made in inference mode could never be trained again
@@ -220,7 +223,7 @@ def _fuse(tensors: Sequence[Tensor]) -> Tensor:
             tensor.is_contiguous() and (tensor.data_ptr(), tensor.untyped_storage().data_ptr()) == (address, stored)
             for tensor, address in zip(tensors, addresses, strict=False)
             for stored in [first.untyped_storage().data_ptr()]
-        ):  # another engine, or an earlier call, has fused them
+        ):  # already fused by another engine or an earlier call
             return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
         whole = torch.cat([tensor.detach() for tensor in tensors])
         for tensor, part in zip(tensors, whole.split([len(tensor) for tensor in tensors]), strict=True):
@@ -232,8 +235,8 @@ def _fuse(tensors: Sequence[Tensor]) -> Tensor:
 def forward_bytes(model: Any) -> int:
     """Return the bytes of the weights that one forward of `model` reads.
 
-    These are all weights but the embedding table, of which a forward reads a few rows, unless the table is also the
-    head. For a mixture of experts it is an upper bound, as a forward reads the experts that it chooses.
+    These are all weights except the embedding table, of which a forward reads a few rows, unless it is also the head.
+    For a mixture of experts it is an upper bound, as a forward reads only the chosen experts.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
@@ -249,24 +252,24 @@ def is_quantized(config: Any) -> bool:
 def shared_scales(config: Any) -> str | None:
     """Name the quantisation of a model in which a token's activation scales depend on other tokens of the forward.
 
-    It is None where scales are static, of a token's own or not needed, and for methods that are not known here.
+    Returns None for static, per-token or no activation scales, and for unknown methods.
     """
     quantization = _quantization(config)
     if quantization is None:
         return None
     is_dict = isinstance(quantization, Mapping)
     method = quantization.get("quant_method") if is_dict else quantization.quant_method
-    rule = _RULES.get(method or "bitsandbytes")  # which alone may leave its name out
+    rule = _RULES.get(method or "bitsandbytes")  # the only method whose config may omit the name
     return None if rule is None else rule(quantization if is_dict else quantization.to_dict())
 
 
 def warn_of_shared_scales(config: Any, name: str) -> None:
-    """Warn where a quantised model cannot be verified exactly, naming its scheme."""
+    """Warn that a quantised model cannot be verified exactly, naming its scheme."""
     scheme = shared_scales(config)
     if scheme is not None:
         warnings.warn(
             f"{name} is quantised with {scheme}: drafts change the scales of the tokens that are verified with them, "
-            "so texts may differ from plain decoding's; only static and per-token scales are free of that",
+            "so outputs may differ from plain decoding; only static and per-token scales avoid that",
             stacklevel=2,
         )
 
@@ -283,18 +286,18 @@ def _compressed_tensors(entries: Mapping[str, Any]) -> str | None:
     groups = entries.get("config_groups") or {}
     for group in groups.values():
         for kind in ("input_activations", "output_activations"):
-            args = group.get(kind) if isinstance(group, Mapping) else None  # a list of layers goes by a preset's name
+            args = group.get(kind) if isinstance(group, Mapping) else None  # a preset's group is a list of layers
             if args and args.get("dynamic") and _strategy(args) == "tensor":
                 return "compressed-tensors, dynamic per-tensor activations"
     cache = entries.get("kv_cache_scheme")
-    # Keys have heads where activations have tokens, so that "token" means a head of a row there.
+    # Key scales are per head where activation scales are per token, so "token" means one head of a row there.
     if cache and cache.get("dynamic") and _strategy(cache) in ("tensor", "token"):
         return f"compressed-tensors, dynamic per-{_strategy(cache)} keys and values"
     return None
 
 
 def _strategy(args: Mapping[str, Any]) -> str:
-    """Return the granularity of scales, as compressed-tensors fills it in where it is left out."""
+    """Return the granularity of scales, with compressed-tensors' default where it is omitted."""
     return args.get("strategy") or ("group" if args.get("group_size") else "tensor")
 
 
@@ -305,7 +308,7 @@ def _torchao(entries: Mapping[str, Any]) -> str | None:
         per_row = not kind.startswith("Float8DynamicActivationFloat8Weight")  # by default
         granularity = data.get("granularity") or {"_type": "PerRow" if per_row else "PerTensor"}
         if isinstance(granularity, list):
-            granularity = granularity[0]  # of activations; the other is of weights
+            granularity = granularity[0]  # of activations; the second one is of weights
         two_level = kind.startswith("NVFP4") and data.get("use_dynamic_per_tensor_scale", True)
         if two_level or granularity["_type"] == "PerTensor":
             return f"torchao, {kind} with dynamic per-tensor activations"
@@ -313,7 +316,7 @@ def _torchao(entries: Mapping[str, Any]) -> str | None:
 
 
 def _torchao_configs(entry: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the names and fields of all configs in one, which may hold others, by layer."""
+    """Yield the names and fields of all configs inside one, which may contain others by layer."""
     if not isinstance(entry, Mapping):
         return
     if isinstance(entry.get("_type"), str) and isinstance(entry.get("_data"), Mapping):
@@ -328,8 +331,8 @@ def _bitsandbytes(entries: Mapping[str, Any]) -> str | None:
     return None
 
 
-# Methods not named here quantise weights alone (GPTQ, AWQ, AQLM, HQQ, EETQ, MXFP4, ...), have scales of a token's own
-# (fbgemm_fp8, fp8, BitNet), or do what cannot be known from the config (Quark, FP-Quant, ...).
+# Methods not listed here quantise only weights (GPTQ, AWQ, AQLM, HQQ, EETQ, MXFP4, ...), have per-token scales
+# (fbgemm_fp8, fp8, BitNet), or cannot be judged by their config (Quark, FP-Quant, ...).
 _RULES: dict[str, Callable[[Mapping[str, Any]], str | None]] = {
     "bitsandbytes": _bitsandbytes,
     "compressed-tensors": _compressed_tensors,

@@ -1,10 +1,10 @@
 """LoRA adapters of a model: a low-rank product for each token of a forward, with the weights of its own adapter.
 
-The weights of all adapters of a layer are concatenated to two matrices, slot by slot. A forward multiplies its tokens
+The weights of all adapters of a layer are concatenated into two matrices, slot by slot. A forward multiplies its tokens
 by the first matrix, keeps for each token the columns of its own slot, and multiplies by the second one. So all shapes
-are fixed, tokens of any adapters share a forward, and a captured step sees an adapter that is loaded later.
+are fixed, tokens of any adapters share a forward, and a captured step can use an adapter that is loaded later.
 
-An adapter has a slot from when it is loaded until it is unloaded and no sequence needs it any more.
+An adapter keeps its slot from loading until it is unloaded and no sequence uses it.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from redrafter.errors import ArgumentError, MismatchError, UnsupportedError
 from redrafter.features import ADAPTERS, ENCODER_ADAPTER, IMAGES, FeatureSet
 from redrafter.model.patch import ModelPatch, Running
 
-TRIAL_ROWS, TRIAL_TOKENS = 2, 16  # of the forward in which the layers of an adapter are watched
+TRIAL_ROWS, TRIAL_TOKENS = 2, 16  # size of the forward in which the layers of an adapter are watched
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class LoraWeights:
     """The weights of one LoRA adapter.
 
     Attributes:
-        source: Where they come from, for messages.
-        layers: By name of a layer, its A `[r, in]` and its B `[out, r]` with the adapter's scaling in it, float32.
+        source: Origin of the weights, for messages.
+        layers: By name of a layer, its A `[r, in]` and its B `[out, r]` multiplied by the adapter's scaling, float32.
     """
 
     source: str
@@ -45,7 +45,7 @@ class LoraWeights:
         return max(len(a) for a, _ in self.layers.values())
 
     def refusal(self, reason: str) -> UnsupportedError:
-        """Return the error of an adapter that is no product of each token alone."""
+        """Return the error of an adapter that is not a product of each token alone."""
         return UnsupportedError(
             f"{self.source} cannot be applied with others: {reason}; merge it into its model with PEFT's "
             "merge_and_unload(), and serve what that saves"
@@ -59,8 +59,8 @@ class Adapter:
     Attributes:
         name: Its name.
         slot: Its slot in the stacks, from 1.
-        number: Its number among all that were ever loaded; one that is loaded again under its name has another.
-        left_out: Names of its layers that no token of a text passes through, such as those of an encoder of images.
+        number: Unique number; an adapter that is loaded again under its name has another one.
+        left_out: Names of its layers that no text token passes through, such as those of an image encoder.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Adapter:
     left_out: tuple[str, ...] = ()
 
     def check_images(self) -> None:
-        """Raise `UnsupportedError` where it changes how images are encoded, which the model does alone."""
+        """Raise `UnsupportedError` if it changes how images are encoded, as the encoder runs without adapters."""
         if self.left_out:
             FeatureSet(f"the adapter {self.name!r} changes {self.left_out[0]}", ENCODER_ADAPTER).check(IMAGES)
 
@@ -100,11 +100,11 @@ def _check_layers(model: nn.Module, weights: LoraWeights) -> None:
 
 
 def merge_into(model: nn.Module, weights: LoraWeights) -> None:
-    """Add an adapter to the weights of a model, in place and for good.
+    """Add an adapter to the weights of a model, permanently.
 
     Raises:
         MismatchError: The model lacks a layer of the adapter, or has it in another size.
-        UnsupportedError: A layer is none that can be added to, such as one of a quantised model.
+        UnsupportedError: A layer cannot be added to, such as one of a quantised model.
     """
     _check_layers(model, weights)
     for name in weights.layers:
@@ -116,12 +116,13 @@ def merge_into(model: nn.Module, weights: LoraWeights) -> None:
     with torch.inference_mode(False), torch.no_grad():
         for name, (a, b) in weights.layers.items():
             layer: Any = model.get_submodule(name)
+            # Conv1D stores its weight transposed.
             change = (b @ a).T if isinstance(layer, Conv1D) else b @ a
             layer.weight.data += change.to(layer.weight)
 
 
 class _Adapted(nn.Module):
-    """A stand-in for a layer, with its weight and bias, that adds the product of each token's own adapter."""
+    """A stand-in for a layer, with its weight and bias, that adds the product of each token's adapter."""
 
     def __init__(self, layer: Any, a: Tensor, b: Tensor, running: Running):
         super().__init__()
@@ -130,7 +131,7 @@ class _Adapted(nn.Module):
         self.train(layer.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's output with the adapter's; the layer's alone in other threads' forwards."""
+        """Return the layer's output plus the adapter's; only the layer's in forwards of other threads."""
         running, output = self.running, self.layer(x)
         if running.elsewhere():
             return output
@@ -144,11 +145,12 @@ class LoraStacks:
     """The weights of S adapters of rank R at most, for the layers that any of them changes.
 
     Attributes:
-        version: Number of times that layers were added: a captured or compiled forward knows those of its time.
+        version: Number of times that layers were added: a captured or compiled forward contains only the layers of its
+            time.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype, slots: int, rank: int):
-        """Make stacks without layers; the device is where forwards say which adapter each token has."""
+        """Make stacks without layers. device: device of the tokens' adapter slots."""
         self._model, self._dtype = model, dtype
         self.slots, self.rank, self.version = slots, rank, 0
         self._weights: dict[str, tuple[Tensor, Tensor]] = {}  # by layer: A `[S * R, in]` and B `[out, S * R]`
@@ -157,7 +159,7 @@ class LoraStacks:
         self._running = Running()  # marks the columns that each token keeps, as `keep` returns them
 
     def write(self, slot: int, weights: LoraWeights, layers: Sequence[str]) -> None:
-        """Write those layers of an adapter that take part in a forward into a slot, which no token has now."""
+        """Write the layers of an adapter that text tokens pass through into a slot, which no token uses now."""
         columns = slice((slot - 1) * self.rank, slot * self.rank)
         with torch.inference_mode(False), torch.no_grad():
             new = [name for name in layers if name not in self._weights]
@@ -173,6 +175,7 @@ class LoraStacks:
                 self._weights[name] = torch.zeros(width, inputs, **like), torch.zeros(outputs, width, **like)
             self.version += bool(new)
             for name, (stacked_a, stacked_b) in self._weights.items():
+                # Zeros first: the slot's last adapter may have had a higher rank or other layers.
                 stacked_a[columns], stacked_b[:, columns] = 0, 0
                 if name in layers:
                     a, b = weights.layers[name]
@@ -180,28 +183,29 @@ class LoraStacks:
                     stacked_b[:, columns][:, : len(a)] = b.to(stacked_b)
 
     def keep(self, adapters: Tensor) -> Tensor:
-        """Return which columns each token keeps, `[..., S * R]` bool, by its slot, 0 for none, `[...]` int64."""
+        """Return which columns each token keeps, `[..., S * R]` bool, by its slot, `[...]` int64, 0 for none."""
         return adapters[..., None] == self._columns
 
     def set_keep(self, keep: Tensor) -> None:
-        """Set what the tokens of the running forward keep, as `keep` returns it."""
+        """Set the columns that the tokens of the running forward keep, as returned by `keep`."""
         self._running.value = keep
 
     def apply(self, patch: ModelPatch, keep: Tensor) -> None:
-        """Have stand-ins in the places of the layers, or of fused ones, which apply what `keep` returned."""
+        """Replace the layers, or their fused stand-ins, by ones that apply the columns returned by `keep`."""
         patch.set_running(self._running, keep)
         for name in self._weights:
             parent_name, _, attribute = name.rpartition(".")
             parent = self._model.get_submodule(parent_name)
             layer: Any = parent._modules[attribute]
             stand_in = self._stand_ins.get(name)
-            if stand_in is None or stand_in.layer is not layer:  # else the same object, or a compiler sees a new one
+            # the object is reused, or a compiler would see a new one
+            if stand_in is None or stand_in.layer is not layer:
                 stand_in = self._stand_ins[name] = _Adapted(layer, *self._weights[name], self._running)
             patch.put(parent._modules, attribute, stand_in)
 
 
 class AdapterSlots:
-    """Loads and unloads the adapters of a model by name, and holds their slots while texts are written with them.
+    """Loads and unloads the adapters of a model by name, and holds their slots while sequences use them.
 
     Threads may share it.
 
@@ -232,7 +236,7 @@ class AdapterSlots:
         self._try_tokens, self._features, self._model_lock = try_tokens, features, model_lock
         self.stacks: LoraStacks | None = None
         self._by_name: dict[str, Adapter] = {}
-        self._holds: Counter[int] = Counter()  # texts by slot
+        self._holds: Counter[int] = Counter()  # number of sequences by slot
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
 
@@ -242,18 +246,18 @@ class AdapterSlots:
         return list(self._by_name)
 
     def load(self, name: str, weights: LoraWeights, max_loras: int, max_lora_rank: int) -> Adapter:
-        """Load an adapter into a free slot. Rows that have the slot in `ForwardBatch.inputs` are computed with it.
+        """Load an adapter into a free slot. It applies to rows whose `ForwardBatch.inputs` have the slot.
 
         Args:
             name: Name of the adapter.
             weights: Its weights.
-            max_loras: Adapters that there is room for, if this is the first one.
-            max_lora_rank: Their largest rank, likewise.
+            max_loras: Number of adapters to allocate for, if this is the first one.
+            max_lora_rank: Maximum rank to allocate for, likewise.
 
         Raises:
-            ArgumentError: The name is taken, or there is no room for it.
+            ArgumentError: The name is taken, or no slot is free.
             MismatchError: It was made for another model.
-            UnsupportedError: It cannot be applied to each token by itself, or not to this model.
+            UnsupportedError: It cannot be applied to each token separately, or not to this model.
         """
         self._features.check(ADAPTERS)
         with self._model_lock, self._lock:  # no forward runs
@@ -267,16 +271,17 @@ class AdapterSlots:
                     "max_lora_rank (--max-lora-rank)"
                 )
             layers = self._watched_layers(weights)
-            # A slot is free when no sequence needs it any more, also of an adapter that was unloaded.
+            # A slot is free when no sequence uses it any more, also the slot of an adapter that was unloaded.
             taken = {adapter.slot for adapter in self._by_name.values()} | set(+self._holds)
             slot = next((slot for slot in range(1, stacks.slots + 1) if slot not in taken), None)
             if slot is None:
                 unloaded = len(taken) - len(self._by_name)
                 raise ArgumentError(
                     f"there is room for {stacks.slots} adapters, and {len(self._by_name)} are loaded"
-                    + (f", while texts of {unloaded} that were unloaded continue" if unloaded else "")
+                    + (f", while sequences of {unloaded} that were unloaded continue" if unloaded else "")
                     + ": unload one, or raise max_loras (--max-loras)"
                 )
+            # Written before the adapter is listed, so that no request can use it half loaded.
             stacks.write(slot, weights, layers)
             self.stacks = stacks
             self._features.add(ADAPTERS)
@@ -287,11 +292,11 @@ class AdapterSlots:
     @property
     def loaded(self) -> LoraStacks:
         """The weights, once an adapter was loaded."""
-        assert self.stacks is not None, "an adapter is loaded before a row has it"
+        assert self.stacks is not None, "no adapter was loaded"
         return self.stacks
 
     def unload(self, name: str) -> None:
-        """Forget an adapter. Sequences that use it continue; its slot is free when the last one ends.
+        """Unload an adapter. Sequences that use it continue; its slot is free when the last one ends.
 
         Raises:
             ArgumentError: There is no such adapter.
@@ -306,9 +311,9 @@ class AdapterSlots:
         raise ArgumentError(f"no adapter {name!r} is loaded, but {loaded}: load_adapter({name!r}, path) first")
 
     def hold(self, name: str, count: int = 1) -> Adapter:
-        """Return the adapter of a name, whose slot is kept until `release` has taken back `count` holds, one a text.
+        """Return the adapter of a name, whose slot stays reserved until `release` is called for all `count` holds.
 
-        All of these have the same adapter, whoever loads and unloads meanwhile.
+        A sequence is one hold. All of them use the same adapter, even if the name is loaded again.
 
         Raises:
             ArgumentError: There is no such adapter.
@@ -319,7 +324,7 @@ class AdapterSlots:
             return adapter
 
     def release(self, adapter: Adapter, count: int = 1) -> None:
-        """Take back holds of an adapter."""
+        """Return holds of an adapter."""
         with self._lock:
             self._holds[adapter.slot] -= count
 
@@ -341,15 +346,16 @@ class AdapterSlots:
                     self.release(adapter)
 
     def _watched_layers(self, weights: LoraWeights) -> list[str]:
-        """Return the layers of an adapter that a text's tokens pass through.
+        """Return the layers of an adapter that text tokens pass through.
 
-        Layers of another part of the model, such as one that sees images, are left out: a text has none.
+        Layers of another part of the model, such as an image encoder, are left out, as text does not reach them.
 
         Raises:
             UnsupportedError: A layer of the decoder does not read each token of a forward, in their order.
         """
         inputs: dict[str, list[int]] = {name: [] for name in weights.layers}
         count = TRIAL_ROWS * TRIAL_TOKENS
+        # Multiples of a prime give distinct ids, so that no two tokens of the trial are alike.
         ids = torch.arange(count, device=self._device) * 7919 % len(self._model.get_input_embeddings().weight)
         with ModelPatch() as patch, torch.no_grad():
             for name, read in inputs.items():

@@ -1,12 +1,11 @@
 """Temporary changes of a model during one forward, and detection of its owner's changes between two.
 
-A model is used as it is, and its modules are shared by all threads. So all that a forward changes on them (hooks,
-stand-ins for modules, other forwards, entries of configs) goes through a `ModelPatch`, which takes it off again in the
-reverse order, and lets the forwards of other threads pass it by.
+A model is used unchanged, and all threads share its modules. So all changes that a forward makes to them (hooks,
+stand-ins for modules, other forwards, entries of configs) go through a `ModelPatch`, which reverts them in reverse
+order, and which does not affect the forwards of other threads.
 
-Fused layers, compiled forwards and captured steps are made from the model's weights, hooks, forwards and adapters, and
-keys and values that are kept were computed with them. So a `ModelWatch` looks at these before each call, and a
-`ModelState` says what has changed.
+Fused layers, compiled forwards, captured steps and stored keys and values depend on the model's weights, hooks,
+forwards and adapters. So a `ModelWatch` checks these before each call, and a `ModelState` identifies the changes.
 """
 
 import threading
@@ -21,44 +20,44 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-# What a model's code may raise where it cannot run something of ours.
+# Errors that a model's code may raise where it cannot run one of our forwards.
 MODEL_ERRORS = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError)
 
 CompiledPart: TypeAlias = tuple[nn.Module, str, Any]
 """A module, its attribute that `torch.compile` has set, and its uncompiled value."""
 
-# Hooks of this library are set and removed by it, and those of transformers record outputs where its own calls ask.
+# Hooks of this library are managed by it, and those of transformers record outputs where its own calls request them.
 _KNOWN_HOOKS = ("redrafter.", "transformers.")
 
 
 class Running:
-    """Inputs of the running forward that stand-ins share; the object outlives it, or a compiler would see another.
+    """Inputs of the running forward, shared by stand-ins; reused, or a compiler would see a new object each time.
 
     Attributes:
         value: Inputs of the forward, as passed to `ModelPatch.set_running`; None between forwards.
-        thread: The thread of the forward, whose model others may run meanwhile; None where nobody can.
+        thread: The thread of the forward; None where forwards of other threads cannot run at the same time.
     """
 
     value: Any = None
     thread: int | None = None
 
     def elsewhere(self) -> bool:
-        """Return whether a stand-in is called by another thread's forward, which gets what the model alone gives."""
+        """Return whether a stand-in was called by another thread's forward, which must get the model's own output."""
         return self.thread is not None and self.thread != threading.get_ident()
 
 
 class ModelPatch:
-    """A context that restores a model at its end; replacements that are declared inside apply at once.
+    """A context that restores a model at its end; changes declared inside apply at once.
 
-    The order of declarations is that of nesting: a later stand-in for a module replaces an earlier one, and a hook is
-    set on the replacement of a module then.
+    The order of declarations is the order of nesting: a later stand-in for a module replaces an earlier one, and a
+    later hook is set on the replacement.
     """
 
     def __init__(self, *, threads_apart: bool = True):
         """Begin without changes.
 
         Args:
-            threads_apart: Do not affect the forwards of other threads; a compiled forward cannot distinguish them.
+            threads_apart: Do not affect the forwards of other threads; impossible in a compiled forward.
         """
         self._thread = threading.get_ident() if threads_apart else None
         self._undo: list[tuple[Any, ...]] = []  # functions with their arguments
@@ -67,6 +66,7 @@ class ModelPatch:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # In reverse order, as a later change may have replaced an earlier one.
         while self._undo:
             undo, *args = self._undo.pop()
             undo(*args)
@@ -78,18 +78,18 @@ class ModelPatch:
         entries[name] = value
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of a config, or of any object that is no module."""
+        """Set an attribute of a config, or of another object that is not a module."""
         self._undo.append((setattr, owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
     def set_running(self, running: Running, value: Any) -> None:
         """Pass stand-ins the inputs of this forward."""
-        # The thread stays so: another one may be in a stand-in still when the forward has ended.
+        # Not restored at the end: another thread may still be inside a stand-in when the forward has ended.
         running.thread = self._thread
         self.set(running, "value", value)
 
     def enter(self, context: AbstractContextManager[Any]) -> None:
-        """Enter another context, which is left in its place in the order of declarations."""
+        """Enter another context, which is left in the reverse order of declarations."""
         context.__enter__()
         self._undo.append((context.__exit__, None, None, None))
 
@@ -102,9 +102,9 @@ class ModelPatch:
         with_kwargs: bool = False,
         guarded: bool = True,
     ) -> None:
-        """Set a forward hook of torch's on a module, after its forward or `before` it.
+        """Set a torch forward hook on a module, after its forward or `before` it.
 
-        One that is not `guarded` is called in the forwards of other threads too.
+        A hook that is not `guarded` is also called in the forwards of other threads.
         """
         register: Any = module.register_forward_pre_hook if before else module.register_forward_hook
         own = self._own(hook) if guarded else hook
@@ -121,12 +121,12 @@ class ModelPatch:
         self.put(vars(module), "forward", self._own(lambda *args, **kwargs: run(forward, args, kwargs), forward))
 
     def run_uncompiled(self, parts: Sequence[CompiledPart]) -> None:
-        """Run these parts of a model as they are written."""
+        """Run these parts of a model uncompiled."""
         for module, attribute, original in parts:
             self.put(vars(module), attribute, original)
 
     def _own(self, function: Callable[..., Any], otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Return a function that does something else, or nothing, in the forwards of other threads."""
+        """Return a function that calls `otherwise`, or does nothing, in the forwards of other threads."""
         if self._thread is None:
             return function
 
@@ -141,14 +141,14 @@ class ModelPatch:
 
 @dataclass(frozen=True)
 class ModelState:
-    """The state of a model at some time, to compare with that of a later time.
+    """The state of a model at one time, to be compared with a later state.
 
     Attributes:
-        memory: Each parameter and saved buffer, and where its numbers are.
-        writes: How often each of them was written in place. Writes through `.data` are not counted by torch.
-        code: Each module, the code that runs when it is called, and the state of its adapters.
-        hooked: Whether any forward hook is called in a forward, this library's and transformers' own apart.
-        compiled: The parts that are compiled by their owner.
+        memory: Each parameter and saved buffer, and its address.
+        writes: In-place write count of each of them. Writes through `.data` are not counted by torch.
+        code: Each module, the function that runs when it is called, and the state of its adapters.
+        hooked: Whether any forward hook is called in a forward, except this library's and transformers' own.
+        compiled: The parts that their owner has compiled.
     """
 
     memory: list[tuple[int, int]]
@@ -159,7 +159,7 @@ class ModelState:
 
     @classmethod
     def of(cls, model: nn.Module) -> "ModelState":
-        """Return the state of a model now. The caller holds the lock of its forwards, which set hooks on it."""
+        """Return the current state of a model. The caller holds the lock of its forwards, which set hooks on it."""
         memory, writes, compiled = list[tuple[int, int]](), list[int](), list[CompiledPart]()
         code: list[tuple[Any, ...]] = [_hook_ids(torch_module)]
         waiting, seen = [model], set[int]()
@@ -186,32 +186,32 @@ class ModelState:
 
 _TABLES = itemgetter("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks", "training")
 _VERSION: Callable[[Tensor], int] = attrgetter("_version")
-_VALUES = methodcaller("values")  # of any mapping: tensors that are kept elsewhere are in one that is no dictionary
+_VALUES = methodcaller("values")  # of any mapping, as accelerate keeps offloaded tensors in one that is no dict
 
 
 class ModelWatch:
     """Checks, in a fraction of the time of a `ModelState`, whether a new one is needed.
 
-    It looks at all that a `ModelState` is made of, in the modules that the model had when the watch was made; that
-    these are its modules still follows from their children. It may take for a change what is none, such as a hook of
-    transformers, and never the other way round.
+    It checks all inputs of a `ModelState`, in the modules that the model had when the watch was made; the children of
+    these modules show whether they are still the model's. It may report a change that is none, such as a hook of
+    transformers, but never misses one.
 
     Attributes:
-        training: Whether any module was in training mode at the last look.
+        training: Whether any module was in training mode at the last check.
     """
 
     def __init__(self, model: nn.Module):
-        """Look at a model. The caller holds the lock of its forwards, which set hooks on it."""
+        """Record a model's state. The caller holds the lock of its forwards, which set hooks on it."""
         self._modules = list(model.modules())
         self._seen = self._look()
 
     def is_unchanged(self) -> bool:
-        """Look again, and return whether all is as it was when the watch was made."""
+        """Check again, and return whether nothing has changed since the watch was made."""
         return self._look() == self._seen
 
     def _look(self) -> tuple[Any, ...]:
-        # Of 32 layers, there are 400 modules: each loop is one of Python's own functions where there is one, several
-        # times faster than statements.
+        # A model of 32 layers has 400 modules: each loop is a built-in function where there is one, several times
+        # faster than statements.
         states = [module.__dict__ for module in self._modules]
         kinds: list[Any] = list(map(type, self._modules))
         children, parameters, buffers, before, after, training = zip(*map(_TABLES, states), strict=True)
@@ -221,7 +221,7 @@ class ModelWatch:
             tensors += [x for state in states if state["_buffers"] for x in _saved_buffers(state)]
         try:
             addresses, writes = list(map(Tensor.data_ptr, tensors)), list(map(_VERSION, tensors))
-        except (RuntimeError, NotImplementedError):  # of a tensor without an address, or without a version
+        except (RuntimeError, NotImplementedError):  # a tensor without an address or a version
             addresses, writes = list(map(_address, tensors)), list(map(_count_writes, tensors))
         kinds_once, adapters = dict.fromkeys(kinds), list[Any]()
         if any(map(_has_adapters, kinds_once)):
@@ -259,20 +259,20 @@ def _adapters_of(module: Any) -> tuple[Any, ...]:
 
 
 def _count_writes(tensor: Tensor) -> int:
-    """Return how often a tensor was written in place, as far as torch counts."""
+    """Return how often a tensor was written in place, as counted by torch."""
     try:
         return _VERSION(tensor)
-    except RuntimeError:  # of one that was made in inference mode, which does not count
+    except RuntimeError:  # tensors made in inference mode have no count
         return 0
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether a forward hook of others than this library and transformers is called with a module."""
+    """Return whether a module calls a forward hook that is neither this library's nor transformers'."""
     return bool(_hook_ids(module) or _hook_ids(torch_module))
 
 
 def hooked_module(model: nn.Module) -> str:
-    """Name the first module of a hooked model that has a forward hook."""
+    """Name the first module with a forward hook, of a hooked model."""
     names = (
         f"its {name}" if name else type(model).__name__ for name, module in model.named_modules() if _hook_ids(module)
     )
@@ -280,7 +280,7 @@ def hooked_module(model: nn.Module) -> str:
 
 
 def _hook_ids(owner: Any) -> tuple[int, ...]:
-    """Return the ids of the forward hooks of a module, or of all modules where `owner` is torch's own file of them."""
+    """Return the ids of the forward hooks of a module, or of all modules if `owner` is torch's module of them."""
     prefix = "_global" if owner is torch_module else ""
     hooks = {**vars(owner)[f"{prefix}_forward_pre_hooks"], **vars(owner)[f"{prefix}_forward_hooks"]}
     return tuple(
@@ -291,5 +291,5 @@ def _hook_ids(owner: Any) -> tuple[int, ...]:
 def _address(tensor: Tensor) -> int:
     try:
         return tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):  # of a class that keeps its numbers elsewhere, as some quantisers' do
+    except (RuntimeError, NotImplementedError):  # a tensor class without storage, as of some quantisers
         return 0

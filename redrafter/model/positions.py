@@ -1,19 +1,19 @@
-"""Positions where a model's own code does not take them from its argument: slots of the cache, and lengths of texts.
+"""Positions where a model's own code does not take them from its argument: slots of the cache, and sequence lengths.
 
 Some architectures of transformers take a token's position from its slot: GPT-Neo masks by slot, Llama-4 scales queries
-by the length of the cache, and those with ALiBi (Press et al. 2022) add to each score a number that falls with the
-distance of the key's slot. In a tree, slots and positions differ, and rows of a batch have lengths of their own. So
-those attention modules are patched to answer by position.
+by the length of the cache, and ALiBi (Press et al. 2022) adds to each score a number that falls with the distance of
+the key's slot. In a tree, slots and positions differ, and rows of a batch differ in length. So those attention modules
+are patched to use positions.
 
-transformers makes the biases of ALiBi by a mask `[B, S]` of padding, and no tree fits into one. So the model is given
-such a mask, without padding, and the inputs of its attention modules are replaced: the bias of a slot by that of
-its position, and the mask by the tree's.
+transformers computes the biases of ALiBi from a padding mask `[B, S]`, which cannot express a tree. So the model
+receives such a mask, without padding, and the inputs of its attention modules are replaced: the bias of a slot by the
+bias of its position, and the mask by the tree's.
 
-The frequencies of rope of the kinds `longrope` and `dynamic` follow from the length of a text. transformers decides by
+The RoPE frequencies of the kinds `longrope` and `dynamic` depend on the length of a sequence. transformers decides by
 the longest position of a forward, for all rows of a batch, and keys stay in the cache as they were rotated. So where a
-row is decoded alone, the token at position p after a prompt of P tokens is rotated by the frequencies of a text of
-max(P, p + 1) tokens. Here each token is given those of its own row, whatever is in its forward: a row's text does not
-depend on its batch, and is what transformers writes for the row alone.
+row is decoded alone, the token at position p after a prompt of P tokens is rotated by the frequencies for a length of
+max(P, p + 1) tokens. Here each token gets the frequencies of its own row, whatever else is in its forward: a row's
+output does not depend on its batch, and equals transformers' output for the row alone.
 """
 
 import math
@@ -33,7 +33,7 @@ from redrafter.tree.token_tree import Tree
 
 Arguments: TypeAlias = Mapping[str, Any]
 Positions: TypeAlias = Callable[[], Tensor]
-"""Returns the positions of new nodes, `[B, M]` int64; a compiled forward has others each time."""
+"""Returns the positions of new nodes, `[B, M]` int64, which change from call to call of a compiled forward."""
 
 
 def find_slot_readers(model: nn.Module) -> list[Any]:
@@ -42,12 +42,12 @@ def find_slot_readers(model: nn.Module) -> list[Any]:
 
 
 def masks_slots(modules: Sequence[Any]) -> bool:
-    """Return whether any of these slot readers masks slots, or biases them, so that no attention can take its place."""
+    """Return whether any of these modules masks or biases by slot, so that its attention cannot be replaced."""
     return any(_PATCHES.get(type(module).__name__) is not _scale_by_position for module in modules)
 
 
 def has_alibi(module: nn.Module) -> bool:
-    """Return whether a module is an attention with ALiBi whose biases can be replaced."""
+    """Return whether a module is an ALiBi attention whose biases can be replaced."""
     name, config = type(module).__name__, getattr(module, "config", None)
     return name in _BIASES and (name != "FalconAttention" or bool(getattr(config, "alibi", False)))
 
@@ -55,20 +55,20 @@ def has_alibi(module: nn.Module) -> bool:
 def answer_by_position(
     patch: ModelPatch, modules: Sequence[Any], positions: Positions, slots: TreeSlots | None = None
 ) -> None:
-    """Let attention modules that take positions from the cache be given true positions.
+    """Pass true positions to attention modules that take positions from the cache.
 
     Args:
         patch: The patch of the forward.
         modules: The modules that `find_slot_readers` found.
         positions: Returns the positions of the new nodes.
-        slots: The slots that the forward reads; None where attention is ours and needs no mask.
+        slots: The slots that the forward reads; None if attention is ours and needs no mask.
     """
     for module in modules:
         (_bias_by_position if has_alibi(module) else _PATCHES[type(module).__name__])(patch, module, positions, slots)
 
 
 class _Whole:
-    """A stand-in for a table over all slots that gives the same part of it whatever is asked for."""
+    """A stand-in for a table over all slots that returns the same part of it for any index."""
 
     def __init__(self, table: Tensor, part: Tensor):
         self.shape, self.size, self._part = table.shape, table.size, part
@@ -78,7 +78,7 @@ class _Whole:
 
 
 def _mask_by_position(patch: ModelPatch, module: Any, positions: Positions, slots: TreeSlots | None) -> None:
-    """Let a GPT-Neo layer mask by position; a local one looks back `window_size` positions."""
+    """Mask a GPT-Neo layer by position; a local one looks back `window_size` positions."""
     assert slots is not None, "GPT-Neo's attention cannot be replaced"
     window = module.config.window_size if module.attention_type == "local" else None
     mask = module._buffers["bias"]  # [1, 1, context, context]
@@ -89,10 +89,10 @@ def _mask_by_position(patch: ModelPatch, module: Any, positions: Positions, slot
 def _scale_by_position(patch: ModelPatch, module: Any, positions: Positions, slots: TreeSlots | None) -> None:
     """Make a Llama-4 layer scale its queries by the true position of each token.
 
-    Llama-4 scales the queries of layers without rope by a factor that grows with the position (temperature tuning,
+    Llama-4 scales the queries of layers without RoPE by a factor that grows with the position (temperature tuning,
     arXiv 2501.19399), and counts positions by the length of the cache, which is wrong in a tree. So the layer's own
-    scaling is off, and a hook on its query projection scales instead. Layers with rope, and models without the tuning,
-    stay as they are.
+    scaling is disabled, and a hook on its query projection scales instead. Layers with RoPE, and models without the
+    tuning, are unchanged.
     """
     if module.use_rope or not module.attn_temperature_tuning:
         return
@@ -107,7 +107,7 @@ def _scale_by_position(patch: ModelPatch, module: Any, positions: Positions, slo
 
 
 def _bias_by_position(patch: ModelPatch, module: Any, positions: Positions, slots: TreeSlots | None) -> None:
-    """Let an attention module with ALiBi, of a model that is given a mask of ones, add the bias of each position."""
+    """Add the biases of positions in an ALiBi attention module, whose model receives a mask of ones."""
     assert slots is not None, "attention with ALiBi cannot be replaced"
     biases = _BIASES[type(module).__name__]
 
@@ -118,7 +118,7 @@ def _bias_by_position(patch: ModelPatch, module: Any, positions: Positions, slot
 
 
 def _of_positions(alibi: Tensor, slots: TreeSlots) -> Tensor:
-    """Return biases of positions, made of those of slots, which are a row's positions 0 to S - 1.
+    """Return biases by position, from biases by slot, which are for a row's positions 0 to S - 1.
 
     Args:
         alibi: Biases, `[B * H, 1, S]` or `[B, H, 1, S]`, which is the result's shape too.
@@ -139,13 +139,14 @@ def _falcon(module: Any, given: Arguments, slots: TreeSlots) -> Arguments:
     alibi = _of_positions(given["alibi"], slots)
     scaled = alibi.view(len(slots.length), -1, 1, slots.count) / math.sqrt(module.head_dim)  # [B, H, 1, S]
     unseen = ~slots.seen(AttentionKind()).to(alibi.device)[:, None]
-    # The mask of a Falcon holds the biases too.
+    # Falcon's mask includes the biases.
     return {"alibi": alibi, "attention_mask": scaled.masked_fill(unseen, torch.finfo(alibi.dtype).min)}
 
 
 def _mpt(_: Any, given: Arguments, slots: TreeSlots) -> Arguments:
     table = given["position_bias"]  # [H, 1, context], 0 for the last position
     context = table.shape[-1]
+    # The table is aligned at its last position, from which distances are counted.
     index = (slots.positions + max(context - slots.count, 0)).clamp(max=context - 1).to(table.device)
     bias = table[:, 0, index].transpose(0, 1)[:, :, None]  # [B, H, 1, S]
     return {
@@ -166,19 +167,19 @@ _BIASES: dict[str, Callable[[Any, Arguments, TreeSlots], Arguments]] = {
 
 
 class RopeByLength(ABC):
-    """The rope of a model whose frequencies follow from the length of a text.
+    """RoPE of a model whose frequencies depend on the sequence length.
 
     Attributes:
-        switch_at: Tokens up to which a text has the frequencies of short texts.
-        rereads: Whether the model's `generate` reads a text again, with the frequencies of long texts, once it has
-            `switch_at` tokens and continues. Other models leave the cache as it is.
+        switch_at: Length up to which a sequence has the frequencies of short ones.
+        rereads: Whether the model's `generate` recomputes a sequence with the frequencies of long ones once it exceeds
+            `switch_at` tokens. Other models keep the cache.
     """
 
     switch_at: int
     rereads: bool
 
     def drop_past_switch(self, tree: Tree, length: Tensor) -> Tree:
-        """Return the tree without the tokens past the switch, in rows that are read again there.
+        """Return the tree without the tokens past the switch, in rows that are recomputed there.
 
         Those tokens cannot be accepted; the row, of `length` `[B]` committed tokens, continues from there in the next
         step.
@@ -189,14 +190,14 @@ class RopeByLength(ABC):
         return replace(tree, tokens=tree.tokens.masked_fill(past & (length < self.switch_at)[:, None], -1))
 
     def prompt_length(self, prompt: int, read: int) -> int:
-        """Return the least length of text whose frequencies a prompt's tokens have.
+        """Return the minimum length whose frequencies a prompt's tokens have.
 
-        Of a row that was preempted more tokens are `read` than its prompt has.
+        A preempted row has `read` more tokens than its prompt.
         """
         return max(prompt, read) if self.rereads else prompt
 
     def keeps_keys(self, prompt: int, longest: int) -> bool:
-        """Return whether the keys after a prompt stay as they are while a text grows to `longest` tokens."""
+        """Return whether the keys of a prompt stay valid while the sequence grows to `longest` tokens."""
         return not self.rereads or prompt > self.switch_at or longest <= self.switch_at
 
     @abstractmethod
@@ -209,15 +210,15 @@ class RopeByLength(ABC):
 
         Args:
             patch: The patch of the forward.
-            at_least: Returns the length of text whose frequencies each token has at least, int64 in a shape that
-                broadcasts to that of the positions; a token whose own position is later has those of its position.
+            at_least: Returns the minimum length whose frequencies each token has, int64 in a shape that broadcasts to
+                that of the positions; a token with a later position has the frequencies of its position.
         """
 
 
 def find_switching_rope(model: Any, config: Any, cache: DenseCache) -> "RopeByLength | None":
-    """Return the rope of a model where it switches, and the behaviour of the model's own `generate` there; else None.
+    """Return a model's RoPE if it switches, with the behaviour of the model's own `generate` at the switch; else None.
 
-    The cache is an empty one for one row.
+    The cache must be an empty one for one row.
     """
     whole, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
     entries = (rope, *(entry for entry in rope.values() if isinstance(entry, dict)))  # of all kinds of layers
@@ -228,6 +229,7 @@ def find_switching_rope(model: Any, config: Any, cache: DenseCache) -> "RopeByLe
     switch_at = switch_at or whole
     if not entry or switch_at is None or (whole is not None and whole <= switch_at):
         return None
+    # The model's own preparation shows what it does: it returns no cache if it recomputes the sequence.
     cache.committed = switch_at
     ids = torch.zeros(1, switch_at + 1, dtype=torch.long, device=model.device)
     prepare = model.prepare_inputs_for_generation
@@ -236,7 +238,7 @@ def find_switching_rope(model: Any, config: Any, cache: DenseCache) -> "RopeByLe
 
 
 class SwitchingRope(RopeByLength):
-    """The rope of a model whose frequencies switch at a length of text (`longrope`)."""
+    """RoPE of a model whose frequencies switch at one sequence length (`longrope`)."""
 
     def __init__(self, model: nn.Module, switch_at: int, rereads: bool):
         """Find the rope modules of a model; the other arguments are attributes."""
@@ -248,13 +250,14 @@ class SwitchingRope(RopeByLength):
         return prompt > self.switch_at
 
     def apply(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
-        """Give each token the frequencies of short or of long texts; see `RopeByLength`."""
+        """Give each token the frequencies of short or of long sequences."""
 
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> tuple[Tensor, ...]:
             states, positions = args[0] if args else kwargs["x"], kwargs.get("position_ids")
             positions = args[1] if positions is None else positions
             rest = {name: value for name, value in kwargs.items() if name not in ("x", "position_ids")}
             rest |= {"layer_type": args[2]} if len(args) > 2 else {}
+            # Both sets of frequencies come from the module itself, which chooses by the largest position that it sees.
             edge = positions.new_full((*positions.shape[:-1], 1), self.switch_at)
             far = module.forward(states, torch.cat([positions, edge], dim=-1), **rest)
             near = module.forward(states, positions.clamp(max=self.switch_at - 1), **rest)
@@ -266,7 +269,7 @@ class SwitchingRope(RopeByLength):
 
 
 def _kinds(module: nn.Module) -> dict[str | None, str]:
-    """Return the kinds of rope that a module computes, by the type of layers; by None where all layers have one."""
+    """Return the kinds of RoPE that a module computes, by the type of layers; by None if all layers have one."""
     kind: Any = getattr(module, "rope_type", None)
     if isinstance(kind, dict):
         return {name: x for name, x in kind.items() if isinstance(x, str)}
@@ -274,9 +277,9 @@ def _kinds(module: nn.Module) -> dict[str | None, str]:
 
 
 def find_dynamic_rope(model: nn.Module) -> "DynamicRope | None":
-    """Return the rope of a model where it is `dynamic`, and each token can be given its own frequencies; else None.
+    """Return a model's RoPE if it is `dynamic` and each token can have its own frequencies; else None.
 
-    Without it, texts end where the frequencies would change.
+    Otherwise sequences end where the frequencies would change.
     """
     layouts: dict[nn.Module, dict[str | None, _Layout]] = {}
     for module in model.modules():
@@ -290,24 +293,24 @@ def find_dynamic_rope(model: nn.Module) -> "DynamicRope | None":
 
 
 class _Layout:
-    """Describes what a module with `dynamic` rope returns for layers of one type.
+    """Describes the output of a module with `dynamic` RoPE for layers of one type.
 
     Attributes:
-        first: Tokens up to which a text has the frequencies of short texts.
+        first: Length up to which a sequence has the frequencies of short ones.
         context: Tokens that texts may come to.
-        theta: Base of the frequencies of short texts.
-        factor: How fast the base grows with the length of a text.
-        short: The frequencies of short texts, `[F]` float32.
+        theta: Base of the frequencies of short sequences.
+        factor: Growth rate of the base with the sequence length.
+        short: The frequencies of short sequences, `[F]` float32.
         exponents: The exponent of the base in each frequency, `[F]` float32.
-        columns: Which frequency each column of the sines has, `[D]` int64.
+        columns: Index of the frequency in each column of the sines, `[D]` int64.
         scale: Factor of the sines and cosines.
-        follows: Whether both have the dtype of the hidden states, and not float32.
+        follows: Whether sines and cosines have the dtype of the hidden states, and not float32.
     """
 
     def __init__(self, module: Any, layer_type: str | None):
-        """Infer the form of a module's output for layers of a type from its output for a short text.
+        """Infer the form of a module's output for layers of a type from its output for a short sequence.
 
-        `AssertionError` is raised where it returns something else; other errors may come from the module.
+        Raises `AssertionError` if the output is different; other errors may come from the module.
         """
         config, kind = module.config, {} if layer_type is None else {"layer_type": layer_type}
         entry = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
@@ -320,6 +323,7 @@ class _Layout:
         x = short.new_zeros(1, positions.shape[1], 1)
         cos, sin = module(x, positions, **kind)
         self.scale = float(cos[0, 0, 0])
+        # At position 1 the angle is the frequency, so the nearest sine identifies each column's frequency.
         self.columns = (sin[0, 1, :, None] / self.scale - short.sin()).abs().argmin(dim=1)
         self.exponents = torch.arange(0, 2 * len(short), 2, device=short.device).float() / (2 * len(short))
         trained = entry.get("original_max_position_embeddings") or first
@@ -333,7 +337,8 @@ class _Layout:
         torch.testing.assert_close(self.frequencies(length[None]), long, rtol=1e-4, atol=0)
 
     def frequencies(self, length: Tensor) -> Tensor:
-        """Return the frequencies of texts of some lengths, `[..., F]` float32; lengths: `[..., 1]` int64."""
+        """Return the frequencies for some sequence lengths, `[..., F]` float32; length: `[..., 1]` int64."""
+        # The formula of transformers' dynamic NTK scaling.
         growth = self.factor * length.clamp(min=self.first) / self.first - (self.factor - 1)
         count = 2 * len(self.short)
         base = self.theta * growth ** (count / (count - 2))
@@ -350,7 +355,7 @@ class _Layout:
 
 
 class _PerToken(nn.Module):
-    """A stand-in for a module with `dynamic` rope, which would give all tokens the frequencies of the last one."""
+    """A stand-in for a module with `dynamic` RoPE, which would use the last token's frequencies for all tokens."""
 
     def __init__(self, module: nn.Module, layouts: dict[str | None, _Layout], running: Running):
         super().__init__()
@@ -365,7 +370,7 @@ class _PerToken(nn.Module):
 
 
 class DynamicRope(RopeByLength):
-    """The rope of a model whose frequencies change with every token past its first context (`dynamic`).
+    """RoPE of a model whose frequencies change with every token past its first context (`dynamic`).
 
     Attributes:
         context: Tokens that texts may come to.
@@ -374,10 +379,10 @@ class DynamicRope(RopeByLength):
     rereads = False
 
     def __init__(self, model: nn.Module, layouts: dict[nn.Module, dict[str | None, _Layout]]):
-        """Stand in for the rope modules of a model; layouts: the form of each one's output, by the type of layers."""
+        """Make stand-ins for the RoPE modules of a model; layouts: their outputs by the type of layers."""
         of_all = [layout for by_type in layouts.values() for layout in by_type.values()]
         self.switch_at, self.context = (min(x) for x in zip(*((y.first, y.context) for y in of_all), strict=True))
-        self._running = Running()  # holds `at_least` of `apply`
+        self._running = Running()  # contains the `at_least` of `apply`
         stand_ins = {module: _PerToken(module, by_type, self._running) for module, by_type in layouts.items()}
         self._places = [
             (parent, name, stand_ins[child])
@@ -387,11 +392,11 @@ class DynamicRope(RopeByLength):
         ]
 
     def prefix_key(self, prompt: int) -> Hashable:
-        """Return the length of a prompt past the first context; see `RopeByLength`."""
+        """Return the length of a prompt past the first context."""
         return prompt if prompt > self.switch_at else None
 
     def apply(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
-        """Give each token the frequencies of its own length; see `RopeByLength`."""
+        """Give each token the frequencies of its own length."""
         patch.set_running(self._running, at_least)
         for parent, name, stand_in in self._places:
             patch.put(parent._modules, name, stand_in)

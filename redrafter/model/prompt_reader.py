@@ -18,25 +18,25 @@ from redrafter.model.tree_forward import TreeForward
 from redrafter.model.varlen_forward import VarlenForward
 from redrafter.tree.token_tree import chain
 
-MAX_FORWARD_TOKENS = 8192  # of all rows; bounds a forward's memory in addition to the cache
-MAX_CHUNK_TOKENS = 512  # of a row, in a forward whose masks have all tokens of the cache
-MAX_MASK_NUMBERS = 1 << 24  # of all rows, in a forward whose masks have its own tokens alone
-MAX_SHOWN_LOGITS = 1 << 25  # numbers of one forward whose logits are all shown: 128 MiB in float32
+MAX_FORWARD_TOKENS = 8192  # total of all rows; bounds a forward's memory in addition to the cache
+MAX_CHUNK_TOKENS = 512  # of each row, in a forward whose masks cover the whole cache
+MAX_MASK_NUMBERS = 1 << 24  # total of all rows, in a forward whose masks cover only its own tokens
+MAX_SHOWN_LOGITS = 1 << 25  # numbers in one forward that shows all its logits: 128 MiB in float32
 
 ShowLogits: TypeAlias = Callable[[int, int, Tensor], object]
-"""Called with a row, a position in it, and the logits `[n, V]` of the n tokens from there on."""
+"""Called with a row, a position in it, and the logits `[n, V]` of the n tokens from this position on."""
 
 
 class PromptReader:
     """Reads prompts into a cache, with or without masks.
 
-    On a CPU, where attention can be replaced, prompts of unequal length are read as one sequence of pieces that needs
-    no mask: two to five times as fast as in chunks where they are long or uneven. Any model on any device can read them
-    in chunks side by side, each a chain of tokens with its mask; on a dense cache these are padded to the longest.
+    On a CPU, if attention can be replaced, prompts of unequal length are read as one sequence of pieces without a mask:
+    two to five times as fast as in chunks if they are long or uneven. Any model on any device can read them in padded
+    chunks, each row a chain of tokens with its mask; on a dense cache these are padded to the longest.
 
     Attributes:
-        masks: Read later prompts in chunks with masks, whatever the cache.
-        masks_on_dense: The same for dense caches alone.
+        masks: Read later prompts in chunks with masks, on any cache.
+        masks_on_dense: The same for dense caches only.
     """
 
     def __init__(self, padded: TreeForward, varlen: VarlenForward):
@@ -60,13 +60,13 @@ class PromptReader:
         """Read prompts into a cache, with the arguments and results of `Target.prefill`."""
         max_tokens = max_tokens or MAX_FORWARD_TOKENS
         if show is not None:
-            # The logits of all tokens take far more memory than the tokens, so they are returned piece by piece.
+            # The logits of all tokens take far more memory than the tokens, so they are shown in parts.
             max_tokens = min(max_tokens, max(MAX_SHOWN_LOGITS // self._vocab_size, 1))
         read = self._read_pieces if self.reads_without_masks(prompts.cache) else self._read_chunks
         return read(prompts, max_tokens, show)
 
     def _read_pieces(self, prompts: Prompts, max_tokens: int, show: ShowLogits | None) -> tuple[Tensor, Tensor]:
-        """Read as `read` does, on a CPU: in pieces, one after the other."""
+        """Implement `read` on a CPU: in pieces, one after another."""
         last: dict[int, tuple[Tensor, Tensor]] = {}
         for pieces in cut_prompts(prompts.starts, prompts.ends, max_tokens):
             logits, hidden = self._varlen.read_pieces(pieces, prompts, all_tokens=show is not None)
@@ -78,19 +78,21 @@ class PromptReader:
                 logits, hidden = logits[ends], hidden[ends]
             rows = [piece.row for piece in pieces]
             last |= dict(zip(rows, zip(logits, hidden, strict=True), strict=True))
+        # A row may be in several forwards; its last one has its last token.
         logits_of_rows, hidden_of_rows = zip(*(last[row] for row in range(len(prompts.tokens))), strict=True)
         return torch.stack(logits_of_rows), torch.stack(hidden_of_rows)
 
     def _read_chunks(self, prompts: Prompts, max_tokens: int, show: ShowLogits | None) -> tuple[Tensor, Tensor]:
-        """Read as `read` does, with any model on any device: in chunks side by side, each a chain with its mask."""
+        """Implement `read` for any model on any device: in padded chunks, each row a chain with its mask."""
         cache, length, device = prompts.cache, prompts.upto, prompts.tokens.device
         start, forward = to_device(prompts.starts, device, torch.long), self.forward_on(cache)
         rows, width = prompts.tokens.shape
         counts = [end - first for first, end in zip(prompts.starts, prompts.ends, strict=True)]
         paged, chunk = isinstance(cache, PagedCache), MAX_CHUNK_TOKENS
         if paged:
-            # Masks of a paged cache have a chunk's own tokens alone, so they grow with the square of the chunk.
+            # Masks of a paged cache cover only a chunk's own tokens, so they grow with the square of the chunk.
             chunk = max(chunk, math.isqrt(MAX_MASK_NUMBERS // rows))
+        # A prompt that fits is one forward even past the chunk size: chunks only bound the memory.
         if not (paged and sum(counts) <= max_tokens):
             chunk = max(min(chunk, max_tokens // rows), 1)
         inputs = {ROPE_BY_LENGTH: length, **prompts.inputs}
@@ -102,11 +104,11 @@ class PromptReader:
             pieces = [Piece(row, first, first + count) for row, (first, count) in enumerate(spans) if count]
             read = start + offset  # [B]
             positions = read[:, None] + torch.arange(size, device=device)  # [B, size]
-            # Where a row has no more tokens, its last one stands again: any other might be one that gives a NaN.
+            # A row with no tokens left repeats its last one: an arbitrary token might give a NaN.
             tokens = chain(prompts.tokens.gather(1, positions.minimum(length[:, None] - 1).clamp(0, width - 1)))
             if paged:
                 tokens = replace(tokens, counts=to_device(sizes, device, torch.long), total=sum(sizes))
-            last = length - 1 - read  # [B], the node of the last prompt token, if it is here
+            last = length - 1 - read  # [B], the node of the last prompt token, if it is in this chunk
             here = ((last >= 0) & (last < size))[:, None]  # [B, 1]
             end = last.clamp(0, size - 1)
             batch = ForwardBatch(
@@ -125,6 +127,7 @@ class PromptReader:
                     x.gather(1, end[:, None, None].expand_as(x[:, :1])) for x in (new_logits, new_hidden)
                 )
             new_logits, new_hidden = new_logits.squeeze(1), new_hidden.squeeze(1)
+            # A row's last token is in one of the chunks; the others contribute nothing.
             logits = new_logits if logits is None else torch.where(here, new_logits, logits)
             hidden = new_hidden if hidden is None else torch.where(here, new_hidden, hidden)
         assert logits is not None, "a prompt has at least one token"

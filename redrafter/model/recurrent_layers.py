@@ -1,14 +1,14 @@
 """Recurrent layers in our forwards: over the nodes of trees level by level, over prompts row by row.
 
-A mixer mixes a token with those before it by a convolution or a recurrence instead of attention. It asks transformers'
-cache for the states that it left there, and leaves the new ones. To call it on other states, it is handed a cache with
-a copy of its layer in which the tensors are replaced; so nothing here depends on what a release of transformers calls
-them.
+A mixer combines a token with earlier ones by a convolution or a recurrence instead of attention. It reads its states
+from transformers' cache, and writes the new ones there. To run it on other states, it receives a cache with a copy of
+its layer in which the tensors are replaced; so nothing here depends on the names that a release of transformers gives
+to them.
 
-While a forward runs, each mixer of the model is called by a function of ours that cuts its input into calls of the
-mixer's own forward, each on states of its own. In a tree, the nodes of one depth are the rows of one call of a single
-token each, on the states after their parents: so each token goes the way that it goes in plain decoding. A prompt is
-read whole from its row's state, without padding.
+During a forward, each mixer of the model is called by a function of ours that splits its input into calls of the
+mixer's own forward, each with its own states. In a tree, the nodes of one depth are the rows of one call with a single
+token each, on the states after their parents: so each token is computed as in plain decoding. A prompt is read whole
+from its row's state, without padding.
 """
 
 import copy
@@ -29,7 +29,7 @@ from redrafter.model.linear_layers import is_plain
 from redrafter.model.patch import ModelPatch
 from redrafter.tree.token_tree import Tree
 
-_OF_ATTENTION = ("keys", "values")  # what a layer holds that attends besides
+_OF_ATTENTION = ("keys", "values")  # attributes of a layer that also attends
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,17 @@ class Mixer:
         module: The module.
         layer: Index of its layer of the cache.
         states: The states that it keeps.
-        parameters: Names of what its forward takes, in order.
-        arguments: Names of what the model gives it.
-        cache_argument: The one of them that is the cache.
-        tokens_argument: The one of them that is a vector of each token, `[B, T, D]`.
-        empty: Its layer of the cache before any token.
-        full: The same after some tokens, without the tensors.
-        continues: Whether it reads several tokens at once from a state rightly. All do from none, and one token at a
-            time; some recurrences read several as if none came before them.
-        first_linears: Names of the linear layers in it that read the vectors of the tokens as they are, in the order of
-            their calls.
-        last_linear: Name of the linear layer in it whose output it returns; None where that is none.
-        tokens_alone: Whether it returns a vector of each token, as it is given one, and needs nothing else but states.
+        parameters: Names of its forward's parameters, in order.
+        arguments: Names of the arguments that the model passes.
+        cache_argument: Name of the argument for the cache.
+        tokens_argument: Name of the argument with a vector of each token, `[B, T, D]`.
+        empty: Its cache layer before any token.
+        full: Its cache layer after some tokens, without the tensors.
+        continues: Whether it reads several tokens at once from a state correctly. All mixers do without a state, and
+            one token at a time; some ignore the state when they read several tokens.
+        first_linears: Names of its linear layers that read the tokens' vectors unchanged, in the order of their calls.
+        last_linear: Name of its linear layer whose output it returns; None if there is none.
+        tokens_alone: Whether it returns one vector per token, and needs only the tokens and its states.
     """
 
     module: nn.Module
@@ -69,7 +68,7 @@ class Mixer:
     tokens_alone: bool = False
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call by name, without what the model gives it in our forwards alone."""
+        """Return the arguments of a call by name, without those that the model passes only in our forwards."""
         named = dict(zip(self.parameters, args, strict=False)) | dict(kwargs)
         return {name: value for name, value in named.items() if name in self.arguments}
 
@@ -80,9 +79,9 @@ class Mixer:
 
         Args:
             forward: The module's forward.
-            arguments: Its arguments by name; the one for the cache is replaced.
+            arguments: Its arguments by name; the cache is replaced.
             states: States to continue from, `[B, ...]` each, in the order of `self.states`; may be changed in place.
-                None to begin with the first token of a text.
+                None to begin with the first token of a sequence.
         """
         layer = copied_layer(self.empty if states is None else self.full)
         for shape, state in zip(self.states, states or (), strict=bool(states)):
@@ -94,20 +93,20 @@ class Mixer:
 
 
 def layer_tensors(layer: Any) -> dict[StateName, Tensor]:
-    """Return the states that a layer of the cache holds."""
+    """Return the states in a layer of the cache."""
     found: dict[StateName, Tensor] = {}
     for attribute, value in vars(layer).items():
         if attribute in _OF_ATTENTION:
             continue
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         found |= {(attribute, index): x for index, x in items if isinstance(x, Tensor)}
-        if isinstance(value, Tensor) and value.dim():  # skip 0-dim counters
+        if isinstance(value, Tensor) and value.dim():  # 0-dim tensors are counters
             found[attribute, None] = value
     return found
 
 
 def copied_layer(layer: Any) -> Any:
-    """Return a layer of the cache of its own, which holds the same tensors."""
+    """Return a copy of a layer of the cache that contains the same tensors."""
     copied = copy.copy(layer)
     for attribute, value in vars(layer).items():
         if isinstance(value, dict | list):
@@ -116,7 +115,7 @@ def copied_layer(layer: Any) -> Any:
 
 
 def layer_without_tensors(layer: Any) -> Any:
-    """Return a layer of the cache that says of itself what this one does, but holds no tensors."""
+    """Return a copy of a layer of the cache with the same flags but without tensors."""
     bare = copied_layer(layer)
     for name in layer_tensors(layer):
         _put(bare, name, None)
@@ -139,25 +138,25 @@ class TreeStates:
     """A forward over the new nodes of trees: one call of each mixer for each level."""
 
     def __init__(self, tree: Tree, length: Tensor, states: StatesOfRows, starts: Tensor | None = None):
-        """Make room for the states after the nodes.
+        """Allocate the states after the nodes.
 
         Args:
             tree: The trees of B rows, M new nodes each.
             length: Tokens of each row before its root, `[B]` int64.
             states: States of the rows.
             starts: Index of the first node of each row among the tokens of the forward, `[B]` int64; None for M tokens
-                a row.
+                per row.
         """
         self._states, self._levels = states, states.begin(tree, length)
         new, rows, nodes = tree.new, len(length), self._levels.nodes
         if starts is None:
             starts = torch.arange(rows, device=length.device) * new
-        # Index of each node among the tokens of the forward, level by level, `[L * B * W]`; -1 for none.
+        # Index of each node among the tokens of the forward, level by level, `[L * B * W]`; -1 for missing nodes.
         self._index = torch.where(nodes == new, -1, starts[:, None] + nodes).flatten()
         self._taken = self._index.clamp(min=0)
 
     def run(self, mixer: Mixer, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Compute what a mixer returns for all tokens of a call of its forward, level by level."""
+        """Compute a mixer's output for all tokens of a call of its forward, level by level."""
         x = arguments[mixer.tokens_argument]
         tokens, levels = _Tokens(x.shape[0], x.shape[1], x.device), self._levels
         keys, dtypes = [state.key for state in mixer.states], [state.dtype for state in mixer.states]
@@ -165,8 +164,8 @@ class TreeStates:
         states = self._states.read_entries(keys, levels.roots)
         outputs, after = [], []
         # The first and last linear layers are computed once for the tokens of all levels, so that their weights are
-        # read once: the first ones hand out what they computed, a level at a time, and the last one passes on what it
-        # is given, until all of it is there. One that was given a hook since the model was bound is called as others.
+        # read once: replacements of the first ones return one level at a time, and the last one's returns its input,
+        # until all levels are there. A layer that received a hook since the model was bound is called at each level.
         inner = mixer.module.get_submodule
         first = [layer for name in mixer.first_linears if is_plain(layer := inner(name))]
         last = inner(mixer.last_linear) if mixer.last_linear is not None else None
@@ -178,9 +177,10 @@ class TreeStates:
             if last is not None:
                 patch.replace_forward(last, lambda _, args, __: args[0])
             for level, given in enumerate(tokens.take_levels(arguments, taken, len(parents))):
-                if level:  # which also copies: a mixer may write to its arguments
+                if level:  # selecting also copies, as a mixer may write to its arguments
                     states = [state.index_select(0, parents[level]) for state in states]
                 output, states = mixer.run(forward, given, states)
+                # A mixer may return states in float32, and the store has one dtype.
                 states = [state.to(dtype) for state, dtype in zip(states, dtypes, strict=True)]
                 outputs.append(output)
                 after.append(states)
@@ -189,19 +189,19 @@ class TreeStates:
         return joined if last is None else last(joined)
 
     def finish(self) -> None:
-        """Leave the rows' states as they are until a path is committed."""
+        """Do nothing: the rows' states stay unchanged until a path is committed."""
 
 
 class PromptStates:
-    """A forward over pieces of prompts: one call of each mixer for each."""
+    """A forward over pieces of prompts, with one call of each mixer for each piece."""
 
     def __init__(self, pieces: Sequence[Piece], states: StatesOfRows | None, width: int | None = None):
         """Plan a forward over pieces of prompts.
 
         Args:
-            pieces: Tokens to read of each row, one at least; the rows' states are replaced.
-            states: States of the rows; None for whole texts whose states nobody needs.
-            width: How many tokens the forward has of each row, its piece's first; None for those of the pieces alone.
+            pieces: Tokens to read of each row, at least one; the rows' states are replaced.
+            states: States of the rows; None for whole sequences whose states are not needed.
+            width: Number of tokens of each row in the forward, its piece's first; None for a forward without padding.
         """
         self._pieces, self._states = pieces, states
         # Index of the first token of each piece among the tokens of the forward.
@@ -209,7 +209,7 @@ class PromptStates:
         self._starts = list(counts)[:-1] if width is None else [piece.row * width for piece in pieces]
 
     def run(self, mixer: Mixer, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Compute what a mixer returns for all tokens of a call of its forward, row by row."""
+        """Compute a mixer's output for all tokens of a call of its forward, row by row."""
         x = arguments[mixer.tokens_argument]
         tokens = _Tokens(x.shape[0], x.shape[1], x.device)
         outputs, read = [], []
@@ -219,13 +219,13 @@ class PromptStates:
                 states = self._states.read_row(mixer.states, piece.row) if first else None
                 snapshots = self._states.snapshots_in(piece)
             while first < piece.end:
-                # A snapshot cuts the calls of the mixers alone: all other layers read the piece at once.
+                # A snapshot splits only the calls of the mixers: all other layers read the piece at once.
                 end = min((count for count in snapshots if count > first), default=piece.end)
-                # Some mixers read several tokens as if none came before: from a state, these read one at a time.
+                # Some mixers ignore their state when they read several tokens: these read one at a time.
                 step = end - first if states is None or mixer.continues else 1
                 index = start - piece.first + torch.arange(first, first + step, device=tokens.device)
                 output, states = mixer.run(forward, tokens.take_run(arguments, index), states)
-                # Of the tokens of one row, `[1, T, ...]`, each becomes a row of its own.
+                # The tokens of one row, `[1, T, ...]`, become a row each.
                 outputs.append(pytree.tree_map(lambda x: x.transpose(0, 1) if isinstance(x, Tensor) else x, output))
                 read.append(index)
                 first += step
@@ -236,21 +236,21 @@ class PromptStates:
         return tokens.join(torch.cat(read), outputs)
 
     def finish(self) -> None:
-        """Take note that the rows have read their pieces."""
+        """Record that the rows have read their pieces."""
         if self._states is not None:
             self._states.take_note(self._pieces)
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The tokens of a mixer's call, which is given `[B, T, D]` of them: B, T and the device."""
+    """Describes the tokens of a mixer's call, `[B, T, D]`: B, T and the device."""
 
     rows: int
     count: int
     device: torch.device
 
     def _flat(self, leaf: Any) -> Tensor | None:
-        """Return an argument of all tokens, maybe broadcast over the rows, as `[rows * count, ...]`; else None."""
+        """Return an argument of all tokens, possibly broadcast over rows, as `[rows * count, ...]`; else None."""
         if not isinstance(leaf, Tensor) or leaf.dim() < 2:
             return None
         if leaf.shape[1] != self.count or leaf.shape[0] not in (1, self.rows):
@@ -258,7 +258,7 @@ class _Tokens:
         return leaf.expand(self.rows, *leaf.shape[1:]).flatten(0, 1)
 
     def take_levels(self, arguments: Mapping[str, Any], index: Tensor, levels: int) -> list[dict[str, Any]]:
-        """Return the arguments for the tokens `index` `[L * R]` of L levels, each token in a row of its own."""
+        """Return the arguments for the tokens `index` `[L * R]` of L levels, one token per row."""
         leaves, kinds = pytree.tree_flatten(_without_masks(arguments))
         by_leaf = [
             [leaf] * levels if flat is None else flat.index_select(0, index)[:, None].chunk(levels)
@@ -267,7 +267,7 @@ class _Tokens:
         return [pytree.tree_unflatten(list(level), kinds) for level in zip(*by_leaf, strict=True)]
 
     def take_run(self, arguments: Mapping[str, Any], index: Tensor) -> dict[str, Any]:
-        """Return the arguments for successive tokens of one row. index: `[R]` int64."""
+        """Return the arguments for consecutive tokens of one row. index: `[R]` int64."""
 
         def taken(leaf: Any) -> Any:
             flat = self._flat(leaf)
@@ -276,11 +276,11 @@ class _Tokens:
         return pytree.tree_map(taken, _without_masks(arguments))
 
     def join(self, index: Tensor, outputs: Sequence[Any]) -> Any:
-        """Return one output of all tokens.
+        """Return one output for all tokens.
 
         Args:
-            index: Indices of tokens in the order of the outputs, `[R]` int64, -1 for none.
-            outputs: Outputs for some of them each, `[R', 1, ...]`.
+            index: Indices of tokens in the order of the outputs, `[R]` int64, -1 for missing ones.
+            outputs: Outputs for some of the tokens, `[R', 1, ...]` each.
         """
         size = self.rows * self.count
 
@@ -289,14 +289,14 @@ class _Tokens:
                 return parts[0]
             whole = torch.cat(parts).squeeze(1)
             joined = whole.new_zeros(size + 1, *whole.shape[1:])
-            joined[index] = whole  # -1 is the one that is cut off
+            joined[index] = whole  # -1 is the last entry, which is cut off
             return joined[:size].unflatten(0, (self.rows, self.count))
 
         return pytree.tree_map(join, *outputs)
 
 
 def _without_masks(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments without masks of padding, of which there is none."""
+    """Return arguments without padding masks, as there is no padding."""
     return {name: None if "mask" in name else value for name, value in arguments.items()}
 
 
@@ -314,7 +314,7 @@ def mixer_plan(batch: ForwardBatch, *, padded: bool) -> TreeStates | PromptState
 
 
 def replace_mixers(patch: ModelPatch, mixers: Sequence[Mixer], plan: TreeStates | PromptStates) -> None:
-    """Let a plan compute what mixers return, in this thread alone. Call `finish` of the plan after the forward."""
+    """Let a plan compute the outputs of mixers, in this thread only. Call the plan's `finish` after the forward."""
     for mixer in mixers:
 
         def run(forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mixer: Mixer = mixer) -> Any:

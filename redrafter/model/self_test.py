@@ -1,12 +1,12 @@
-"""The self-test of a model that is being bound, and the caches that its token trees are right on by it.
+"""The self-test of a model that is being bound, which determines the caches on which its token trees are correct.
 
 Small token trees are compared with plain forwards. A *near* trial has two rows of a few tokens, which the model reads
-itself. A *far* trial has one row whose committed keys and values are random numbers, as many as it takes to cross the
-numbers of the config that change what a position sees: windows, chunks, scales, the end of the context. Only a few
-tokens of it are computed, so it takes little time.
+itself. A *far* trial has one row whose committed keys and values are random numbers, enough of them to exceed the
+numbers of the config that limit what a position sees: windows, chunks, scales, the end of the context. Only a few of
+its tokens are computed, so it is fast.
 
-A half-precision model is computed in float32, since its own rounding would hide what a wrong mask or position changes,
-and once as it is, which shows that it runs and is not far off.
+A half-precision model is tested in float32, since its rounding would hide the effect of a wrong mask or position, and
+once in its own dtype, which shows that it runs with a small error.
 """
 
 import inspect
@@ -40,30 +40,30 @@ from redrafter.tree.accept import Path
 from redrafter.tree.token_tree import chain, tree_of
 
 MAX_CHEAP_WINDOW = 64  # positions; prompts of the self-test reach past a window up to this long
-# Of the longer prompt: more than convolutions look back, and such that no piece of a prompt has one token, which some
-# mixers compute otherwise.
+# Length of the longer prompt: more than convolutions look back, and such that no piece of a prompt has one token, which
+# some mixers compute differently.
 MIN_TOKENS_WITH_STATES = 10
 TRIAL_SLOTS = 8  # slots that a trial needs after a row's committed tokens
-MIN_FAR_LAYERS = 4  # layers that a far trial computes at least
-MAX_FAR_BYTES = 1 << 30  # of keys and values in one far trial; longer trials are left out
-# Names of config entries whose numbers change what a position sees.
+MIN_FAR_LAYERS = 4  # minimum number of layers that a far trial computes
+MAX_FAR_BYTES = 1 << 30  # memory of keys and values in one far trial; longer trials are omitted
+# Names of config entries whose numbers limit what a position sees.
 POSITION_LIMITS = re.compile("window|chunk|original_max|floor|local|keep|block|stride|span|topk")
 
 NewCache: TypeAlias = Callable[[Sequence[LayerShape], int, int], KVCache]
-"""Makes a cache for some layers, rows and slots a row."""
+"""Makes a cache for these layers, rows and slots per row."""
 
 _Tolerance: TypeAlias = tuple[float, float]
-"""The most that errors of logits may be, relative to the spread of a node's: at any node, and at half of the nodes."""
+"""Maximum errors of logits, relative to the spread of a node's logits: at any node, and at half of the nodes."""
 
 _HALF = (torch.float16, torch.bfloat16)
 
-# Computed in float32, a half-precision model may still round what it passes between layers, and a GPU may be allowed
-# TF32. Random keys and values, as far trials have them, make scores large, and rounding with them: 0.002 on Gemma 2;
-# a scale or a window that is off is at 0.02 or more. In its own dtype, a half-precision model may choose another
-# expert at a node or two. Where activations are quantised, the least difference carries one over to the next of few
-# values: up to 0.18 typically on the boxed base, 40 layers deep; a node that sees a token that it should not is at 0.8.
+# Computed in float32, a half-precision model may still round activations between layers, and a GPU may use TF32. Random
+# keys and values, as in far trials, make scores large, and rounding errors with them: 0.002 on Gemma 2; a wrong scale
+# or window gives 0.02 or more. In its own dtype, a half-precision model may choose another expert at a node or two.
+# Where activations are quantised, the smallest difference changes one to the next of few values: up to 0.18 typically
+# on the boxed base, 40 layers deep; a node that sees a token that it should not gives 0.8.
 _EXACT, _WIDENED = (2e-3, 2e-3), (1e-2, 5e-3)
-# Recurrences carry rounding on from token to token: 0.014 at worst on a tiny Nemotron-H; a wrong state is near to 1.
+# Recurrences accumulate rounding errors: 0.014 at worst on a tiny Nemotron-H; a wrong state gives nearly 1.
 _RECURRENT, _RECURRENT_WIDENED = (1e-2, 5e-3), (5e-2, 2e-2)
 _NARROW, _QUANTIZED = (float("inf"), 0.15), (float("inf"), 0.4)
 
@@ -76,9 +76,9 @@ class Trial:
         nodes: Ids of the root; of a and b below it, c below a, d below b; of e, which follows the path root, b, d;
             `[6]` int64.
         length: Committed tokens of each row, `[B]` int64.
-        prompts: Those tokens, `[B, P]` int64, right-padded; None where their keys and values are random numbers.
-        states: Those keys and values by layer that stores any, `[1, heads, P, dim]` each, and after them the keys of an
-            indexer, `[1, P, dim]`, of a layer that has one; else empty.
+        prompts: Those tokens, `[B, P]` int64, right-padded; None if their keys and values are random numbers.
+        states: Those keys and values by layer, `[1, heads, P, dim]` each, followed by the keys of an indexer, `[1, P,
+            dim]`, for a layer with one; else empty.
         expected: Plain logits at root, a, b, c, d and e, `[B, 6, V]`.
     """
 
@@ -90,10 +90,10 @@ class Trial:
 
 
 class SelfTest:
-    """The trials of one target, for each kind of cache that it may be decoded on.
+    """The trials of one target, for each kind of cache.
 
     Attributes:
-        output: Output of one of the model's own plain forwards, with its cache.
+        output: Output of one plain forward of the model, with its cache.
     """
 
     def __init__(self, target: BoundModel, reader: PromptReader):
@@ -101,18 +101,18 @@ class SelfTest:
 
         Args:
             target: The target that is being bound.
-            reader: Its reader of prompts, which is tried with its forwards.
+            reader: Its reader of prompts, which is tested with its forwards.
 
         Raises:
             CheckpointError: The model's logits are not finite.
         """
-        # What trees are compared with is read token by token, as in plain decoding, where layers keep states.
+        # With recurrent layers, the reference is read token by token, as in plain decoding.
         kinds, self._decoded = target.traits.kinds, bool(target.traits.mixers)
         window = min((kind.window for kind in kinds.by_name.values() if kind.window), default=0)
         longest = window + 3 if window <= MAX_CHEAP_WINDOW else 5
         self._longest = max(longest, MIN_TOKENS_WITH_STATES) if self._decoded else longest
         self._target, self._reader = target, reader
-        self._context = target.context  # later texts may be longer, where each token's rope is of its own length
+        self._context = target.context  # before a dynamic RoPE may extend it
         self._near, self.output = self._near_trial()
         if not bool(self._near.expected.isfinite().all()):
             raise CheckpointError(
@@ -121,9 +121,9 @@ class SelfTest:
             )
         by_layer = kinds.by_layer or ()
         self._far_layers = max([MIN_FAR_LAYERS, *(1 + by_layer.index(kind) for kind in set(by_layer))])
-        # Where layers round their inputs, the least difference between these may grow.
+        # Where layers round their inputs, rounding may amplify the smallest difference.
         rounds_inputs = is_quantized(target.model.config) or has_float8_layers(target.model)
-        # The dtype is that in which the model computes, which may not be that of its logits.
+        # The dtype in which the model computes may differ from the dtype of its logits.
         tolerance = _QUANTIZED if rounds_inputs else _NARROW if target.dtype in _HALF else _EXACT
         self._native_tolerance = max(tolerance, _RECURRENT if self._decoded else _EXACT)
         self._wide_tolerance = _RECURRENT_WIDENED if self._decoded else _WIDENED
@@ -135,15 +135,15 @@ class SelfTest:
         Args:
             shapes: Shape of each layer.
             new_cache: Makes a cache.
-            far: Run far trials too; they need `shapes` to be what transformers' own cache stores.
+            far: Also run far trials, for which `shapes` must be what transformers' own cache stores.
 
         Raises:
             UnsupportedError: The model cannot run a tree, or its logits differ from those of plain forwards.
         """
         self._compare(self._near, shapes, new_cache, self._native_tolerance)
-        if states_of(shapes):  # they come about in other ways when prompts are read whole
+        if states_of(shapes):  # a prompt that is read whole computes them by other code
             self._compare(self._near, shapes, new_cache, self._native_tolerance, whole=True)
-            far = False  # a far text has keys and values that are random numbers, and no states
+            far = False  # a far trial has random keys and values, and no states
         if not self._test_in_float32:
             if far:
                 self._run_far(shapes, new_cache, max(self._native_tolerance, _WIDENED))
@@ -152,7 +152,7 @@ class SelfTest:
         with _InFloat32():
             try:
                 near, _ = self._near_trial()
-            except (*MODEL_ERRORS, NotImplementedError):  # its own plain forward does not run so
+            except (*MODEL_ERRORS, NotImplementedError):  # its own plain forward does not run in float32
                 return
             self._compare(near, wide, new_cache, self._wide_tolerance)
             if far:
@@ -161,7 +161,7 @@ class SelfTest:
     def _near_trial(self) -> tuple[Trial, Any]:
         """Make a near trial: the model reads each prompt with each of the tree's two paths after it.
 
-        The output of the plain forward of the second prompt, with the model's own cache, is returned with it.
+        Also returns the output of the plain forward of the second prompt, with the model's own cache.
         """
         target, longest = self._target, self._longest
         ids = self._ids(2 * longest + 6)
@@ -169,7 +169,7 @@ class SelfTest:
         expected, lengths = [], [longest, longest - 2]
         for row, n in enumerate(lengths):
             prompt, paths = prompts[row, :n].expand(2, n), _paths(nodes)
-            if self._decoded:  # some mixers compute slightly other numbers so than at once
+            if self._decoded:  # some mixers give slightly different numbers for several tokens at once
                 logits, out = _decoded(target.model, prompt, paths)
             else:
                 text = torch.cat([prompt, paths], dim=1)
@@ -180,16 +180,16 @@ class SelfTest:
         return Trial(nodes, length, prompts, {}, torch.stack(expected)), out
 
     def _run_far(self, shapes: Sequence[LayerShape], new_cache: NewCache, allowed: _Tolerance) -> None:
-        """Run far trials, on the first layers alone: long enough to cross the numbers of the config."""
+        """Run far trials, on the first layers only: long enough to exceed the limits of the config."""
         target, count = self._target, len(shapes)
         shapes = shapes[: min(self._far_layers, count)]
         for length in far_lengths(target.config, self._context, shapes):
-            with ModelPatch() as patch:  # a model that holds its layers in a list is left the first of them
+            with ModelPatch() as patch:  # keeps only the first layers of a model that holds its layers in a list
                 if (stack := decoder_stack(target.model, count)) is not None:
                     patch.put(vars(stack), "_modules", dict(list(stack._modules.items())[: len(shapes)]))
                 try:
                     trial = self._far_trial(length, shapes)
-                except (*MODEL_ERRORS, NotImplementedError):  # its own plain forward does not run with few layers
+                except (*MODEL_ERRORS, NotImplementedError):  # its own plain forward does not run with fewer layers
                     continue
                 self._compare(trial, shapes, new_cache, allowed)
 
@@ -201,11 +201,11 @@ class SelfTest:
         for index, shape in enumerate(shapes):
             if not shape.heads:
                 continue
-            random = torch.Generator().manual_seed(index)  # the same in every call
+            random = torch.Generator().manual_seed(index)  # equal numbers in every call
             sizes: list[tuple[int, ...]] = [(1, shape.heads, length, dim) for dim in (shape.key_dim, shape.value_dim)]
             sizes += [(1, length, shape.extra_dim)] if shape.extra_dim else []
             states[index] = tuple(torch.randn(x, generator=random).to(shape.device, shape.dtype) for x in sizes)
-            # They are handed to the cache as a model does.
+            # They are passed to the cache as by a model.
             keys, values, *index_keys = (x.expand(2, *x.shape[1:]) for x in states[index])
             past.update(keys, values, index)
             if index_keys:
@@ -228,9 +228,10 @@ class SelfTest:
         *,
         whole: bool = False,
     ) -> None:
-        """Run a trial, and raise `UnsupportedError` where its logits are off by more than is allowed."""
+        """Run a trial, and raise `UnsupportedError` if the errors of its logits exceed `allowed`."""
         cache = new_cache(shapes, len(trial.length), int(trial.length.max()) + TRIAL_SLOTS)
         logits, expected = self._logits_of(trial, cache, whole=whole).float(), trial.expected.float()
+        # Relative to the spread of the logits, whose scale differs between models.
         error = (logits - expected).std(dim=-1) / expected.std(dim=-1).clamp(min=1e-6)  # [B, N]
         if not bool((error.max() <= allowed[0]) & (error.median() <= allowed[1])):
             after = "" if trial.prompts is not None else f" after {int(trial.length[0])} tokens"
@@ -242,7 +243,7 @@ class SelfTest:
     def _logits_of(self, trial: Trial, cache: KVCache, *, whole: bool) -> Tensor:
         """Return the logits `[B, 6, V]` of a trial's tree on an empty cache: read, verify, commit, verify.
 
-        Prompts are read in one forward if `whole`, else in several as long ones are. Raises `UnsupportedError` if the
+        Prompts are read in one forward if `whole`, else in several, as long ones are. Raises `UnsupportedError` if the
         model cannot run a tree.
         """
         root, a, b, c, d, e = trial.nodes
@@ -280,31 +281,31 @@ def _decoded(model: Any, prompts: Tensor, paths: Tensor) -> tuple[Tensor, Any]:
 
 
 def _positions(model: Any, ids: Tensor, first: int = 0) -> dict[str, Tensor]:
-    """Return the argument in which `model.generate` gives a model the positions of `[B, T]` tokens from `first` on.
+    """Return the argument in which `model.generate` passes the positions of `[B, T]` tokens from `first` on.
 
-    A model that is not given them may count from elsewhere, as RoBERTa does. One that has no such argument gets none.
+    Without it, a model may count from another number, as RoBERTa does. A model without such an argument gets none.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return {}
     positions = torch.arange(first, first + ids.shape[1], device=ids.device).expand(ids.shape)
     try:
         prepared = model.prepare_inputs_for_generation(ids, position_ids=positions, is_first_iteration=first == 0)
-    except MODEL_ERRORS:  # code of the checkpoint's may ask for more; tokens that follow others need positions anyway
+    except MODEL_ERRORS:  # remote code may need more arguments; tokens after the first ones need positions anyway
         prepared = {"position_ids": positions} if first else {}
     return {name: value for name, value in prepared.items() if name == "position_ids" and value is not None}
 
 
 def far_lengths(config: Any, context: int | None, shapes: Sequence[LayerShape]) -> list[int]:
-    """Return the lengths of committed tokens at which to run far trials, at most two, as far as memory allows.
+    """Return the lengths of committed tokens at which to run far trials, at most two, as memory allows.
 
-    One is past every number of the config that limits what a position sees; one is just before the end of the context.
+    One exceeds every number of the config that limits what a position sees; one is just before the end of the context.
 
     Args:
         config: Config of the model's decoder.
         context: Positions that the model distinguishes; None for no limit.
         shapes: Shape of each layer.
     """
-    # Of two plain rows, and of one of ours.
+    # For two plain rows, and one of ours.
     slot_bytes = 3 * sum(shape.heads * (shape.key_dim + shape.value_dim) * 4 for shape in shapes)
     if not slot_bytes:
         return []  # no layer looks back
@@ -317,7 +318,7 @@ def far_lengths(config: Any, context: int | None, shapes: Sequence[LayerShape]) 
 
 
 def _position_limits(entries: Mapping[str, Any], inside: bool = False) -> Iterator[int]:
-    """Yield the positive integers of a config whose name, or that of an entry around them, is in `POSITION_LIMITS`."""
+    """Yield the positive integers of a config whose name, or that of an enclosing entry, matches `POSITION_LIMITS`."""
     for name, value in entries.items():
         matches = inside or bool(POSITION_LIMITS.search(str(name)))
         if isinstance(value, Mapping):
@@ -327,7 +328,7 @@ def _position_limits(entries: Mapping[str, Any], inside: bool = False) -> Iterat
 
 
 def _paths(nodes: Tensor) -> Tensor:
-    """Return the two texts that a trial's tree holds: root, a, c, e and root, b, d, e, `[2, 4]`."""
+    """Return the two paths of a trial's tree: root, a, c, e and root, b, d, e, `[2, 4]`."""
     return nodes[torch.tensor([[0, 1, 3, 5], [0, 2, 4, 5]], device=nodes.device)]
 
 
@@ -337,18 +338,19 @@ def _at_nodes(logits: Tensor) -> Tensor:
     return torch.stack([in_b[0], in_a[1], in_b[1], in_a[2], in_b[2], in_b[3]])
 
 
-_NOT_WIDENED = frozenset({"__get__", "__set__", "__setitem__"})  # functions that mean the tensor itself
+_NOT_WIDENED = frozenset({"__get__", "__set__", "__setitem__"})  # functions that refer to the tensor object itself
 
 
 class _InFloat32(TorchFunctionMode):
-    """Widens every half-precision argument of torch's functions; a weight exists in float32 only while it is used."""
+    """Converts every half-precision argument of torch's functions to float32, so weights need no permanent copy."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _NOT_WIDENED or (name.endswith("_") and not name.endswith("__")):  # in place
+        if name in _NOT_WIDENED or (name.endswith("_") and not name.endswith("__")):  # in-place functions
             return func(*args, **(kwargs or {}))
+        # Without the mode, or the conversion would call this function again.
         with torch._C.DisableTorchFunction():
             args, kwargs = tree_map(_widened, (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -359,21 +361,21 @@ def _widened(x: Any) -> Any:
 
 
 class CacheSupport:
-    """The caches that a model's token trees are right on.
+    """The caches on which a model's token trees are correct.
 
     Attributes:
         shapes: Shape of each layer on a dense cache.
     """
 
     def __init__(self, bound: BoundModel, reader: PromptReader):
-        """Run the self-test on dense caches, in the fastest way that the model is right in.
+        """Run the self-test on dense caches, and choose the fastest correct way to use them.
 
         Args:
             bound: The model that is being bound.
-            reader: Its reader of prompts, which is set to that way.
+            reader: Its reader of prompts, which is configured accordingly.
 
         Raises:
-            UnsupportedError: The model is right on no cache.
+            UnsupportedError: The model is correct on no cache.
         """
         self._bound, traits = bound, bound.traits
         self._self_test = SelfTest(bound, reader)
@@ -382,7 +384,7 @@ class CacheSupport:
         self._contiguous = False
         on_cpu = all(shape.device.type == "cpu" for shape in self.shapes)
         reader.masks_on_dense = not (traits.attention.kinds and on_cpu)
-        # The fastest way that is right: without masks for prompts, then with them, then with copied keys.
+        # Try ways from the fastest: without masks for prompts, then with masks, then with copied keys.
         while True:
             try:
                 self._self_test.run(self.shapes, self.new_dense)
@@ -396,7 +398,7 @@ class CacheSupport:
                     raise
 
     def new_dense(self, shapes: Sequence[LayerShape], rows: int, slots: int = 0) -> DenseCache:
-        """Return an empty dense cache of layers with these shapes, for `rows` rows of so many slots."""
+        """Return an empty dense cache for layers with these shapes, for `rows` rows of this number of slots."""
         cache = DenseCache(shapes, rows, self._contiguous)
         if slots:
             cache.reserve(slots)
@@ -406,7 +408,7 @@ class CacheSupport:
     def paged_shapes(self) -> list[LayerShape]:
         """Shape of each layer on a paged cache: the keys and values that its attention function receives.
 
-        Models with latent attention store something else in transformers' own caches.
+        Models with latent attention store other tensors in transformers' own caches.
         """
         seen = self._bound.traits.attention.shapes
         nothing = next(iter(seen.values()), self.shapes[0]).storing_nothing()
@@ -425,12 +427,10 @@ class CacheSupport:
             reason = probe.failure or "no layer attends through transformers' attention interface"
             return Support(f"its attention cannot be replaced: {reason}")
         if any(shape.extra_dim for shape in self.shapes):
-            return Support(
-                "an indexer chooses what its layers attend to, and the paged cache has no place for its keys"
-            )
+            return Support("an indexer chooses what its layers attend to, and the paged cache cannot store its keys")
         if attends and self._bound.traits.kinds.by_layer is None:
             return Support("what its layers see is not known")
-        if masks_slots(self._bound.traits.slot_readers):  # in code of its own
+        if masks_slots(self._bound.traits.slot_readers):  # in the model's own code
             return Support("its attention takes positions from slots of the cache")
         try:
             with torch.no_grad():

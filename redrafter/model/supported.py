@@ -1,4 +1,4 @@
-"""Refuse models that cannot be a target, and modes that change text; derive the cache layout of the others."""
+"""Refuse models that cannot be a target, and modes that change the output; derive the cache layout of others."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -21,10 +21,10 @@ MASKED_ATTENTIONS = ("eager", "sdpa")  # implementations that take a 4-D mask
 
 @dataclass(frozen=True)
 class Support:
-    """Says whether a model can be decoded in some way, and why not.
+    """Whether a model can be decoded in some way, and if not, the reason.
 
     Attributes:
-        reason: Why it cannot, as the end of a sentence; None when it can.
+        reason: Reason why it cannot, as the end of a sentence; None if it can.
     """
 
     reason: str | None = None
@@ -38,7 +38,7 @@ class Support:
 def name_model_in_errors(bind: Callable[..., None]) -> Callable[..., None]:
     """Wrap a target's `__init__` so that errors of a model's own code become an `UnsupportedError` naming the model.
 
-    Errors of this library pass, and so does memory that ran out.
+    Errors of this library and out-of-memory errors are not wrapped.
     """
 
     @wraps(bind)
@@ -56,13 +56,13 @@ def name_model_in_errors(bind: Callable[..., None]) -> Callable[..., None]:
 
 
 def base_of(model: Any) -> Any:
-    """Return the Hugging Face model inside a `PeftModel` or what `torch.compile` returns, or the model itself.
+    """Return the Hugging Face model inside a `PeftModel` or a result of `torch.compile`, or the model itself.
 
     Raises:
         UnsupportedError: The adapters are more than layers of that model (prompt tuning, X-LoRA, aLoRA, ...).
     """
-    model = getattr(model, "_modules", {}).get("_orig_mod", model)  # our forwards are compiled by ourselves
-    peft = sys.modules.get("peft")  # which is no dependency: an object is one of its models only if it was imported
+    model = getattr(model, "_modules", {}).get("_orig_mod", model)  # our forwards are compiled separately
+    peft = sys.modules.get("peft")  # an optional dependency: only a program that imported it has its models
     if peft is None or not isinstance(model, peft.PeftModel | peft.PeftMixedModel):
         return model
     tuner = model.base_model
@@ -87,9 +87,9 @@ def check_supported(model: Any, name: str) -> None:
     """Check by the config that token trees can be verified on a model.
 
     Raises:
-        UnsupportedError: It is an encoder-decoder, reads in both directions, has ALiBi in code that is not known, its
-            layers attend to something else than the tokens of a text, or its attention implementation takes no 4-D
-            mask.
+        UnsupportedError: It is an encoder-decoder, reads in both directions, has ALiBi in unknown code, has layers that
+            attend to something else than the tokens of a sequence, or has an attention implementation without 4-D
+            masks.
     """
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
@@ -109,7 +109,8 @@ def check_supported(model: Any, name: str) -> None:
         attends_to = "its config counts no layers of one decoder (num_hidden_layers), as parts of it read other units"
     elif compressed := sorted({kind for kind in _layer_types(config) or () if "compress" in kind}):
         attends_to = f"its layers attend to blocks that past tokens are compressed to ({', '.join(compressed)})"
-    elif hasattr(config, "prompt_types") and (count := config.prompt_length):  # CPM-Ant; MVP's are no part of a text
+    # CPM-Ant; MVP's are no part of a sequence
+    elif hasattr(config, "prompt_types") and (count := config.prompt_length):
         attends_to = f"it puts {count} places of its own before each text (prompt_length) and reads all of it each step"
     if attends_to is not None:
         raise UnsupportedError(
@@ -128,8 +129,9 @@ def check_on_device(model: nn.Module, table: Tensor, name: str) -> None:
     """Check that a model has its weights, and its embedding table where a device can read it.
 
     Raises:
-        UnsupportedError: They are on the meta device, and accelerate does not bring them from elsewhere.
+        UnsupportedError: They are on the meta device, and accelerate does not load them from elsewhere.
     """
+    # accelerate loads the weights of modules with its hook just before they run.
     brought = {id(x) for module in model.modules() if hasattr(module, "_hf_hook") for x in module.parameters()}
     empty = (key for key, x in model.named_parameters() if x.is_meta and (x is table or id(x) not in brought))
     if (key := next(empty, None)) is not None:
@@ -140,14 +142,14 @@ def check_on_device(model: nn.Module, table: Tensor, name: str) -> None:
 
 
 def check_states_found(model: Any, config: Any, name: str) -> None:
-    """Check that a model with this decoder config, in which no recurrent state was found, has none.
+    """Check that a model has no recurrent states, if none were found.
 
     Raises:
-        UnsupportedError: It keeps states somewhere else than in transformers' cache.
+        UnsupportedError: It keeps states elsewhere than in transformers' cache.
     """
     layer_types = _layer_types(config)
     stateful = {kind for kind in layer_types or () if "linear" in kind or not kind.endswith("attention")}
-    # A class may be made for hybrids, and a model of it hold attention alone; its own layers are what counts.
+    # A class may be made for hybrids, and a model of it have only attention: its actual layers count.
     if stateful or (layer_types is None and getattr(model, "_is_stateful", False)):
         kinds = ", ".join(sorted(stateful)) or "recurrent"
         raise UnsupportedError(
@@ -161,14 +163,14 @@ def _layer_types(config: object) -> list[str] | None:
     listed = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     if not listed:
         return None
-    return ["full_attention" if kind == "attention" else kind for kind in listed]  # the former is an older name
+    return ["full_attention" if kind == "attention" else kind for kind in listed]  # an older name
 
 
 def stored_shapes(output: Any, config: Any, name: str, states: Sequence[StateShape] = ()) -> list[LayerShape]:
-    """Return the shape of each layer, by the cache in the output of a plain forward and the states of all layers.
+    """Return the shape of each layer, from the cache in the output of a plain forward and the states of all layers.
 
     Raises:
-        UnsupportedError: The model keeps something else than keys and values and these states.
+        UnsupportedError: The model stores something else than keys and values and these states.
     """
     past = cache_in(output)
     if past is None and getattr(config, "is_decoder", None) is False:
@@ -185,7 +187,7 @@ def stored_shapes(output: Any, config: Any, name: str, states: Sequence[StateSha
             first = by_layer[index][0]
             shapes[index] = LayerShape(0, 0, 0, first.dtype, first.device, states=by_layer[index])
             continue
-        # A layer that attends to what an earlier one stores, or to images alone, holds nothing after a forward.
+        # A layer that attends to an earlier layer's keys, or only to images, stores nothing.
         if keys is None and hasattr(layer, "keys") and not any(isinstance(x, Tensor) for x in vars(layer).values()):
             continue
         if not (isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.dim() == values.dim() == 4):

@@ -90,6 +90,7 @@ class Target(BoundModel):
         model = base_of(model)
         self.name = name or type(model).__name__
         check_supported(model, self.name)
+        # Before the model is probed: a sharded model's layers are patched to communicate.
         self.ranks, self.features = use_local_shards(model), FeatureSet(self.name)
         self.features.add(TENSOR_PARALLELISM, self.ranks.size > 1)
         self.features.add(QUANTISED_WEIGHTS, is_quantized(model.config))
@@ -188,6 +189,7 @@ class Target(BoundModel):
                         "of the model"
                     )
             self.version += 1
+            # In-place writes keep addresses, so fused layers stay valid; replaced tensors or code do not.
             if (now.memory, now.code) != (before.memory, before.code):
                 self.varlen_forward.forget_fused()
         self.note_state()
@@ -247,6 +249,7 @@ class Target(BoundModel):
             if self.device.type == "cpu":
                 check_rows(forward, small_pool(shapes))
         except (UnsupportedError, *MODEL_ERRORS) as error:
+            # The target must stay usable as it was, since the caller may continue without the mode.
             forward.row_by_row = None
             if isinstance(error, UnsupportedError):
                 raise
@@ -336,6 +339,7 @@ class Target(BoundModel):
         if not len(rows):
             return
         with cache.subset(rows, end) as some:
+            # One more than the switch, so that all keys get the frequencies of long sequences.
             starts, ends, long = [0] * len(rows), [end] * len(rows), torch.full_like(rows, end + 1)
             of_rows = {feature: x[rows] for feature, x in inputs.items()} | {ROPE_BY_LENGTH: long}
             self.prompt_reader.read(Prompts(tokens[rows], starts, ends, some, of_rows))

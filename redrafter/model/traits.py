@@ -298,6 +298,7 @@ def _tried(mixer: Mixer, given: Mapping[str, Any], returned: Any, cache: Cache, 
     once = [(layer, x, y) for layer, x, y in linears if names.count(layer) == 1 and y is not x]
     first = tuple(layer for layer, x, y in once if x is tokens and y is not output)
     last = next((layer for layer, x, y in once if y is output and x is not tokens), None)
+    # Cloned, as a mixer may update its states in place and both ways start from the same.
     later, parts = [state.clone() for state in states], []
     for token in range(half, count):
         part, states = mixer.run(forward, _part(given, token, token + 1, count), states)

@@ -118,6 +118,7 @@ class VarlenForward(TreeForward):
         keep = None
         if ADAPTERS in batch.inputs:
             keep = self._kept_columns(batch.token_inputs(ADAPTERS), len(ids))
+        # One compilation must serve any number of tokens.
         for x in (ids, positions, head_index, *plan.tensors, prompt, keep):
             if x is not None:
                 torch._dynamo.maybe_mark_dynamic(x, 0)

@@ -102,6 +102,7 @@ class NewWeights:
     def _copy(place: Tensor, numbers: Tensor) -> None:
         # A tensor that was made in inference mode can be written there alone.
         with torch.inference_mode(place.is_inference()), torch.no_grad():
+            # Copied as bytes, since not every device copies FP8 numbers.
             if place.dtype.itemsize == 1 and place.is_floating_point():
                 place.view(torch.uint8).copy_(numbers.view(torch.uint8))
             else:
@@ -184,6 +185,7 @@ class ParkedMemory:
         What cannot be given back, such as memory that belongs to a file, stays where it is.
         """
         with torch.no_grad():
+            # By storage: several tensors may be views of one, which is released once.
             for storage in {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}.values():
                 if not storage.nbytes() or not storage.resizable():
                     continue
@@ -217,6 +219,7 @@ class ParkedMemory:
             ) from error
         with torch.no_grad():
             for each in self._parked:
+                # Zeros, as the memory of the released cache may contain anything, also NaN.
                 if each.copy is None:
                     each.bytes().zero_()
                 else:
