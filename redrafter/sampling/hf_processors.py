@@ -1,8 +1,9 @@
-"""Hugging Face's logits processors, read into processors over a token tree, and those into parameters of rows.
+"""Hugging Face's logits processors, converted to processors over a token tree, and those to parameters of rows.
 
-`generate` prepares a list of objects. Each that a tensor per row can express becomes a row processor (`processors`),
-each other known one a function with constants of its own (`tree_processors`), in the order of the list and with the
-same results. Unknown processors are called once per node, and those that cannot be exact on a tree are refused by name.
+`generate` prepares a list of objects. Each that can be expressed by a tensor per row becomes a row processor
+(`processors`), each other known one a function with constants (`tree_processors`), in the order of the list and with
+the same results. Unknown processors are called once per node, and those that cannot be exact on a tree are refused by
+name.
 """
 
 import math
@@ -46,7 +47,7 @@ from redrafter.sampling.tree_processors import (
 
 Reader = Callable[[Any, Call], OwnProcessor | Processor]
 
-# Scores over a smaller temperature may be past any float32. At this one already, the likeliest token is drawn.
+# Scores divided by a smaller temperature may exceed float32. At this one already, the likeliest token is drawn.
 SMALLEST_TEMPERATURE = 1e-30
 
 
@@ -55,8 +56,8 @@ def read_processors(
 ) -> tuple[list[OwnProcessor], list[str]]:
     """Turn Hugging Face's logits processors, as `generate` prepared them, into processors over a tree.
 
-    They were made for a padded prompt of `width` tokens, of which rows have `prompt` `[B]` int64 as their own, on the
-    target's device, and for scores of `vocabulary` ids.
+    They were made for a padded prompt of `width` tokens, while rows have `prompt` `[B]` int64 tokens without padding,
+    on the target's device, and for scores of `vocabulary` ids.
 
     Returns:
         The processors in the same order, and the names of those that run node by node in Python.
@@ -88,13 +89,13 @@ def fold_rows(
 ) -> list[dict[str, Any]]:
     """Return processors of a call as parameters of each of its rows, by their names in `SamplingParams`.
 
-    A processor becomes numbers of the rows where it is one that every step knows and is listed where steps apply it;
-    any other one stays the caller's own. So rows draw as the list says, whatever it holds. `ends` are ids that end a
-    text. Where tokens are not `sampled`, processors of sampling alone are the caller's own too.
+    A processor becomes parameters of the rows if every step knows it and it is listed in the order in which steps apply
+    processors; any other stays the caller's own. So rows draw as the list defines, whatever it contains. `ends` are ids
+    that end a sequence. If tokens are not `sampled`, processors for sampling only are the caller's own too.
     """
     own = len(FIRST_EDITS)
     order = (*FIRST_EDITS, None, RowTemperature, *CUTS)  # None: the caller's own
-    place = 0  # the least index in this order that may come next
+    place = 0  # the lowest index in this order that may come next
     columns: dict[str, list[Any]] = {"extra": [()] * rows, "extra_last": [()] * rows}
     for processor in processors:
         named = _named(processor, ends)
@@ -113,11 +114,12 @@ def fold_rows(
 
 
 def _named(processor: OwnProcessor, ends: Collection[int]) -> dict[str, list[Any]]:
-    """Return the parameters that say what a processor does, for each row; none where no parameters do."""
+    """Return the parameters that express a processor, for each row; none if no parameters do."""
     if isinstance(processor, RowBias):  # the same in all rows
         tokens = processor.bias[0].nonzero()[:, 0]
         bias = dict(zip(tokens.tolist(), processor.bias[0, tokens].tolist(), strict=True))
         return {"logit_bias": [bias] * len(processor.bias)}
+    # The parameter applies to the row's own stop tokens, so it must name exactly these.
     if isinstance(processor, RowMinimum):
         vocabulary = processor.ends.shape[1]
         if processor.ends[0].nonzero()[:, 0].tolist() != sorted(end for end in ends if end < vocabulary):
@@ -133,11 +135,12 @@ _POSITIONS = {"begin_index", "max_length", "regulation_start"}
 
 
 def _constants(value: Any, width: int) -> Hashable:
-    """Return constants of an object as something that equals that of another object which does the same.
+    """Return constants of an object in a hashable form that is equal for objects with the same effect.
 
-    `width` is the length of the padded prompt that the object was made for, which another call's may differ from.
+    `width` is the length of the padded prompt that the object was made for, which may differ between calls.
     """
     if isinstance(value, Mapping):
+        # Positions count the padding, which differs between calls that are otherwise the same.
         pairs = ((key, each - width if key in _POSITIONS else each) for key, each in value.items())
         return tuple((key, _constants(each, width)) for key, each in pairs)
     if isinstance(value, Tensor):
@@ -146,7 +149,8 @@ def _constants(value: Any, width: int) -> Hashable:
 
 
 def index_of_warpers(processors: Sequence[object]) -> int:
-    """Return the index in a prepared list at which transformers inserts the processors of sampling alone."""
+    """Return the index in a prepared list at which transformers inserts the processors for sampling only."""
+    # Searched from the end: a user's own processors come before transformers' ones, possibly of the same class.
     index, later = len(processors), len(_WARPERS)
     while index and (name := _known(processors[index - 1])) in _WARPERS[:later]:
         index, later = index - 1, _WARPERS.index(name)
@@ -154,7 +158,7 @@ def index_of_warpers(processors: Sequence[object]) -> int:
 
 
 class TemperaturePerRow(LogitsProcessor):
-    """A temperature of its own for each output row, as a processor for `model.generate`."""
+    """A temperature for each output row, as a processor for `model.generate`."""
 
     def __init__(self, temperature: Any) -> None:
         self.temperature = temperature  # divisor of each row's scores: a list or a tensor, `[B]`
@@ -165,7 +169,7 @@ class TemperaturePerRow(LogitsProcessor):
 
 
 def _prefix_constrained(processor: Any, call: Call) -> PerNode:
-    # The user's function gets the row's index, which the object can only derive in the full batch.
+    # The user's function receives the row's index, which the object can derive only in the full batch.
     allowed = vars(processor)["_prefix_allowed_tokens_fn"]
 
     def of_row(row: int) -> LogitsProcessor:
@@ -180,11 +184,11 @@ def _temperature(processor: Any, call: Call) -> RowProcessor:
 
 
 def _cut(build: Callable[[Any, Call], RowProcessor]) -> Reader:
-    """Return a reader that gives numbers of rows, but for an object that fills with another number or keeps more."""
+    """Return a reader that gives parameters of rows, except for an object with another filler or minimum."""
 
     def read(processor: Any, call: Call) -> OwnProcessor | Processor:
         usual = processor.filter_value == -math.inf and getattr(processor, "min_tokens_to_keep", 1) == 1
-        if usual and getattr(processor, "top_p", None) != 1:  # which still removes tokens without probability
+        if usual and getattr(processor, "top_p", None) != 1:  # top_p = 1 still removes tokens of probability 0
             return build(processor, call)
         return apply_to_scores(processor, call)
 
@@ -197,8 +201,8 @@ def _top_k(processor: Any, call: Call) -> RowProcessor:
 
 
 def _repetition_penalty(processor: Any, call: Call) -> RowProcessor:
-    # A tensor `prompt_ignore_length` is each row's padding, which rows have none of here; an int is the user's own
-    # wish, counted from the start of the padded row.
+    # A tensor `prompt_ignore_length` is each row's padding, which rows do not have here; an int is the user's setting,
+    # counted from the start of the padded row.
     penalty, ignored = call.per_row(processor.penalty), processor.prompt_ignore_length
     return RowRepetition(penalty, call.prompt + (ignored - call.width) if isinstance(ignored, int) else None)
 
@@ -215,7 +219,7 @@ def _ends(processor: Any, call: Call) -> Tensor:
 
 
 def _bias(processor: Any, call: Call) -> OwnProcessor | Processor:
-    """Read biases of single tokens as a tensor per row, whose values captured steps take, and others as constants."""
+    """Convert biases of single tokens to a tensor per row, which captured steps can copy, and others to constants."""
     biases = processor.sequence_bias
     if (largest := max((max(tokens) for tokens in biases), default=0)) >= call.vocabulary:
         raise ArgumentError(
@@ -237,7 +241,7 @@ def _suppress_at_begin(processor: Any, call: Call) -> Processor:
 
 _HUGGING_FACE = "transformers.generation.logits_process"
 
-# What transformers adds for sampling alone, in its order.
+# Processors that transformers adds for sampling only, in its order.
 _WARPERS = (
     "TemperatureLogitsWarper",
     "TopHLogitsWarper",
@@ -281,7 +285,7 @@ READERS: dict[str, Reader] = {
     "TypicalLogitsWarper": apply_to_scores,
 }
 
-# What to take out of the call, or of the model's generation_config.
+# The argument to remove from the call, or from the model's generation_config.
 REFUSED = {
     "AlternatingCodebooksLogitsProcessor": "logits_processor",
     "BarkEosPrioritizerLogitsProcessor": "min_eos_p",
@@ -306,7 +310,7 @@ def _known(processor: object) -> str:
 
 
 def _refuse(processor: object) -> None:
-    """Refuse what cannot be exact on a tree. A subclass inherits the reason."""
+    """Refuse a processor that cannot be exact on a tree. A subclass inherits the reason."""
     for base in type(processor).__mro__:
         if base.__module__ == _HUGGING_FACE and base.__name__ in REFUSED:
             raise UnsupportedError(

@@ -12,10 +12,11 @@ from redrafter.sampling.processors import HostProcessor
 
 
 class PerNode(HostProcessor[Callable[[Tensor, Tensor], Tensor]]):
-    """Each row's function of ids `[1, L]` and scores `[1, V]`, called once for every node before the row's end.
+    """A function of ids `[1, L]` and scores `[1, V]` for each row, called once for every node before the row's end.
 
-    A tree may hold texts that the processor itself has forbidden, and a user's grammar need not be able to continue
-    those: an error at a node whose path holds a token of score -inf is not raised, since that node cannot be drawn.
+    A tree may contain sequences that the processor itself has forbidden, and a user's grammar need not be able to
+    continue those: an error at a node whose path has a token of score -inf is not raised, since that node cannot be
+    drawn.
     """
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
@@ -32,14 +33,14 @@ class PerNode(HostProcessor[Callable[[Tensor, Tensor], Tensor]]):
                 try:
                     processed[row, node] = processor(sequences[row, node, None, :count], of_node)
                 except Exception:
-                    # While a tree is drafted not all of it is here, and an invalid draft is not an error.
+                    # A tree that is still growing is incomplete here, and an invalid draft is not an error.
                     if whole and not _forbidden(processed[row], tokens[row], parents[row], node):
                         raise
         return processed
 
 
 def _forbidden(scores: Tensor, tokens: list[int], parents: list[int], node: int) -> bool:
-    """Return whether a token on the way to `node` has score -inf (`[N, V]`) where it would be drawn."""
+    """Return whether a token on the path to `node` has score -inf (`[N, V]`) where it would be drawn."""
     while node:
         if scores[parents[node], tokens[node]] == -math.inf:
             return True
@@ -48,15 +49,15 @@ def _forbidden(scores: Tensor, tokens: list[int], parents: list[int], node: int)
 
 
 class RowGrammars(HostProcessor[GuidedText | None]):
-    """Forbids what the rows' grammars forbid; each row has its text's state in its grammar, or None for no grammar.
+    """Forbids tokens that the rows' grammars forbid; each row has its state in a grammar, or None for no grammar.
 
-    A grammar is asked at each node, for the text that leads there, before the target draws: so the drawn token follows
-    the grammar, whatever was drafted, and is what is drawn without drafts. Where something else forbids all that a
-    grammar allows, the grammar wins.
+    A grammar is evaluated at each node, for the sequence that leads there, before the target draws: so the drawn token
+    follows the grammar, whatever was drafted, and equals the draw without drafts. If other processors forbid all tokens
+    that a grammar allows, the grammar wins.
     """
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
-        """Return `scores` `[B, N, V]` with -inf at what the grammars forbid."""
+        """Return `scores` `[B, N, V]` with -inf at tokens that the grammars forbid."""
         guided = [(row, state) for row, state in enumerate(self.of_rows[: len(scores)]) if state is not None]
         if not guided:
             return scores
@@ -67,35 +68,40 @@ class RowGrammars(HostProcessor[GuidedText | None]):
         return _masked(scores, packed.to(scores.device, non_blocking=True))
 
     def _packed(self, guided: Sequence[tuple[int, GuidedText]], scores: Tensor, prefixes: Prefixes) -> Tensor:
-        """Return `[B, N, V / 32]` int32 on the host, with a bit set for each id that is allowed."""
+        """Return `[B, N, V / 32]` int32 on the host, with a bit set for each allowed id."""
         rows, nodes, vocabulary = scores.shape
         width = 4 * -(-vocabulary // 32)
+        # All allowed at first: rows without a grammar, and nodes past a limit, are not restricted.
         packed = bytearray(b"\xff") * (rows * nodes * width)
         tree = prefixes.tree
         columns = [prefixes.length[:, None], prefixes.prompt[:, None], prefixes.limit[:, None]]
+        # One copy to the host for all numbers, since each copy waits for the device.
         known = torch.cat([*columns, tree.tokens, tree.parents], dim=1).tolist()
         first = min(known[row][1] for row, _ in guided)
+        # Only the generated parts are copied: grammars do not read the prompts.
         texts = prefixes.tokens[:, first : max(known[row][0] for row, _ in guided) + 1].cpu()
         whole = tree.tokens.shape[1]
-        skipped = whole - nodes  # the upper part of a tree that a draft model is growing
+        skipped = whole - nodes  # nodes above the level that a draft model is computing
         asked = []
         for row, state in guided:
             length, prompt, limit, *rest = known[row]
             if length + 1 >= limit:
-                continue  # what stands past the limit follows no grammar
+                continue  # tokens past the limit need not follow the grammar
             text = texts[row, prompt - first : length + 1 - first].tolist()
             asked.append((row, state, TextTree(text, rest[:whole], rest[whole:], limit - length - 1)))
+        # One call for all rows, as the grammars' process computes them in parallel and answers once.
         tree_masks = compute_masks([(state, tree) for _, state, tree in asked])
         for (row, *_), masks in zip(asked, tree_masks, strict=True):
             for node, mask in masks.items():
                 if node >= skipped:
                     begin = (row * nodes + node - skipped) * width
+                    # A tokenizer may have fewer ids than the model: those missing stay forbidden.
                     packed[begin : begin + width] = bytes(mask[:width]).ljust(width, b"\0")
         return torch.frombuffer(packed, dtype=torch.int32).view(rows, nodes, width // 4)
 
 
 def _masked(scores: Tensor, packed: Tensor) -> Tensor:
-    """Return scores with -inf at ids whose bit is not set; where all would be -inf, ids whose bit is set get 0."""
+    """Return scores with -inf at ids whose bit is not set; if all would be -inf, ids whose bit is set get 0."""
     bit = torch.arange(32, dtype=torch.int32, device=packed.device)
     allowed = ((packed[..., None] >> bit) & 1).bool().flatten(-2)[..., : scores.shape[-1]]  # [B, N, V]
     masked = scores.masked_fill(~allowed, -math.inf)

@@ -1,4 +1,4 @@
-"""Gumbel noise that depends on seed, position and token id alone.
+"""Gumbel noise that depends only on seed, position and token id.
 
 The token at position t is `argmax(scores_t + gumbel(seed, t))`, which is a sample from `softmax(scores_t)` (the
 Gumbel-max trick). Because the noise is keyed by position, the same seed gives the same tokens with speculation on or
@@ -11,7 +11,7 @@ a hash of the pair, and token id `v` reads its output number `v`. Integer arithm
 import torch
 from torch import Tensor
 
-# Streams in addition to the target's own, for rejection sampling: sharing one would bias its result.
+# Further streams for rejection sampling, as sharing the target's own stream would bias its result.
 DRAFT, ACCEPT = 1, 2
 
 GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio, odd, as a signed 64-bit integer
@@ -44,10 +44,10 @@ def branch(seeds: Tensor, stream: int) -> Tensor:
 def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     """Return standard Gumbel noise, finite, `[B, P, V]` float32.
 
-    It is that of tokens to be drawn at `positions` `[B, P]` int64 with seeds `[B]` and token ids `[V]`, both int64.
+    It is for tokens drawn at `positions` `[B, P]` int64 with seeds `[B]` and token ids `[V]`, both int64.
     """
     bits = mix(streams(seeds, positions)[:, :, None] + (ids + 1) * GAMMA)  # [B, P, V]
-    # `v` keeps its relative precision near 0, where -log(-log(1 - v)) is large and decides who wins.
+    # `v` keeps its relative precision near 0, where -log(-log(1 - v)) is large and decides which token wins.
     v = (bits >> 11).bitwise_and_((1 << 53) - 1).to(torch.float32).add_(0.5).mul_(2.0**-53)
-    # A value that rounds to 1 would make the noise infinite, and its token win over any score.
+    # A value that rounds to 1 would make the noise infinite, so its token would win over any score.
     return v.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_().log_().neg_()

@@ -1,4 +1,4 @@
-"""How the tokens of a sequence are drawn, in a call of `generate` as in a server's request."""
+"""How the tokens of a sequence are drawn, in a call of `generate` and in a server's request."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,19 +19,19 @@ class SamplingParams:
         top_k: Sample from this many of the likeliest tokens; 0 for all.
         top_p: Sample from the likeliest tokens whose probabilities add up to this; 1 for all.
         min_p: Drop tokens less likely than this share of the likeliest token's probability.
-        repetition_penalty: Divide (or multiply, if negative) logits of tokens that occurred in prompt or text.
-        frequency_penalty: Subtract this times the number of occurrences in the text from a token's logit.
-        presence_penalty: Subtract this from the logits of tokens that occurred in the text.
+        repetition_penalty: Divide (or multiply, if negative) logits of tokens that occur in prompt or output.
+        frequency_penalty: Subtract this times the number of occurrences in the output from a token's logit.
+        presence_penalty: Subtract this from the logits of tokens that occur in the output.
         logit_bias: Number to add to the logit of each token id.
-        min_new_tokens: Tokens to write before the first of `stop_token_ids` may be drawn.
+        min_new_tokens: Minimum number of tokens before one of `stop_token_ids` may be drawn.
         stop_token_ids: Token ids that end the sequence.
         seed: Key of the noise, from 0 to 2**63 - 1.
-        logprobs: How many of the likeliest tokens to report with each new token; None for no log-probabilities.
+        logprobs: Number of likeliest tokens to report with each new token; None for no log-probabilities.
         prompt_logprobs: The same for the tokens of the prompt.
-        grammar: Grammar that the text must follow, or None.
+        grammar: Grammar that the output must follow, or None.
         speculate: Whether the row verifies drafts, if the batch does.
-        extra: Processors of the caller's own, each with the settings of this one row. They come after those of
-            transformers' names that edit single tokens, and before this library's own, grammars and temperature.
+        extra: The caller's own processors, each with the settings of this row. They come after transformers' processors
+            that edit single tokens, and before this library's own, grammars and temperature.
         extra_last: The same, after all others.
     """
 
@@ -60,7 +60,7 @@ class SamplingParams:
 
     @cached_property
     def asked(self) -> tuple[type[RowProcessor], ...]:
-        """Which of `EDITS` and `CUTS` change scores; sampling alone takes a cut, which needs a sort."""
+        """The processors of `EDITS` and `CUTS` that change scores; cuts, which need a sort, only when sampling."""
 
         def changes(name: str) -> bool:
             return name != "stop_token_ids" and getattr(self, name) != getattr(NEUTRAL, name)
@@ -69,7 +69,7 @@ class SamplingParams:
 
     @cached_property
     def edits(self) -> bool:
-        """Return whether scores change for single tokens: by a penalty, a bias, or a least number of tokens."""
+        """Return whether scores of single tokens change: by a penalty, a bias, or a minimum number of tokens."""
         return any(kind in EDITS for kind in self.asked)
 
     @cached_property
@@ -92,5 +92,5 @@ class SamplingParams:
 
 
 NEUTRAL = SamplingParams()
-# Names of the numbers that ask for a processor, as calls, requests and commands spell them.
+# Names of the numeric parameters of processors, as in calls, requests and commands.
 NUMBERS = [name for kind in (*EDITS, *CUTS) for name in kind.reads if isinstance(getattr(NEUTRAL, name), int | float)]

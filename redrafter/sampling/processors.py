@@ -1,10 +1,10 @@
 """Logits processors of rows that come, move and go, so that different requests share a step.
 
-A row processor gives at every node of a row what the processor of that name in transformers gives for the row's setting
-and the node's text. Its settings are tensors with one value per row, or constants of all rows: a captured step takes
-the settings of another request by copying them into its own tensors, and does not wait for the device. On a CPU, where
-nothing is captured, a processor passes over the rows whose setting changes nothing. A processor that runs on the host
-holds one object per row instead, which is exchanged before a step.
+A row processor computes at every node of a row what transformers' processor of that name computes for the row's setting
+and the node's sequence. Its settings are tensors with one value per row, or constants of all rows: a captured step
+takes the settings of another request by copying them into its own tensors, without waiting for the device. On a CPU,
+where steps are not captured, a processor skips the rows whose setting changes nothing. A processor that runs on the
+host has one object per row instead, which is exchanged before a step.
 """
 
 import math
@@ -19,18 +19,18 @@ from torch.nn.functional import pad
 
 from redrafter.sampling.prefixes import Prefixes
 
-TILE = 128  # numbers that are summed before the sums of tiles are
-ALIGNED = 16  # numbers, a multiple of what a GPU loads at once
+TILE = 128  # numbers that are summed before the sums of tiles are added
+ALIGNED = 16  # numbers, a multiple of a GPU's widest load
 
 
-# Sums over the vocabulary in an order that does not depend on how many rows are summed. On a GPU torch shares the
-# threads of a block out to rows, so the running sum of a row alone and of the same row among others end in other bits;
-# and where rows begin at odd addresses, so do their softmaxes. A token at the edge of top-p would be kept in one batch
-# and not in another.
+# Sums over the vocabulary in an order that does not depend on the number of rows. On a GPU torch divides the threads of
+# a block between rows, so the running sum of a row alone and of the same row among others differ in their last bits;
+# and where rows begin at unaligned addresses, so do their softmaxes. A token at the edge of top-p would be kept in one
+# batch and not in another.
 
 
 def running_sum(x: Tensor) -> Tensor:
-    """Return the cumulative sum of `x` `[..., V]` over its last dimension, by additions of numbers alone."""
+    """Return the cumulative sum of `x` `[..., V]` over its last dimension, by pointwise additions only."""
     count = x.shape[-1]
     tiles = _sum_by_doubling(pad(x, (0, -count % TILE)).unflatten(-1, (-1, TILE)))  # [..., V / TILE, TILE]
     before = pad(_sum_by_doubling(tiles[..., -1])[..., :-1], (1, 0))
@@ -47,7 +47,7 @@ def _sum_by_doubling(x: Tensor) -> Tensor:
 
 
 def row_softmax(x: Tensor) -> Tensor:
-    """Return the softmax of `x` `[..., V]` over its last dimension, computed of rows that all begin alike."""
+    """Return the softmax of `x` `[..., V]` over its last dimension, computed from rows with the same alignment."""
     count = x.shape[-1]
     return pad(x, (0, -count % ALIGNED), value=-torch.inf).softmax(dim=-1)[..., :count]
 
@@ -62,11 +62,11 @@ OfRow = TypeVar("OfRow")
 
 @dataclass(frozen=True)
 class RowProcessor:
-    """A logits processor whose fields that are tensors have a value, or a line, for each of `B` rows.
+    """A logits processor whose tensor fields have one value, or one row of values, for each of `B` rows.
 
     Attributes:
-        reads: Names of the parameters in `SamplingParams` that its first fields are made of, in their order. A row asks
-            for the processor where one of them is not neutral.
+        reads: Names of the parameters in `SamplingParams` for its first fields, in order. A row needs the processor if
+            one of them is not neutral.
         neutral: Values of the first fields that change no score.
     """
 
@@ -74,7 +74,7 @@ class RowProcessor:
     neutral: ClassVar[tuple[float, ...]] = (0,)
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
-        """Return processed scores `[B, N, V]`; the ones given are not written to."""
+        """Return processed scores `[B, N, V]`; the input is not modified."""
         if scores.device.type != "cpu":  # the shapes of a captured step do not depend on settings
             return self.process(scores, prefixes)
         changes = (setting != value for setting, value in zip(self.settings, self.neutral, strict=False))
@@ -84,7 +84,7 @@ class RowProcessor:
         return OfSomeRows(rows, (self,))(scores, prefixes) if len(rows) else scores
 
     def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
-        """Return the processed scores of all rows, as `__call__` does, which passes over rows that ask for nothing."""
+        """Return the processed scores of all rows; `__call__` skips rows with neutral settings."""
         raise NotImplementedError
 
     @property
@@ -94,7 +94,7 @@ class RowProcessor:
 
     @property
     def settings(self) -> list[Tensor]:
-        """The tensors with one value or line per row, in the order of the fields."""
+        """The tensors with one value per row, in the order of the fields."""
         return [value for value in self._values().values() if isinstance(value, Tensor)]
 
     def map(self: Kind, change: Callable[[Tensor], Tensor]) -> Kind:
@@ -112,9 +112,9 @@ class RowProcessor:
 
 @dataclass(frozen=True)
 class Constant(RowProcessor):
-    """A processor that does the same in every row."""
+    """A processor with the same effect in every row."""
 
-    constants: tuple[object, ...]  # what `function` was made of: equal where two of them do the same
+    constants: tuple[object, ...]  # constants of `function`: equal for functions with the same effect
     function: Processor = field(compare=False)
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
@@ -126,7 +126,7 @@ class HostProcessor(Generic[OfRow]):
     """A logits processor that runs on the host, with an object for each row. No step with one is captured."""
 
     def __init__(self, of_rows: Sequence[OfRow]) -> None:
-        self.of_rows = list(of_rows)  # which may change between steps; rows past the last one stand still
+        self.of_rows = list(of_rows)  # may change between steps; rows past the last one are inactive
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return processed scores `[B, N, V]`; the ones given are not written to."""
@@ -144,9 +144,9 @@ class HostProcessor(Generic[OfRow]):
 
 @dataclass(frozen=True)
 class OfSomeRows:
-    """Row processors that are applied to some rows alone, so that the others cost nothing."""
+    """Row processors that are applied to some rows only, so that the others cost nothing."""
 
-    rows: Tensor  # `[S]` int64; the same row may be named several times
+    rows: Tensor  # `[S]` int64; a row may occur several times
     processors: tuple[RowProcessor, ...]  # of all rows, in their order
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
@@ -187,10 +187,10 @@ class RowBias(RowProcessor):
 
 @dataclass(frozen=True)
 class RowRepetition(RowProcessor):
-    """Penalise tokens that the text before a node holds, the prompt included."""
+    """Penalise tokens that occur before a node, including in the prompt."""
 
     penalty: Tensor  # divisor of positive scores and factor of negative ones, `[B]` float32; 1 for none
-    first: Tensor | None = None  # first position of the text that counts, `[B]` int64; None for all
+    first: Tensor | None = None  # first position that counts, `[B]` int64; None for all
     reads, neutral = ("repetition_penalty",), (1,)
 
     def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
@@ -205,17 +205,17 @@ class RowRepetition(RowProcessor):
 
 @dataclass(frozen=True)
 class RowPenalties(RowProcessor):
-    """Take OpenAI's frequency and presence penalty from the scores of tokens that were written after the prompt.
+    """Subtract OpenAI's frequency and presence penalty from the scores of tokens that were generated.
 
     https://platform.openai.com/docs/api-reference/chat/create
     """
 
-    frequency: Tensor  # taken for each time that a token was written, `[B]` float32
-    presence: Tensor  # taken once a token was written, `[B]` float32
+    frequency: Tensor  # subtracted for each occurrence of a token, `[B]` float32
+    presence: Tensor  # subtracted once for a token that occurs, `[B]` float32
     reads, neutral = ("frequency_penalty", "presence_penalty"), (0, 0)
 
     def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
-        """Return `scores` less the penalties."""
+        """Return `scores` minus the penalties."""
         count = prefixes.occurrences(scores.shape[-1], prefixes.prompt)  # [B, M, V]
         penalty = self.frequency[:, None, None] * count + self.presence[:, None, None] * (count > 0)
         return scores - penalty
@@ -223,14 +223,14 @@ class RowPenalties(RowProcessor):
 
 @dataclass(frozen=True)
 class RowMinimum(RowProcessor):
-    """Forbid end tokens before a number of tokens was written after the prompt."""
+    """Forbid end tokens before a minimum number of tokens was generated."""
 
-    tokens: Tensor  # least number of tokens, `[B]` int64; 0 or less for none
-    ends: Tensor  # whether an id ends a text, `[B, V]` bool
+    tokens: Tensor  # minimum number of tokens, `[B]` int64; 0 or less for none
+    ends: Tensor  # whether an id ends a sequence, `[B, V]` bool
     reads = "min_new_tokens", "stop_token_ids"
 
     def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
-        """Return `scores` with -inf at end tokens of texts that are too short."""
+        """Return `scores` with -inf at end tokens of sequences that are too short."""
         early = prefixes.counts - prefixes.prompt[:, None] < self.tokens[:, None]  # [B, M]
         return scores.masked_fill(early[..., None] & self.ends[:, None], -math.inf)
 
@@ -240,8 +240,8 @@ class RowTopK(RowProcessor):
     """Keep the k likeliest tokens, and those that tie with the last of them."""
 
     k: Tensor  # `[B]` int64; 0 for all
-    # Bound on every `k`, none of which is 0 then, known to the host. None sorts the whole vocabulary where the host may
-    # not wait for the device.
+    # Bound on every `k`, none of which is 0 then, known on the host. None sorts the whole vocabulary, since the host
+    # must not wait for the device.
     largest_k: int | None = None
     reads = ("top_k",)
 
@@ -259,6 +259,7 @@ class RowTopK(RowProcessor):
             descending = scores.topk(min(largest, vocabulary)).values
         last = kept.clamp(max=descending.shape[-1]) - 1  # [B]
         least = descending.gather(2, last[:, None, None].expand(-1, scores.shape[1], 1))  # [B, M, 1]
+        # Ties with the k-th score are kept, as in transformers.
         return scores.masked_fill(scores < least, -math.inf)
 
 
@@ -266,20 +267,20 @@ class RowTopK(RowProcessor):
 class RowTopP(RowProcessor):
     """Keep the likeliest tokens that together hold probability p, of the k likeliest ones."""
 
-    p: Tensor  # `[B]` float64, as 1 - p is rounded only once then; 1 for all
-    k: Tensor | None = None  # as of `RowTopK`, from the same sort, `[B]` int64; None where no row has one
+    p: Tensor  # `[B]` float64, so that 1 - p is rounded only once; 1 for all
+    k: Tensor | None = None  # as in `RowTopK`, from the same sort, `[B]` int64; None if no row has one
     reads, neutral = ("top_p",), (1, 0)
 
     def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
-        """Return `scores` with -inf at the unlikeliest tokens, which together hold 1 - p at most."""
-        ascending, index = scores.sort(dim=-1, stable=True)  # of equal scores, the same ones are kept in any batch
+        """Return `scores` with -inf at the unlikeliest tokens, whose probabilities add up to 1 - p at most."""
+        ascending, index = scores.sort(dim=-1, stable=True)  # so that equal scores are cut alike in any batch
         below: Tensor | None = None
         if self.k is not None:
             vocabulary = scores.shape[-1]
             first = vocabulary - torch.where(self.k > 0, self.k, vocabulary).clamp(max=vocabulary)  # [B]
             least = ascending.gather(2, first[:, None, None].expand(-1, scores.shape[1], 1))  # [B, M, 1]
             below = ascending < least
-            ascending = ascending.masked_fill(below, -math.inf)  # in the order that a sort would leave them in
+            ascending = ascending.masked_fill(below, -math.inf)  # the order stays that of a sort
         removed = running_sum(row_softmax(ascending)) <= (1 - self.p).float()[:, None, None]
         # The likeliest token stays, as in transformers, even where it alone exceeds p.
         removed[..., -1] = False
@@ -304,14 +305,13 @@ class RowMinP(RowProcessor):
         return scores.masked_fill(removed, -math.inf)
 
 
-# The processors that `SamplingParams` asks for by name, in transformers' order: those that change the scores of single
-# tokens, with a caller's own after the first of them; and, after grammars and temperature, those that cut off unlikely
-# tokens.
+# The processors of `SamplingParams` by name, in transformers' order: those that change the scores of single tokens,
+# with a caller's own after the first of them; and, after grammars and temperature, those that cut off unlikely tokens.
 FIRST_EDITS: tuple[type[RowProcessor], ...] = (RowBias, RowRepetition, RowMinimum)
 EDITS: tuple[type[RowProcessor], ...] = (*FIRST_EDITS, RowPenalties)
 CUTS: tuple[type[RowProcessor], ...] = (RowTopK, RowTopP, RowMinP)
 
-SMALLEST_TOP_K = 64  # bounds on k are this or a higher power of two, so that captured steps serve many k
+SMALLEST_TOP_K = 64  # bounds on k are this or a higher power of two, so that captured steps serve many values of k
 
 
 def bound_on_k(ks: Sequence[int], vocabulary: int) -> int | None:

@@ -15,18 +15,18 @@ from redrafter.tree.token_tree import Tree
 
 
 def draw_residual(tree: Tree, scores: Tensor, noise: Tensor, chance: Tensor) -> Tensor:
-    """Draw the token that follows each node of a chain, `[B, N]`: the node's child where that is kept, else another.
+    """Draw the token that follows each node of a chain, `[B, N]`: the node's child if it is kept, else another.
 
     A draft x that was drawn from q is kept with probability min(1, p(x) / q(x)), where p is the target's distribution.
-    In place of the first draft that is not kept, a token is drawn from max(p - q, 0), normalised (Leviathan et al.
-    2023, Chen et al. 2023). Whether to keep, and what to draw instead, is decided with noise of two streams that
-    neither share with each other nor with the stream that x was drawn under.
+    In place of the first draft that is rejected, a token is drawn from max(p - q, 0), normalised (Leviathan et al.
+    2023, Chen et al. 2023). The acceptance and the replacement use noise of two streams that are independent of each
+    other and of the stream that x was drawn with.
 
     Args:
         tree: A chain with `sampled_from`.
         scores: The target's scores, `[B, N, V]`.
         noise: Standard Gumbel noise for the draws that replace drafts, `[B, N, V]`.
-        chance: Standard exponential noise, `[B, N]`; a draft is kept where log q - log p is below it.
+        chance: Standard exponential noise, `[B, N]`; a draft is kept if log q - log p is below it.
     """
     assert tree.sampled_from is not None
     # In float32 and as logarithms: in half precision p and q of unlikely tokens underflow, and their ratio with them.
@@ -36,7 +36,7 @@ def draw_residual(tree: Tree, scores: Tensor, noise: Tensor, chance: Tensor) -> 
     lead = (log_q.gather(2, drafts) - log_p[:, :-1].gather(2, drafts)).squeeze(2)  # [B, N-1]
     kept = lead < chance[:, :-1]
     residual = (log_p[:, :-1].exp() - log_q.exp()).clamp(min=0)
-    # Where p and q are equal, up to rounding, nothing is left over, and p itself is what rounding spoils least.
+    # Where p and q are equal up to rounding, no residual is left, and p itself has the smallest rounding error.
     any_left = residual.sum(dim=-1, keepdim=True) > 0
     residual = torch.where(any_left, residual.log(), log_p[:, :-1])
     other = (torch.cat([residual, log_p[:, -1:]], dim=1) + noise).argmax(dim=-1)  # [B, N]
@@ -46,13 +46,13 @@ def draw_residual(tree: Tree, scores: Tensor, noise: Tensor, chance: Tensor) -> 
 def finite_draws(logits: Tensor, drawn: Tensor, *, sampled: bool = False) -> Tensor:
     """Return 1 for each node whose draw was made from finite numbers, else 0, `[B, N]` int64.
 
-    An argmax takes a NaN for the largest number. So the logit of the drawn token shows it, without a pass over
-    the vocabulary: it is no finite number where a model overflows, or writes NaN, and the draw means nothing.
+    An argmax takes a NaN for the largest number. So the logit of the drawn token reveals it, without a pass over the
+    vocabulary: it is not finite where a model overflows or computes NaN, and the draw is meaningless.
 
     Args:
         logits: The target's logits before any processor, `[B, N, V]`.
-        drawn: The tokens that were drawn, `[B, N]` int64.
-        sampled: Whether they were drawn by rejection sampling, whose distribution a single NaN spoils.
+        drawn: The drawn tokens, `[B, N]` int64.
+        sampled: Whether they were drawn by rejection sampling, whose distribution a single NaN makes invalid.
     """
     highest = logits.amax(-1) if sampled else logits.gather(2, drawn[..., None]).squeeze(2)
     return highest.isfinite().long()
@@ -60,30 +60,30 @@ def finite_draws(logits: Tensor, drawn: Tensor, *, sampled: bool = False) -> Ten
 
 @dataclass(frozen=True)
 class Sampler:
-    """How `B` rows draw. Greedy and sampling are the same code: an argmax, of scores or of scores plus noise.
+    """How `B` rows draw. Greedy decoding and sampling share the code: an argmax, of scores or of scores plus noise.
 
-    The drafter, which sees no processor, guesses better with the temperature that `processors` divides by.
+    The drafter applies no processors, but drafts better with the temperature that `processors` divide by.
     """
 
     seeds: Tensor | None  # of each row, `[B]` int64; None for greedy
     processors: tuple[ProcessorOfRows, ...]  # applied in order to float32 scores
     temperature: Tensor  # `[B]` float32
     prompt: Tensor  # each row's own prompt length, `[B]` int64
-    limit: Tensor  # the most tokens that each row may come to, `[B]` int64
+    limit: Tensor  # maximum length of each row, `[B]` int64
     ids: Tensor  # `arange(V)`, `[V]` int64
-    keep_scores: bool = False  # whether the processed scores are wanted too
-    greedy: Tensor | None = None  # rows that draw without noise where others sample, `[B]` bool; None for none
-    plain: Tensor | None = None  # rows that keep no drafts where others do, `[B]` bool; None for none
+    keep_scores: bool = False  # whether the processed scores are needed too
+    greedy: Tensor | None = None  # rows that draw without noise while others sample, `[B]` bool; None for none
+    plain: Tensor | None = None  # rows that accept no drafts while others do, `[B]` bool; None for none
 
     @cached_property
     def fused(self) -> bool:
-        """Return whether a kernel draws, on a GPU, that keeps no scores and knows of one temperature at most."""
+        """Return whether a GPU kernel draws, which stores no scores and applies a temperature at most."""
         simple = len(self.processors) <= 1 and all(isinstance(each, RowTemperature) for each in self.processors)
         return kernels.TRITON and self.temperature.is_cuda and simple and not self.keep_scores
 
     @property
     def capturable(self) -> bool:
-        """Return whether nothing here runs on the host, so that a step may be captured in a CUDA graph."""
+        """Return whether no processor runs on the host, so that a step can be captured in a CUDA graph."""
         return not any(isinstance(processor, HostProcessor) for processor in self.processors)
 
     def stream(self, which: int) -> "Sampler":
@@ -99,7 +99,7 @@ class Sampler:
     def noise(self, position: Tensor, count: int, known: Tensor | None = None) -> Tensor | None:
         """Return the noise of `count` tokens from `position` `[B]` on, `[B, count, V]` float32; None if greedy.
 
-        What is `known` of it, that of the first tokens, is not computed again, and returned whole where it is more.
+        `known` noise of the first tokens is not computed again, and is returned whole if it is longer.
         """
         if self.seeds is None:
             return None
@@ -112,10 +112,11 @@ class Sampler:
             noise = kernels.gumbel(streams(self.seeds, positions), len(self.ids))
         else:
             noise = gumbel(self.seeds, positions, self.ids)
+        # Greedy rows of a mixed batch share the kernel: without noise, their draw is the argmax.
         return noise if self.greedy is None else noise.masked_fill_(self.greedy[:, None, None], 0.0)
 
     def process(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
-        """Return processed logits `[B, N, V]` float32; the logits themselves where greedy decoding has no processor."""
+        """Return processed logits `[B, N, V]` float32; the logits themselves for greedy decoding without processors."""
         if self.seeds is None and not self.processors:
             return logits
         scores = logits.float()
@@ -124,7 +125,7 @@ class Sampler:
         return scores
 
     def draw(self, scores: Tensor, noise: Tensor | None, depth: Tensor) -> Tensor:
-        """Draw the target's own next token at every node, `[B, N]`; the node's `depth` `[B, N]` picks its noise."""
+        """Draw the target's own next token at every node, `[B, N]`; the node's `depth` `[B, N]` selects its noise."""
         if self.fused:
             # The kernel scales and adds noise in registers, so no second tensor of the logits' size is written.
             return kernels.sample_tokens(scores, self.temperature, noise, depth)
@@ -134,29 +135,29 @@ class Sampler:
         return (scores + noise.gather(1, depth[:, :, None].expand_as(scores))).argmax(dim=-1)
 
     def draw_residual(self, scores: Tensor, noise: Tensor | None, tree: Tree, position: Tensor) -> Tensor:
-        """Draw what follows each node of a sampled chain by rejection sampling, `[B, N]` int64.
+        """Draw the token after each node of a sampled chain by rejection sampling, `[B, N]` int64.
 
         `noise` is by position, `[B, K+1, V]`; `position` is that of each row's first draft, `[B]` int64.
         """
         assert noise is not None, "greedy drafts are chosen, not sampled"
         assert self.seeds is not None
         positions = position[:, None] + tree.depth
-        # Noise of id 0 alone; a Gumbel variable is minus the logarithm of an exponential one.
+        # Only the noise of id 0; a Gumbel variable is minus the logarithm of an exponential one.
         chance = gumbel(branch(self.seeds, ACCEPT), positions, self.ids[:1]).squeeze(2).neg().exp()
         noise = noise[:, : positions.shape[1]]
         drawn = draw_residual(tree, scores, noise, chance)
-        for rows in (self.greedy, self.plain):  # which draw as they would without drafts
+        for rows in (self.greedy, self.plain):  # these rows draw as without drafts
             if rows is not None:
                 drawn = torch.where(rows[:, None], self.draw(scores, noise, tree.depth), drawn)
         return drawn
 
     def draft_scores(self, logits: Tensor, noise: Tensor | None, step: int, ids: Tensor | None) -> Tensor:
-        """Return a drafter's scores as the target will draw: at its temperature, under its noise.
+        """Return a drafter's scores adjusted to the target's draw: at its temperature, with its noise.
 
-        Choosing by shared noise changes how often a guess hits and nothing else (Daliri et al. 2024). The drafter's
-        logits are `[B, w, V']` in search step `step`, the target's noise `[B, K+1, V]`, or None if greedy; `ids` are
-        the target's ids of the drafter's vocabulary, `[V']`, or None where they are the same. Logits of candidates,
-        `[B, w, C]`, have the target's ids of each, `[B, w, C]`.
+        Choosing by shared noise only changes how often a draft is accepted (Daliri et al. 2024). The drafter's logits
+        are `[B, w, V']` in search step `step`, the target's noise `[B, K+1, V]`, or None if greedy; `ids` are the
+        target's ids of the drafter's vocabulary, `[V']`, or None if they are the same. For logits of candidates, `[B,
+        w, C]`, they are the target's ids of each, `[B, w, C]`.
         """
         if noise is None:
             return logits
@@ -164,4 +165,4 @@ class Sampler:
             here = noise[:, step].gather(1, ids.flatten(1)).view_as(ids)  # [B, w, C]
         else:
             here = (noise[:, step] if ids is None else noise[:, step].index_select(1, ids))[:, None]  # [B, 1, V']
-        return (logits / self.temperature[:, None, None]).add_(here)  # one float32 copy
+        return (logits / self.temperature[:, None, None]).add_(here)  # in place, so that only one float32 copy is made

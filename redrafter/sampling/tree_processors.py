@@ -1,11 +1,11 @@
-"""Logits processors with constants of their own, as functions over the nodes of a token tree.
+"""Logits processors with constants, as functions over the nodes of a token tree.
 
-transformers' objects take `input_ids [B, L]` and `scores [B, V]`: one text per row, padded to one length. A tree has a
-text per node, and its rows have no padding. Each builder here makes a function of `scores [B, N, V]` and `Prefixes`
-that gives at every node what the object gives for that node's text alone.
+transformers' objects take `input_ids [B, L]` and `scores [B, V]`: one sequence per row, padded to one length. A tree
+has a sequence per node, and its rows have no padding. Each builder here makes a function of `scores [B, N, V]` and
+`Prefixes` that computes at every node what the object computes for that node's sequence alone.
 
 No such function reads a tensor on the host or has a shape that depends on data, so a step can be captured in a CUDA
-graph; constants go to the device in the first call.
+graph; constants are copied to the device in the first call.
 """
 
 import math
@@ -22,7 +22,7 @@ from redrafter.sampling.processors import Processor
 
 
 class Call(NamedTuple):
-    """The prompts of a call's objects; lengths that these count over the padded prompt include its padding."""
+    """The prompts of a call's processors; lengths in these, counted over the padded prompt, include its padding."""
 
     width: int  # length of the padded prompt
     prompt: Tensor  # each row's own prompt length, `[B]` int64, on the target's device
@@ -34,7 +34,7 @@ class Call(NamedTuple):
 
 
 def apply_to_scores(processor: Any, call: Call) -> Processor:
-    """Apply Hugging Face's own object, which must look at scores alone and never wait for the device."""
+    """Apply Hugging Face's own object, which must depend only on scores and never wait for the device."""
 
     def apply(scores: Tensor, prefixes: Prefixes) -> Tensor:
         return processor(None, rearrange(scores, "b n v -> (b n) v")).view_as(scores)
@@ -43,13 +43,13 @@ def apply_to_scores(processor: Any, call: Call) -> Processor:
 
 
 def forbid(ids: Any, when: Callable[[Prefixes], Tensor]) -> Processor:
-    """Give -inf to `ids` at the nodes where `when` `[B, N]` is true. Ids past the vocabulary are passed over."""
+    """Set `ids` to -inf at the nodes where `when` `[B, N]` is true. Ids past the vocabulary are ignored."""
     mask = _mask(ids)
     return lambda scores, prefixes: scores.masked_fill(when(prefixes)[..., None] & mask(scores), -math.inf)
 
 
 def force(ids: Any, when: Callable[[Prefixes], Tensor]) -> Processor:
-    """Give 0 to `ids` and -inf to all others, at the nodes where `when` `[B, N]` is true."""
+    """Set `ids` to 0 and all others to -inf, at the nodes where `when` `[B, N]` is true."""
     ids = torch.as_tensor(ids).cpu().flatten()
     forced = _constant(lambda vocab: torch.full((vocab,), -math.inf).index_fill_(0, ids, 0.0))
     return lambda scores, prefixes: torch.where(when(prefixes)[..., None], forced(scores), scores)
@@ -67,7 +67,7 @@ def _constant(make: Callable[[int], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def ban_repeated_ngrams(processor: Any, call: Call) -> Processor:
-    """Ban the last token of every n-gram whose beginning is what the text now ends with."""
+    """Ban the last token of every n-gram whose first tokens are the last ones of the sequence."""
     size = processor.ngram_size
 
     def apply(scores: Tensor, prefixes: Prefixes) -> Tensor:
@@ -97,6 +97,7 @@ def bias_sequences(processor: Any, call: Call) -> Processor:
 
     def apply(scores: Tensor, prefixes: Prefixes) -> Tensor:
         total = torch.zeros_like(scores)
+        # One comparison for all sequences of a length, without a loop over the nodes.
         for words, bias in groups(scores.device):  # [M, k + 1], [M]
             begun = (prefixes.last(words.shape[1] - 1)[:, :, None] == words[:, :-1]).all(-1)  # [B, N, M]
             total.index_add_(2, words[:, -1], torch.where(begun, bias, 0.0))
@@ -119,7 +120,7 @@ def decay_length(processor: Any, call: Call) -> Processor:
 
 
 def _entropy(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return probabilities and entropy `[..., 1]` as `torch.distributions` has them, without its check on the host."""
+    """Return probabilities and entropy `[..., 1]` as `torch.distributions` does, without its check on the host."""
     log_probs = scores - scores.logsumexp(-1, keepdim=True)
     probs = log_probs.softmax(-1)
     return probs, -(log_probs.clamp(min=torch.finfo(scores.dtype).min) * probs).sum(-1, keepdim=True)
@@ -128,6 +129,7 @@ def _entropy(scores: Tensor) -> tuple[Tensor, Tensor]:
 def cut_by_eta(processor: Any, call: Call) -> Processor:
     """Remove tokens whose probability is below a bound that falls with the entropy (eta sampling)."""
     cutoff, filler = processor.epsilon.cpu(), processor.filter_value
+    # Copied once per device: a copy during capture would wait for the device.
     on_device = cache(cutoff.to)
 
     def apply(scores: Tensor, prefixes: Prefixes) -> Tensor:
