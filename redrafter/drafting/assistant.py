@@ -1,8 +1,8 @@
-"""The assistants that are released with Gemma 4: small models that attend to the keys and values of their target.
+"""The assistants released with Gemma 4: small models that attend to the keys and values of their target.
 
-An assistant stores nothing of a text. Each of its layers attends to what the target's last layer of the same kind has
-stored of the committed tokens, and to no drafts. It reads the embedding of a token and a hidden state, the target's or
-its own of the draft before, always at the position of the pending token.
+An assistant stores nothing. Each of its layers attends to the committed tokens' keys and values in the target's last
+layer of the same kind, and to no drafts. It reads the embedding of a token and a hidden state, the target's or its own
+of the draft before, always at the position of the pending token.
 """
 
 import os
@@ -34,7 +34,7 @@ from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.token_tree import Tree
 
-LEFT_OUT = 100.0  # how far ids of no chosen cluster are scored below the least likely of the others
+LEFT_OUT = 100.0  # distance of the scores of ids in other clusters below the lowest score of the chosen ones
 
 
 class AssistantConfig(AnyDrafterConfig):
@@ -62,9 +62,9 @@ class AssistantConfig(AnyDrafterConfig):
 
 @contextmanager
 def all_layers_shared() -> Iterator[None]:
-    """Let transformers make models all of whose layers attend to another model's keys, as assistants' do.
+    """Let transformers make models whose layers all attend to another model's keys, as assistants' layers do.
 
-    Version 5.23 looks for the layers of the same model that they share with, and refuses its own assistants.
+    Version 5.23 looks for the source layers in the same model, and refuses its own assistants.
     """
     config: Any = CONFIG_MAPPING["gemma4_text"]
     modes = vars(config).get("kv_sharing_modes")
@@ -87,7 +87,7 @@ def all_layers_shared() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Shared:
-    """Holds what a kind of layers attends to: keys and values `[B, H, S, d]`, and which a row has, `[B, S]` bool."""
+    """Keys and values `[B, H, S, d]` for one kind of layers, and whether a row has them, `[B, S]` bool."""
 
     keys: Tensor
     values: Tensor
@@ -109,7 +109,7 @@ class AssistantDrafter(DrafterModel):
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Load an assistant as transformers does, and refuse a checkpoint that does not hold exactly its tensors.
+        """Load an assistant as transformers does, and refuse a checkpoint that does not have exactly its tensors.
 
         Raises:
             CheckpointError: Files are missing or truncated, or hold other tensors.
@@ -149,7 +149,7 @@ class AssistantDrafter(DrafterModel):
         self.layers_shared(target)
 
     def layers_shared(self, target: Target) -> dict[str, int]:
-        """Return the number of the target's layer that each kind of layers attends to, by the names of these kinds.
+        """Return the index of the target's layer that each kind of layers attends to, by kind.
 
         Raises:
             MismatchError: The target has no layer of the kind, or one of other sizes.
@@ -199,6 +199,7 @@ class AssistantDrafter(DrafterModel):
             Logits `[B, w, V]`, and the hidden states that the next step reads, `[B, w, D]`.
         """
         inputs = self.assistant.pre_projection(torch.cat([embedding, hidden], dim=-1))
+        # The mask hides positions before the start of a short row, whose slots repeat slot 0.
         masks = {
             kind: additive_mask(read.seen[:, None], inputs.dtype).expand(-1, -1, inputs.shape[1], -1)
             for kind, read in shared.items()
@@ -209,18 +210,18 @@ class AssistantDrafter(DrafterModel):
             position_ids=position[:, None].expand(-1, inputs.shape[1]),
             shared_kv_states={kind: (read.keys, read.values) for kind, read in shared.items()},
             use_cache=False,
-            logits_to_keep=None,  # not a number: transformers would leave out all tokens but the last one
+            logits_to_keep=None,  # for a number, transformers would drop all tokens but the last ones
         ).last_hidden_state
         return self.logits(out), self.assistant.post_projection(out)
 
     forward = step
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits `[B, w, V]`: of all ids, or only of those in the clusters that are likeliest."""
+        """Return logits `[B, w, V]`: of all ids, or only of ids in the likeliest clusters."""
         clusters, head = self.assistant.masked_embedding, self.assistant.lm_head
         if clusters is None:
             return cast("Tensor", head(hidden))
-        # Not by transformers' own forward, which reads a number on the host: a step may be captured.
+        # transformers' own forward reads a number on the host, which a captured step must not do.
         chosen = clusters.centroids(hidden).topk(clusters.centroid_intermediate_top_k, dim=-1).indices
         ids = clusters.token_ordering.long().view(clusters.num_centroids, -1)[chosen].flatten(-2)  # [B, w, n]
         found = (head.weight[ids] @ hidden[..., None])[..., 0]
@@ -256,9 +257,10 @@ class AssistantProposer(SearchProposer):
         return self.grow(state, sampler, expand)
 
     def read(self, cache: KVCache, length: Tensor) -> dict[str, Shared]:
-        """Return the target's entries that the assistant attends to, of `length` `[B]` int64 committed tokens."""
+        """Return the target's keys and values for the assistant, of `length` `[B]` int64 committed tokens."""
         shared, window = {}, self.drafter.assistant.model.config.sliding_window
         for kind, layer in self.layers_shared.items():
+            # One more than the window, as the pending token is counted in it but not cached.
             size = min(window + 1, cache.window) if kind == "sliding_attention" else cache.window
             position = (length - size)[:, None] + torch.arange(size, device=length.device)  # [B, S]
             slots = cache.slots(position.clamp(min=0))

@@ -1,9 +1,9 @@
-"""Attention of a recurrent drafter to the committed tokens of a text.
+"""Attention of a recurrent drafter to the committed tokens.
 
-Each pair of neighbouring tokens has a key, which is computed from its first token, and a value, which is computed from
-its second one. So where a drafted token occurred before, the draft can read which token came after it. As in a decoder
-layer, the key and the value of a token are computed from that token's hidden state and embedding alone, once, and are
-cached with the target's own.
+Each pair of neighbouring tokens has a key, computed from its first token, and a value, computed from its second one. So
+where a drafted token occurred before, the draft can read which token followed it. As in a decoder layer, the key and
+value of a token depend only on its hidden state and embedding. They are computed once, and cached with the target's
+own.
 """
 
 from collections.abc import Callable
@@ -19,19 +19,19 @@ from redrafter.drafting.drafter_config import DrafterConfig
 
 ROPE_THETA = 10_000.0
 EMPTY_ENTRY = (0, 0, 0, 0, 1, 0)  # pads keys or values `[B, S, H, d]` with an entry of zeros before them
-# All that take a mask, but cuDNN's, with which nothing was measured.
+# All backends with masks except cuDNN, which was not measured.
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class ContextWindow(NamedTuple):
     """The keys and values that the drafts of B rows attend to: the last S pairs of neighbouring tokens of each row.
 
-    Before them is an empty entry of zeros, so that a draft can attend to no token.
+    The first entry is empty, so that a draft can attend to no token.
 
     Attributes:
         keys: The empty entry, then the key of the first token of each pair, `[B, H, d, 1 + S]`.
         values: The empty entry, then the value of the second token of each pair, `[B, H, 1 + S, d]`.
-        bias: Added to scores, `[B, 1, 1, 1 + S]` float32: -inf for the pairs that a short text lacks, else 0.
+        bias: Added to scores, `[B, 1, 1, 1 + S]` float32: -inf for the missing pairs of a short sequence, else 0.
         length: Committed tokens of each row, `[B]` int64.
     """
 
@@ -102,14 +102,14 @@ class ContextAttention(nn.Module):
         return self.out(rearrange(weights @ window.values, "b h (w g) d -> b w (h g d)", w=state.shape[1]))
 
     def read_packed(self, state: Tensor, step: int, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """Attend from all positions of packed texts at once, each as `forward` would, and return the attended values.
+        """Attend from all positions of packed sequences at once, each as in `forward`, and return the attended values.
 
         Args:
-            state: The state of each anchor at the anchor's position, `[B, T, D]`; any values elsewhere.
+            state: The state of each anchor at the anchor's position, `[B, T, D]`; undefined elsewhere.
             step: Number of the draft step that made the states, from 0.
             keys: The empty entry, then the key of the first token of each pair, `[B, T, H, d]`.
             values: The empty entry, then the value of the second token of each pair, `[B, T, H, d]`.
-            mask: Which of these each anchor attends to, `[B, T, T]` bool; see `packed_mask`.
+            mask: The entries that each anchor attends to, `[B, T, T]` bool, from `packed_mask`.
 
         Returns:
             `[B, T, D]`.
@@ -133,10 +133,10 @@ class ContextAttention(nn.Module):
 
 
 class PackedContext:
-    """The keys and values of a batch's texts, and which of them each anchor attends to.
+    """The keys and values of a batch's sequences, and the entries that each anchor attends to.
 
-    All positions of the texts attend at once, as queries of one product. So the anchors' states are put at their
-    positions, and zeros at the others.
+    All positions attend at once, as queries of one product, with the anchors' states at their positions and zeros
+    elsewhere.
 
     Args:
         attention: The drafter's attention to committed tokens.
@@ -169,6 +169,7 @@ class PackedContext:
         `step` counts draft steps from 0; `state` is the state of each anchor, `[A, D]`.
         """
         rows, length = self._shape
+        # A dense grid of queries lets one fused kernel serve all anchors, however they are spread.
         grid = state.new_zeros(rows * length, state.shape[-1]).index_copy(0, self._anchors, state)
         grid = grid.unflatten(0, (rows, length))  # [B, T, D]
         attended = self._attention.read_packed(grid, step, self._keys, self._values, self._mask)
@@ -178,7 +179,7 @@ class PackedContext:
 def packed_mask(segment: Tensor | None, rows: int, length: int, window: int, device: torch.device) -> Tensor:
     """Return which entries each anchor of packed texts attends to: the empty one, and pairs of neighbouring tokens.
 
-    The anchor is the last committed token, so a pair whose second token is after it is left out.
+    The anchor is the last committed token, so pairs that end after it are excluded.
 
     Args:
         segment: Number of the text that each token belongs to within its row, `[B, T]`; None for one text a row.
@@ -199,7 +200,7 @@ def packed_mask(segment: Tensor | None, rows: int, length: int, window: int, dev
 
 
 def _norm(x: Tensor, eps: float) -> Tensor:
-    """RMS-normalise the last dimension, without a weight: that of the product that follows can hold it."""
+    """RMS-normalise the last dimension, without a weight, which the following product can absorb."""
     return rms_norm(x, x.shape[-1:], eps=eps)
 
 

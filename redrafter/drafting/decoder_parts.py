@@ -1,4 +1,4 @@
-"""Parts of decoder layers that drafters of several kinds compute drafts with."""
+"""Parts of decoder layers that drafters of several kinds share."""
 
 from functools import lru_cache
 from typing import Any
@@ -16,7 +16,7 @@ class AttentionProducts(nn.Module):
     """The products of a layer's attention, and its norms of queries and keys where the config asks for them.
 
     Args:
-        width: Width of what queries, keys and values read.
+        width: Width of the input of queries, keys and values.
         config: The config of the drafter.
         normed: Whether the heads of queries and keys are normalised.
     """
@@ -37,7 +37,7 @@ class AttentionProducts(nn.Module):
         return x.unflatten(-1, (-1, self.config.head_dim))
 
     def finish_query(self, query: Tensor, position: Tensor) -> Tensor:
-        """Normalise queries `[..., h, d]` where the layer does so, and rotate them by positions that broadcast."""
+        """Normalise queries `[..., h, d]` if the layer does so, and rotate them by positions that broadcast."""
         return rotate(query if self.q_norm is None else self.q_norm(query), position, self.config)
 
     def finish_key(self, key: Tensor, position: Tensor) -> Tensor:
@@ -63,6 +63,7 @@ class GatedMLP(nn.Module):
 
 def rotate(x: Tensor, position: Tensor, config: LayerConfig) -> Tensor:
     """Rotate heads `[..., h, d]` by positions that broadcast to `[...]`, and return them in their dtype."""
+    # Hashable, for the cache of frequencies.
     rope = tuple(sorted((key, tuple(x) if isinstance(x, list) else x) for key, x in config.rope.items()))
     frequency, scale = _rope(rope, config.head_dim, config.max_position_embeddings, x.device)
     angle = (position[..., None] * frequency)[..., None, :]  # [..., 1, d / 2]
@@ -77,7 +78,7 @@ def _rope(
 ) -> tuple[Tensor, float]:
     """Return the frequencies of a rope, `[d / 2]` float32, and the multiplier of its sines and cosines.
 
-    It is computed once for each rope and device: a captured step may copy nothing from the host.
+    It is computed once for each rope and device: a captured step must not copy from the host.
 
     Args:
         rope: Items of `rope` of a config.
@@ -86,7 +87,7 @@ def _rope(
         device: Where the frequencies go.
     """
     parameters = dict(rope)
-    # A tensor made in inference mode could not take part in a training later, and the cache keeps it for both.
+    # A tensor made in inference mode could not be used in training later, and the cache serves both.
     with torch.inference_mode(False), torch.device("cpu"):
         if parameters["rope_type"] == "default":
             powers = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim

@@ -1,7 +1,7 @@
 """The proposer that drafts with a DFlash, DFlash2 or DSpark drafter: a block of masks is filled in one pass.
 
-All positions of the block are drafted at once, so a tree is searched in the scores of each position. Where there is a
-Markov head or a selector, they make the scores of a beam depend on its last token.
+All positions of the block are drafted at once, so a tree is searched in the scores of each position. A Markov head or a
+selector makes the scores of a beam depend on its last token.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ class LayerContext(NamedTuple):
     Attributes:
         keys: Keys of S committed tokens, `[B, S, H, d]`.
         values: Their values, `[B, S, H, d]`.
-        position: Their positions, `[B, S]` int64; those that a row does not have are below 0, or not below its length.
+        position: Their positions, `[B, S]` int64; missing ones are below 0, or not below the row's length.
     """
 
     keys: Tensor
@@ -84,15 +84,19 @@ class _Attention(AttentionProducts):
         copies = query.shape[3]
         with sdpa_kernel(BACKENDS):
             read = scaled_dot_product_attention(
-                query.permute(0, 2, 3, 1, 4).flatten(2, 3), key, value, attn_mask=seen.repeat(1, copies, 1)[:, None]
+                # Queries of a key head are stacked along the tokens, so that keys are not copied for each of them.
+                query.permute(0, 2, 3, 1, 4).flatten(2, 3),
+                key,
+                value,
+                attn_mask=seen.repeat(1, copies, 1)[:, None],
             )  # [B, H, g Q, d]
         return self.o_proj(read.unflatten(2, (copies, -1)).permute(0, 3, 1, 2, 4).flatten(2))
 
 
 class _Convolution(nn.Module):
-    """The convolutions of DFlash2 before and after a sublayer, along a block: each position reads those before it.
+    """The convolutions of DFlash2 before and after a sublayer, along a block: each position reads earlier ones.
 
-    A tap's weight is a constant of each channel plus a term computed from the sublayer's input for each group of them.
+    A tap's weight is a constant per channel plus a term computed from the sublayer's input for each group of channels.
     """
 
     def __init__(self, config: DFlashConfig):
@@ -101,6 +105,7 @@ class _Convolution(nn.Module):
         assert config.conv_group_size is not None
         self.taps, self.group = config.conv_kernel_size, config.conv_group_size
         self.base_kernel = nn.Parameter(torch.zeros(2, self.taps, config.hidden_size))
+        # The first tap alone: a new convolution is the identity.
         self.base_kernel.data[:, 0] = 1
         groups = config.hidden_size // self.group
         self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.taps * groups, bias=False)
@@ -143,7 +148,7 @@ class _Layer(nn.Module):
 
 
 class _MarkovHead(nn.Module):
-    """DSpark's term of a position's logits for the token before it, a product of rank r."""
+    """DSpark's term of a position's logits that depends on the token before it, a product of rank r."""
 
     def __init__(self, config: DFlashConfig):
         super().__init__()
@@ -160,8 +165,8 @@ class _MarkovHead(nn.Module):
         Args:
             tokens: The token before the position, of each beam, `[B, w]` int64.
             hidden: The hidden state of the position, `[B, D]`.
-            state: What the position before returned, of the beam that each continues, `[B, w, r]`; None at first, and
-                for a head without a recurrence.
+            state: The state returned for the position before, of the beam that each continues, `[B, w, r]`; None at
+                first, and for a head without a recurrence.
         """
         before = self.markov_w1(tokens)  # [B, w, r]
         hidden = hidden[:, None].expand(-1, tokens.shape[1], -1)
@@ -176,7 +181,7 @@ class _MarkovHead(nn.Module):
 
 
 class _Selector(nn.Module):
-    """The selector of DFlash2, which scores the likeliest tokens of a position for the token before it."""
+    """The selector of DFlash2, which scores the likeliest tokens of a position given the token before it."""
 
     def __init__(self, config: DFlashConfig):
         super().__init__()
@@ -194,8 +199,9 @@ class _Selector(nn.Module):
             tokens: The token before the position, of each beam, `[B, w]` int64.
             hidden: The hidden state of the position, `[B, D]`.
             logits: Its logits, `[B, 1, V]`.
-            scores: The same as the target will draw, by which candidates are chosen, `[B, 1, V]`.
+            scores: The logits adjusted to the target's draw, by which candidates are chosen, `[B, 1, V]`.
         """
+        # Chosen under the target's noise, as the drawn token may be unlikely by the logits alone.
         candidates = scores.topk(self.top_k, dim=-1).indices  # [B, 1, k]
         after = self.successor_codebook[candidates[:, 0]]  # [B, k, r]
         before = self.predecessor_codebook[tokens] * self.hidden_projection(hidden)[:, None]  # [B, w, r]
@@ -206,7 +212,7 @@ class _Selector(nn.Module):
 
 @register_drafter("DFlash drafter", "redrafter_dflash")
 class DFlashDrafter(ReplayableDrafter):
-    """A drafter of blocks; the target's embedding table and head are shared, unless it has its own."""
+    """A drafter of blocks; it uses the target's embedding table and head, unless it has its own."""
 
     config_class = DFlashConfig
     config: DFlashConfig
@@ -238,12 +244,12 @@ class DFlashDrafter(ReplayableDrafter):
         return self.fc
 
     def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer:
-        """Return the layer that the drafter stores: keys and values of all its layers, as heads of one."""
+        """Return the layer that the drafter stores: keys and values of all its layers, as heads of one layer."""
         heads = self.config.num_layers * self.config.num_key_value_heads
         return drafter_layer(self, target, heads, self.config.head_dim, partial(_remember, self))
 
     def check_search(self, target: Target, depth: int) -> None:
-        """Raise `ArgumentError` where a block drafts fewer tokens than `depth`."""
+        """Raise `ArgumentError` if a block drafts fewer tokens than `depth`."""
         if depth > self.config.drafts:
             raise ArgumentError(
                 f"draft_len_per_beam={depth} is more than the {self.config.drafts} tokens that a block of this drafter "
@@ -251,23 +257,23 @@ class DFlashDrafter(ReplayableDrafter):
             )
 
     def draft_bytes(self, depth: int) -> int:
-        """Return the bytes of the weights that a draft of `depth` search steps reads, the target's head apart."""
+        """Return the bytes of the weights that a draft of `depth` search steps reads, without the target's head."""
         unread = layer_bytes(self.fc)
         for table in (self.embed_tokens, None if self.markov_head is None else self.markov_head.markov_w1):
             unread += 0 if table is None else table.weight.nbytes
-        # The Markov head alone is read at each level: all other weights once for the whole block.
+        # Only the Markov head is read at each level, all other weights once for the whole block.
         again = 0 if self.markov_head is None else layer_bytes(self.markov_head.markov_w2)
         return sum(weight.nbytes for weight in self.parameters()) - unread + (depth - 1) * again
 
     def target_head_reads(self, depth: int) -> int:
-        """Return how often a draft reads the target's head: once for all its tokens, if it has none of its own."""
+        """Return how often a draft reads the target's head: once for all its tokens, if the drafter has no head."""
         return 1 if self.lm_head is None else 0
 
     def fuse_hidden(self, hidden: Tensor) -> Tensor:
-        """Fuse the outputs of the target's layers to what keys and values of committed tokens are computed from.
+        """Fuse the outputs of the target's layers into the input of keys and values of committed tokens.
 
         Args:
-            hidden: The target's last hidden state, which is not read, and then the outputs of the layers, `[..., F]`.
+            hidden: The target's last hidden state, which is ignored, followed by the outputs of the layers, `[..., F]`.
 
         Returns:
             `[..., D]`.
@@ -287,7 +293,7 @@ class DFlashDrafter(ReplayableDrafter):
         return keys, values
 
     def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> ReadAt:
-        """Return a function of the keys and values before positions of texts; see `ReplayableDrafter.read_texts`."""
+        """Return a function that reads the keys and values before positions of sequences."""
         position, heads = torch.arange(tokens.shape[1], device=tokens.device), self.config.num_key_value_heads
         keys, values = self.remember(self.fuse_hidden(hidden), position.expand_as(tokens))  # [B, T, L H, d]
 
@@ -301,7 +307,7 @@ class DFlashDrafter(ReplayableDrafter):
         return at
 
     def context_bytes(self, length: int, beams: int) -> int:
-        """Return the bytes of a layer's copies of a text, and of a block's scores."""
+        """Return the bytes of a layer's copies of a sequence's entries, and of a block's scores."""
         config = self.config
         stored = 4 * config.num_key_value_heads * config.head_dim * self.dtype.itemsize
         scores = 12 * config.block_size * config.num_attention_heads
@@ -347,6 +353,7 @@ class DFlashProposer(SearchProposer):
         drafter, markov, selector = self.drafter, self.drafter.markov_head, self.drafter.candidate_selector
         hidden = drafter(state.pending, *context, self.target.embedding)
         carried: Tensor | None = None  # [B, w, r], the state of a recurrent Markov head on each beam
+        # The pending token's own position drafts nothing here, but starts the recurrence of the Markov head.
         if not drafter.config.sample_from_anchor:
             if markov is not None:
                 _, carried = markov(state.pending, hidden[:, 0], None)

@@ -14,31 +14,31 @@ CAUSAL = ("none", "sliding", "all")
 class DFlashConfig(LayerConfig):
     """The architecture of a DFlash, DFlash2 or DSpark drafter, saved as `config.json` with its weights.
 
-    A block is the pending token and masks after it. The layers attend to the block, and to keys and values of the
+    A block is the pending token followed by masks. The layers attend to the block, and to keys and values of the
     committed tokens that are computed from the outputs of some of the target's layers (arXiv 2602.06036). DSpark adds a
-    Markov head, which lets a draft depend on the one before it; DFlash2 adds convolutions around each sublayer, and a
+    Markov head, which makes a draft depend on the one before it; DFlash2 adds convolutions around each sublayer, and a
     selector, which does the same for the likeliest candidates. The fields of `LayerConfig` and `AnyDrafterConfig` come
-    before these: the draft length is all that a block drafts where it is left out, and ids may be fewer than the
-    target's only with a head of its own.
+    first: the default draft length is the number of drafts of a block, and ids may be fewer than the target's only with
+    `own_head`.
 
     Attributes:
         num_layers: Decoder layers.
         block_size: Tokens of a block.
-        mask_token_id: The placeholder id of a token that is to be drafted.
+        mask_token_id: The placeholder id of a token to be drafted.
         target_layers: Decoder layers of the target, ascending from 0, whose outputs the drafter reads.
-        sample_from_anchor: Whether the position of the pending token drafts the token after it, and so on; else the
-            position of each mask drafts the token in its own place, one fewer.
-        sliding_layers: Layers of the drafter that see the last `sliding_window` positions alone.
-        sliding_window: Positions that these see, their own included; None for all.
+        sample_from_anchor: Whether each position drafts the next token, beginning with the pending token's; else the
+            position of each mask drafts its own token, one fewer.
+        sliding_layers: Layers of the drafter that see only the last `sliding_window` positions.
+        sliding_window: Window of these layers, including their own position; None for all positions.
         causal: In which layers a position sees no later ones of its block: "none", the "sliding" ones, or "all".
         embedding_scale: Multiplier of embeddings.
         logit_scale: Multiplier of logits.
-        logit_softcap: Bound that a tanh keeps logits in; None for none.
-        own_head: Whether it has a head of its own; else it computes the target's.
+        logit_softcap: Bound of the logits, by a tanh; None for none.
+        own_head: Whether it has a head; else it uses the target's.
         markov_rank: Rank of the Markov head; None without one.
-        markov_type: How it computes the term that it adds to logits: one of `MARKOV_TYPES`.
+        markov_type: Form of the Markov head's term, one of `MARKOV_TYPES`.
         conv_kernel_size: Taps of the convolutions; None without them.
-        conv_group_size: Channels of a convolution that share the weights computed for a token.
+        conv_group_size: Number of channels that share the weights computed for a token.
         selector_rank: Rank of the selector; None without one.
         selector_top_k: Candidates of each position among which it chooses.
     """

@@ -20,35 +20,35 @@ from redrafter.tree.accept import Path
 from redrafter.tree.beam_search import beam_search
 from redrafter.tree.token_tree import Tree, chain, tree_of
 
-MIN_SCORE = -1e9  # in place of -inf: sums of such scores stay finite and comparable
+MIN_SCORE = -1e9  # in place of -inf, so that sums of such scores stay finite and comparable
 
 
 @dataclass(frozen=True)
 class DraftModelProposer:
     """Drafts by beam search with a draft model, and keeps the best nodes.
 
-    The draft model draws as the target will: its logits go through the same processors and are drawn under the same
+    The draft model draws as the target will: its logits go through the same processors and are drawn with the same
     noise, so a draft model equal to the target guesses every token. Its cache follows the accepted path as the target's
-    does. Each step reads the last committed token again, the only one that the draft model may not have read; where
-    drafts are copied from the text too, it reads as many more as one step may copy.
+    does. Each step reads the last committed token again, the only one that the draft model may not have read; if drafts
+    are also copied from the text, it reads again as many as one step may copy.
 
     A draft model with another vocabulary drafts the tokens that both have, and reads each token of the target as its
-    own tokens of the same bytes. What is drafted and processed is in the target's ids throughout; only the draft
-    model's forwards are in its own.
+    own tokens of the same bytes. Drafts and processors use the target's ids throughout; only the draft model's forwards
+    use its own.
 
     Attributes:
         model: The draft model.
-        vocab_size: V, ids of the target. Ids that the draft model has beyond are padding; ids that it lacks are never
+        vocab_size: V, ids of the target. Further ids of the draft model are padding; ids that it lacks are never
             drafted.
         beams: W, beams of the search; 1 where drafts are sampled.
         depth: K, steps of the search.
         nodes: N, nodes of the tree, the pending token included.
-        sampled: Whether to draw drafts under noise of their own and keep their distributions, for rejection sampling.
+        sampled: Whether to draw drafts with separate noise and keep their distributions, for rejection sampling.
         confidence: Ends a search early. It is called with the number of active rows and returns a probability; the
-            search ends once the best beam is, on average over those rows, less likely than that. None to search K
-            steps always, as a captured step must.
-        vocabulary: The draft model's tokens for each of the target's; None where its ids are the target's.
-        reread: Last committed tokens that each step reads again: those that the draft model may not have read.
+            search ends once the best beam is, on average over those rows, less likely. None to search always K steps,
+            as a captured step must.
+        vocabulary: The draft model's tokens for each of the target's; None if the ids are the same.
+        reread: Number of last committed tokens that each step reads again, as the draft model may not have read them.
     """
 
     model: Target
@@ -70,7 +70,7 @@ class DraftModelProposer:
 
     @property
     def scratch_slots(self) -> int:
-        """Slots after a row's committed tokens that a step writes to, those of nodes that are cut included."""
+        """Number of slots after a row's committed tokens that a step writes to, including nodes that are pruned."""
         nodes = 1 + max(self.beams * self.depth, self.reread)
         return nodes if self.vocabulary is None else max(nodes, 1 + self.vocabulary.max_pieces)
 
@@ -80,11 +80,11 @@ class DraftModelProposer:
         """Draft a tree by beam search, on the draft model's device; see `Proposer.propose`."""
         assert draft_cache is not None, "a draft model has a cache"
         home, away = state.length.device, self.model.device
-        if home != away:  # only tokens, lengths and flags are moved, no logits
+        if home != away:  # logits stay on their device: only tokens, lengths and flags are moved
             ids = {name: getattr(state, name).to(away) for name in ("tokens", "length", "active")}
             state, sampler = replace(state, **ids), sampler.to(away)
         if self.sampled and noise is not None:
-            # Under a stream of its own: a draft and the verdict on it must be independent, or the result is biased.
+            # Separate noise: a draft and its acceptance must be independent, or the result is biased.
             noise = sampler.stream(DRAFT).noise(state.length + 1, self.depth)  # [B, K, V]
         elif home != away:
             noise = sampler.noise(state.length + 1, self.depth)
@@ -100,7 +100,8 @@ class DraftModelProposer:
         lattice = _Lattice(state.pending)
         level_scores: list[Tensor] = []
         length = state.length
-        if self.vocabulary is not None:  # the pending token's pieces but the last stand with the committed ones
+        # all pieces of the pending token but the last are stored with the committed ones
+        if self.vocabulary is not None:
             length = self.vocabulary.draft_length(state.tokens, state.length + 1) - 1
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
@@ -111,6 +112,7 @@ class DraftModelProposer:
                 self._new_logits(tree, length, cache) if k else self._first_logits(state, length, cache)
             )  # [B, w, V]
             prefixes = Prefixes(state.tokens, state.length, sampler.prompt, sampler.limit, tree, window)
+            # The processors of the target apply, or the draft model would propose tokens that these forbid.
             scores = sampler.process(logits, prefixes)
             if self.vocabulary is not None:
                 scores = self.vocabulary.never_draft_others(scores, MIN_SCORE)
@@ -124,6 +126,7 @@ class DraftModelProposer:
         def should_stop(total: Tensor) -> bool:
             rows = zip(total[:, 0].tolist(), state.active.tolist(), strict=True)  # the best beam is the first
             chances = [math.exp(best) for best, active in rows if active]
+            # Averaged over rows: the batch ends its search together.
             return self.confidence is not None and sum(chances) < self.confidence(len(chances)) * len(chances)
 
         tree = beam_search(
@@ -139,23 +142,23 @@ class DraftModelProposer:
     def _first_logits(self, state: State, length: Tensor, cache: KVCache) -> Tensor:
         """Return the draft model's logits at the pending token, `[B, 1, V]`.
 
-        The last committed token is read before it: when a step accepts all its drafts, the last of them is one that the
-        draft model has drafted and not read. Where some were copied from the text, it has read none of these.
+        The last committed token is read before it: if a step accepts all its drafts, the draft model has drafted the
+        last of them but not read it. If some were copied from the text, it has read none of these.
 
         Args:
             state: The rows.
-            length: Tokens of the draft model's text before the pending token, or before the last of its pieces, `[B]`.
+            length: Draft-model tokens before the pending token, or before the last of its pieces, `[B]`.
             cache: The draft model's keys and values.
         """
-        before = (state.length - self.reread).clamp(min=0)  # rows without tokens are idle and write to block 0
+        before = (state.length - self.reread).clamp(min=0)  # rows without tokens are inactive and write to block 0
         index = before[:, None] + torch.arange(1 + self.reread, device=before.device)
-        # What a row of fewer tokens has after its pending token is not used.
+        # Entries after the pending token of a short row are not used.
         pair = state.tokens.gather(1, index)  # [B, 1 + reread]
         if self.vocabulary is None:
             last = torch.ones_like(before) if self.reread == 1 else state.length - before
             return self._new_logits(chain(pair), before, cache, logits_index=last)
-        # A draft that was accepted and not read is one piece. Past the pieces of a pending token that has fewer than m,
-        # slots are filled that the first nodes of the search overwrite.
+        # An accepted draft that was not read is one piece. For a pending token with fewer than m pieces, slots are
+        # filled that the first nodes of the search overwrite.
         counts = self.vocabulary.counts[pair[:, 1]]  # [B]
         most = int(counts.max()) if counts.device.type == "cpu" else self.vocabulary.max_pieces
         pieces = self.vocabulary.pieces[pair[:, 1], :most]
@@ -166,7 +169,7 @@ class DraftModelProposer:
     def _new_logits(self, tree: Tree, length: Tensor, cache: KVCache, logits_index: Tensor | None = None) -> Tensor:
         """Return the logits at the tree's new nodes over the target's ids, `[B, M, V]`."""
         if self.vocabulary is not None:
-            # Drafts are shared tokens; the root is in the cache already.
+            # Drafts are tokens of both vocabularies; the root is in the cache already.
             tree = replace(tree, tokens=self.vocabulary.draft_ids[tree.tokens])
             batch = ForwardBatch(tree, length, cache, logits_index)
             return self.vocabulary.restrict(self.model.verify(batch).logits)
@@ -181,7 +184,7 @@ class DraftModelProposer:
 class _Lattice:
     """The tree of a running beam search, which grows by a level at each search step.
 
-    The nodes of the last level are those that the next forward computes.
+    The next forward computes the nodes of the last level.
     """
 
     def __init__(self, root: Tensor):
@@ -192,6 +195,7 @@ class _Lattice:
         """Add a level of nodes `tokens` `[B, W]`, which continue the nodes `sources` `[B, W]` of the last level."""
         tree, width = self.tree, tokens.shape[1]
         whole = torch.cat([tree.tokens, tokens], dim=1)
+        # A chain's nodes need no masks between siblings, so a cheaper tree serves.
         if width == 1:
             self.tree = chain(whole).last_level(1)
             return
@@ -207,6 +211,7 @@ def commit_drafts(state: State, tree: Tree, path: Path, cache: KVCache) -> None:
 
     Its recurrent states lag by one token, since each of its steps reads the last committed token again.
     """
+    # Pruning renumbered the nodes, but their keys and values stay in the slots of the whole lattice.
     if tree.slots is not None:
         path = replace(path, nodes=tree.slots.gather(1, path.nodes))
     if tree.branches:
@@ -216,5 +221,5 @@ def commit_drafts(state: State, tree: Tree, path: Path, cache: KVCache) -> None:
 
 
 def clamp_to_vocab(tokens: Tensor, model: Target) -> Tensor:
-    """Replace ids outside a draft model's vocabulary by 0. They occur in no text of its own."""
+    """Replace ids outside a draft model's vocabulary by 0, as they occur in none of its sequences."""
     return tokens.where(tokens < model.vocab_size, 0)

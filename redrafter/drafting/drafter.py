@@ -29,20 +29,20 @@ from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.beam_search import Candidates, Expand
 
-TABLE_SHARE = 1 / 32  # of a GPU's memory, that the table of the cell's products with embeddings may take
+TABLE_SHARE = 1 / 32  # maximum share of a GPU's memory for the table of the cell's products with embeddings
 TABULATED_AT_ONCE = 8192  # ids
 
 
 class DraftStart(NamedTuple):
     """The target's hidden state, and its contribution to the products of every step of a draft, computed once.
 
-    Two products of each step read the hidden state and the step's own inputs. A product of joined inputs is the sum
-    of a product of each, so what the hidden state adds to both is the same in every step.
+    Two products of each step read the hidden state and the step's own inputs. A product of joined inputs is the sum of
+    a product of each, so the hidden state's term of both is the same in every step.
 
     Attributes:
         hidden: The target's hidden state that produced the pending token, fused, `[..., D]`.
-        gate: Its term of the gated cell's product, bias included, `[..., 2D]`; None in other cells.
-        exit: Its term of the first product after the cell, bias included, `[..., E]`; None where that is the head.
+        gate: Its term of the gated cell's product, including the bias, `[..., 2D]`; None in other cells.
+        exit: Its term of the first product after the cell, including the bias, `[..., E]`; None if that is the head.
     """
 
     hidden: Tensor
@@ -70,9 +70,9 @@ class RecurrentDrafter(TrainableDrafter):
     """The drafter's recurrence and head; the target's embedding table is shared and not stored.
 
     Attributes:
-        context: Attention to the text's committed tokens; None without one.
-        shortlist: First stage that proposes the ids that the head scores; None where the head scores all.
-        embedded: The cell's product with the embedding of every id, `[V, D]`, in a gated cell `[V, 2D]`, after
+        context: Attention to the committed tokens; None without one.
+        shortlist: First stage that proposes the ids for the head; None if the head scores all.
+        embedded: The cell's product with the embedding of every id, `[V, D]`, or `[V, 2D]` in a gated cell, after
             `tabulate`; None before.
     """
 
@@ -106,20 +106,20 @@ class RecurrentDrafter(TrainableDrafter):
 
     @property
     def unquantized(self) -> nn.Module | None:  # type: ignore[override]
-        """Its attention to the text, which is small."""
+        """Its attention to the committed tokens, which is small."""
         return self.context
 
     def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer | None:
-        """Return the layer that the drafter stores for its attention to the text; None where it has none."""
+        """Return the layer that the drafter stores for its attention; None without one."""
         if self.context is None:
             return None
         compute = partial(_remember_compiled if compiled else _remember, self, target.embedding)
         return drafter_layer(self, target, self.config.context_kv_heads, self.config.context_head_dim, compute)
 
     def prepare(self, target: Target) -> None:
-        """Tabulate the cell's product with embeddings on a GPU, where the table takes a small part of its memory.
+        """Tabulate the cell's product with embeddings on a GPU, if the table takes a small part of its memory.
 
-        A table that there is already is computed again, of the weights as they are now.
+        An existing table is recomputed from the current weights.
         """
         if self.shortlist is None:
             super().prepare(target)
@@ -133,13 +133,13 @@ class RecurrentDrafter(TrainableDrafter):
 
     @property
     def _cell(self) -> tuple[nn.Linear, slice]:
-        """The product of the cell that reads embeddings, and its columns that do."""
+        """The product of the cell that reads embeddings, and the columns of its embedding input."""
         gated = self.config.recurrence == "gated"
         return self.rnn_gate if gated else self.rnn_w, slice(self.config.hidden_size)
 
     @torch.no_grad()
     def tabulate(self, embedding: nn.Module) -> None:
-        """Look up the cell's product with the embedding of a token from now on, where drafts multiplied before.
+        """Tabulate the cell's product with all embeddings, so that drafts look it up.
 
         A draft then reads half as much of the cell, or a third less of a gated one. `train` drops the table.
 
@@ -148,15 +148,16 @@ class RecurrentDrafter(TrainableDrafter):
         """
         layer, columns = self._cell
         ids = torch.arange(self.config.vocab_size, device=self.device)
-        table = self.embedded  # captured steps know its address
+        table = self.embedded  # reused if it exists, as captured steps contain its address
         if table is None:
             table = torch.empty(len(ids), layer.out_features, dtype=embedding(ids[:1]).dtype, device=self.device)
+        # In parts: the embeddings of all ids at once would take as much memory as the table.
         for part in ids.split(TABULATED_AT_ONCE):
             table[part] = partial_linear(layer, embedding(part), columns, with_bias=False)
         self.embedded = table
 
     def identity(self) -> list[Any]:
-        """Return the sizes and settings of the recurrence and of its attention to the text."""
+        """Return the sizes and settings of the recurrence and of its attention to committed tokens."""
         config = self.config
         context = [config.context_window, config.context_heads, config.context_kv_heads, config.context_head_dim]
         stages = [config.head_shortlist, config.head_shortlist_rank]
@@ -169,8 +170,8 @@ class RecurrentDrafter(TrainableDrafter):
     def draft_bytes(self, depth: int) -> int:
         """Return the bytes of the weights that a draft of `depth` search steps reads.
 
-        The recurrence reads none of what multiplies with its state at the first step, where it has none. Of a
-        head in two stages, the rows of the candidates of one row's beams are counted, of the config's number of beams.
+        The first step does not read the recurrence's weights for the state, as it has none. For a head in two stages,
+        the rows of one sequence's candidates are counted, with the config's number of beams.
         """
         config, first = self.config, self.first_product
         gated = config.rnn and config.recurrence == "gated"
@@ -180,7 +181,7 @@ class RecurrentDrafter(TrainableDrafter):
         if self.embedded is not None:
             looked_up = layer_bytes(self._cell[0], 1 / 3 if gated else 1, with_bias=False)
         once += 0 if first is None else layer_bytes(first, 1 / 2)
-        # Entries of committed tokens are made in the target's forward, not while drafting.
+        # Entries of committed tokens are computed in the target's forward, not while drafting.
         never = 0 if self.context is None else layer_bytes(self.context.key) + layer_bytes(self.context.value)
         elman = config.rnn and not gated
         unread = layer_bytes(self.rnn_u, with_bias=config.recurrence == "trtllm") if elman else 0
@@ -227,7 +228,7 @@ class RecurrentDrafter(TrainableDrafter):
         return last + self.fuse(torch.cat([last, normed.flatten(-2)], dim=-1))
 
     def begin(self, hidden: Tensor) -> DraftStart:
-        """Compute, once for all steps of a draft, the terms that depend on the target's hidden state alone.
+        """Compute, once for all steps of a draft, the terms that depend only on the target's hidden state.
 
         Args:
             hidden: The target's hidden state that produced the pending token, as `fuse_hidden` returns it, `[..., D]`.
@@ -253,9 +254,9 @@ class RecurrentDrafter(TrainableDrafter):
             embedding: The target's embedding of the last token, `[..., D]`.
             state: The recurrent state, `[..., D]`; None at the first step.
             start: Result of `begin` for this draft.
-            read: Returns what new states `[..., D]` read of the committed tokens, `[..., D]`; None where nothing is
-                read.
-            embedded: The cell's product with the embedding, as the table has it; None to multiply.
+            read: Returns values `[..., D]` that new states `[..., D]` read from the committed tokens; None to read
+                none.
+            embedded: The cell's product with the embedding, from the table; None to compute it.
 
         Returns:
             Logits `[..., V']` over the drafter's vocabulary and the new state `[..., D]`.
@@ -291,7 +292,7 @@ class RecurrentDrafter(TrainableDrafter):
                 embedded = embedded + partial_linear(self.rnn_gate, state, columns, with_bias=False)
             gate, new = (embedded + start.gate).chunk(2, dim=-1)
             before = 0 if state is None else state
-            # Equals (1 - g) s + g SiLU(c), with one product less.
+            # Equals (1 - g) s + g SiLU(c), with one product fewer.
             state = before + gate.sigmoid() * (silu(new) - before)
         else:
             product = embedded
@@ -299,14 +300,14 @@ class RecurrentDrafter(TrainableDrafter):
                 product = partial_linear(self.rnn_w, embedding, slice(None), with_bias=False)
             if state is not None:
                 product = product + partial_linear(self.rnn_u, state, slice(None), with_bias=True)
-            elif config.recurrence == "apple":  # the bias belongs to the first step too
+            elif config.recurrence == "apple":  # Apple's recurrence adds the bias at the first step too
                 product = product + self.rnn_u.bias
             state = silu(product) if config.recurrence == "apple" else product
 
-        # 2. What the state reads of the text informs this step alone: the next one starts from the state itself.
+        # 2. The values read from committed tokens inform only this step: the next one starts from the state itself.
         informed = state if read is None else state + read(state)
 
-        # 3. The layers up to the head. `start` has what the hidden state adds to the first product.
+        # 3. The layers up to the head. `start` has the hidden state's term of the first product.
         x, first, layers = torch.cat([start.hidden.expand_as(state), informed], dim=-1), self.first_product, self.layers
         if first is not None and start.exit is not None:
             product = partial_linear(first, informed, slice(state.shape[-1], None), with_bias=False) + start.exit
@@ -318,7 +319,7 @@ class RecurrentDrafter(TrainableDrafter):
         return x, state
 
     def unroll(self, texts: GivenTexts) -> Tensor:
-        """Unroll the recurrence over given texts; see `TrainableDrafter.unroll`."""
+        """Unroll the recurrence over given sequences."""
         features, embedding, anchors, context = texts.features, texts.embedding, texts.anchors, None
         if self.context is None:
             hidden = self.fuse_hidden(features.flatten(0, 1)[anchors])  # [A, D]
@@ -334,28 +335,28 @@ class RecurrentDrafter(TrainableDrafter):
         return torch.stack(head_inputs, dim=1)
 
     def trained_heads(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return the head, and the rough scores before it, which learn from states that they do not change."""
+        """Return the head, and the rough scores before it, whose loss does not change the states."""
         rough = self.shortlist
         return super().trained_heads(x) + ([] if rough is None else [(rough.proj(x.detach()), rough.head.weight)])
 
     def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
-        """Return about how many bytes `unroll` keeps; see `TrainableDrafter.unroll_bytes`."""
+        """Return about how many bytes `unroll` keeps."""
         config, positions = self.config, rows * length
         parts = {"the drafter's states": positions * 4 * steps * config.exit_dim * (2 + config.num_draft_layers)}
         if config.context_window is not None:
             by_step = 3 * config.hidden_size + 4 * config.context_heads * config.context_head_dim  # states and queries
             keys = 5 * config.hidden_size + 4 * config.context_kv_heads * config.context_head_dim  # and what makes them
-            masks = (1 + steps) * length  # a mask, and its copy at each step
+            masks = (1 + steps) * length  # a mask, and its copy for each step
             parts["its attention to the texts"] = positions * (4 * (steps * by_step + keys) + masks)
         return dict(parts)
 
     def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> ReadAt | None:
-        """Return a function of the windows of positions of texts; see `ReplayableDrafter.read_texts`."""
+        """Return a function that reads the windows at positions of sequences."""
         if self.context is None:
             return None
         position = torch.arange(tokens.shape[1], device=tokens.device)
         keys, values = self.context.remember(self.fuse_hidden(hidden), embedding, position)
-        size = min(self.config.context_window or 0, tokens.shape[1] - 1)  # no text has more pairs
+        size = min(self.config.context_window or 0, tokens.shape[1] - 1)  # no sequence has more pairs
 
         def at(row: Tensor, length: Tensor) -> ContextWindow:
             return ContextWindow.read(length, size, lambda n: (keys[row[:, None], n], values[row[:, None], n]))
@@ -387,7 +388,8 @@ class RecurrentProposer(SearchProposer):
         size = self.drafter.config.context_window
         if not size:
             return None
-        return ContextWindow.read(state.length, min(size, cache.window), cache.read_drafter_layer)  # a row has no more
+        # the cache has no more
+        return ContextWindow.read(state.length, min(size, cache.window), cache.read_drafter_layer)
 
     def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: ContextWindow | None) -> Expand:
         """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""
@@ -428,14 +430,13 @@ def _advance(
         sources: Beam of the previous step that each beam continues, `[B, w]` int64.
         carried: Recurrent states after the previous step, `[B, w', D]`; None at the first step.
         start: Terms of the target's hidden state that all steps share, of each row `[B, 1, ...]`.
-        window: Entries of the committed tokens, with a `length` that counts the drafts too; None where
-            it reads nothing.
+        window: Entries of the committed tokens, with a `length` that counts the drafts too; None to read none.
 
     Returns:
         Logits `[B, w, V']`, or with a shortlist the head's inputs `[B, w, R]`; and the new states `[B, w, D]`.
     """
     if carried is not None:
-        # Beams are chosen again at each step, so each takes over the state of the beam that it continues.
+        # Beams are chosen again at each step, so each takes the state of the beam that it continues.
         carried = carried.gather(1, sources[:, :, None].expand(-1, -1, carried.shape[-1]))
     read = None if window is None else partial(drafter.context, window=window)
     step_made = drafter.step if drafter.shortlist is None else drafter.advance
@@ -457,8 +458,8 @@ RecurrentDrafter.proposer_class = RecurrentProposer
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function compiled, once for all proposers.
 
-    Its callers mark which sizes vary: with `dynamic=True` numbers of a config would vary too. A size of 1 has code of
-    its own in any case.
+    Its callers mark the dynamic sizes: with `dynamic=True` numbers of a config would be dynamic too. A size of 1 is
+    compiled separately in any case.
     """
     return torch.compile(function)
 
@@ -467,7 +468,8 @@ def _advance_compiled(drafter: RecurrentDrafter, embedding: nn.Module, *inputs: 
     """Make the step of `_advance`, for the same arguments, compiled for any number of rows and beams."""
     tokens, sources, carried, start, window = inputs
     if carried is not None and carried.shape[1] != tokens.shape[1]:
-        # Only the second step continues another number of beams, one: a copy for each saves code of its own for it.
+        # Only the second step continues another number of beams, one: copying it for each beam avoids another
+        # compilation.
         carried = carried.repeat(1, tokens.shape[1], 1)
     pairs = () if window is None else ((window.keys, 3), (window.values, 2), (window.bias, 3))
     by_row = (*start, *(window or ()), tokens, sources, carried)

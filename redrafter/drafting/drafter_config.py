@@ -18,9 +18,9 @@ from redrafter.drafting.recurrent_form import (
 from redrafter.errors import ArgumentError, MismatchError
 from redrafter.files.drafter_kinds import drafter_kinds
 
-MEASURED_NODES = 26  # of a tree, that searches are compared at: on a GPU they cost a step hardly more than one
+MEASURED_NODES = 26  # nodes at which searches are compared: on a GPU such a tree costs hardly more than one node
 MAX_SIZE, MAX_LAYERS = 2**31 - 1, 1024  # of a width or a vocabulary; of residual layers
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose frequencies are the same in texts of any length
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose frequencies do not depend on the sequence length
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 
 
@@ -31,7 +31,7 @@ def are_layers(layers: Any) -> bool:
 
 
 class AnyDrafterConfig(PretrainedConfig):
-    """Says what the configs of all kinds of drafters do; a subclass adds fields, which are saved in `config.json`.
+    """Base class of the configs of drafters; subclasses add fields, which are saved in `config.json`.
 
     Other arguments are passed to `PretrainedConfig`.
 
@@ -43,14 +43,14 @@ class AnyDrafterConfig(PretrainedConfig):
             all.
         draft_beams: Default number of beams (transformers reserves the name `num_beams` in a saved config).
         draft_len_per_beam: Default draft length.
-        trained_draft_len: Steps that the drafter was trained for, where that is known.
+        trained_draft_len: Number of steps that the drafter was trained for; None if unknown.
         base_model: Name of the target.
-        base_embedding_norms: Norms of a few rows of the target's embedding table, which show whether a drafter was made
-            for another base.
+        base_embedding_norms: Norms of a few rows of the target's embedding table, which identify the base that a
+            drafter was made for.
     """
 
-    from_zero: ClassVar[tuple[str, ...]] = ()  # integers that may be 0; all others are at least 1
-    own_tables: ClassVar[dict[str, str]] = {}  # flags of tables that may be the target's, by the tensors' names
+    from_zero: ClassVar[tuple[str, ...]] = ()  # integer fields that may be 0; all others are at least 1
+    own_tables: ClassVar[dict[str, str]] = {}  # flags for tables that may be the target's, by the tensors' names
 
     vocab_size: int = 0
     hidden_size: int = 0
@@ -80,13 +80,14 @@ class AnyDrafterConfig(PretrainedConfig):
         return [item.name for item in fields(cls) if item.type == kind and item.name not in theirs]
 
     def require(self, name: str, allowed: bool, what: str) -> None:
-        """Raise `ArgumentError`, which says what a field must be, unless its value is allowed."""
+        """Raise `ArgumentError`, stating the requirement of a field, unless its value is allowed."""
         if not allowed:
             raise ArgumentError(f"{type(self).__name__}.{name} must {what}, got {getattr(self, name)!r}")
 
     def require_integer(self, name: str, least: int = 1, most: int = MAX_SIZE) -> None:
         """Raise `ArgumentError` unless a field is an integer from `least` to `most`."""
         value = getattr(self, name)
+        # Not `isinstance`, which accepts `True`.
         allowed = type(value) is int and least <= value <= most
         self.require(name, allowed, f"be an integer from {least} to {most}")
 
@@ -106,7 +107,7 @@ class AnyDrafterConfig(PretrainedConfig):
         self.require("base_embedding_norms", norms is None or bool(numbers), "be numbers or None")
 
     def target_layers_of(self, count: int) -> list[int]:
-        """Return which decoder layers the drafter reads of a target with `count` of them."""
+        """Return the decoder layers of a target with `count` layers that the drafter reads."""
         return list(getattr(self, "target_layers", ()))
 
 
@@ -127,14 +128,14 @@ class DrafterConfig(AnyDrafterConfig):
             accepted more often.
         target_layers: Decoder layers of the target, ascending from 0, whose outputs the drafter reads in addition to
             the last hidden state.
-        context_window: Pairs of a committed token and the one after it that the recurrent state attends to at each
-            step, the nearest ones; None for a drafter that reads nothing of the text but h.
+        context_window: Number of the nearest pairs of a committed token and the next that the recurrent state attends
+            to at each step; None for a drafter that reads only h.
         context_heads: Query heads of that attention.
         context_kv_heads: Its key and value heads, which divide the query heads.
         context_head_dim: Width of a head.
         head_rank: Rank of the head's weight, which makes it smaller by E / head_rank; None for full rank.
-        head_shortlist: Ids that rough scores propose for each beam at each step, which the head then scores alone; a
-            search of more beams gets as many. None for a head that scores all ids.
+        head_shortlist: Number of ids that rough scores propose for each beam at each step, the only ones that the head
+            scores; a search with more beams gets as many. None for a head that scores all ids.
         head_shortlist_rank: Rank of the rough scores.
         source_config: Other fields of Apple's config, kept for converting back.
     """
@@ -187,7 +188,7 @@ class LayerConfig(AnyDrafterConfig):
         max_position_embeddings: Positions that the rope was made for.
         attention_bias: Whether the attention's products have biases.
         mlp_bias: Whether the MLPs' products have biases.
-        own_embedding: Whether the drafter has an embedding table of its own; else it reads the target's.
+        own_embedding: Whether the drafter has an embedding table; else it uses the target's.
     """
 
     own_tables: ClassVar[dict[str, str]] = {"embed_tokens.weight": "own_embedding"}
@@ -205,7 +206,7 @@ class LayerConfig(AnyDrafterConfig):
 
     @property
     def width(self) -> int:
-        """Width of the layers, which is the target's hidden size but for some EAGLE-3 heads."""
+        """Width of the layers, which equals the target's hidden size except in some EAGLE-3 heads."""
         return self.hidden_size
 
     def check(self) -> None:
@@ -261,7 +262,7 @@ class EagleConfig(LayerConfig):
         The published choice is the input of the layers 2, n // 2 and n - 3, which is the output of those before them.
 
         Raises:
-            MismatchError: The published choice are not three layers of so small a target.
+            MismatchError: The published choice is not three different layers of so small a target.
         """
         if self.target_layers is not None:
             return list(self.target_layers)

@@ -27,14 +27,14 @@ from redrafter.model.target import Target
 
 
 class DrafterModel(PricedDrafter, PreTrainedModel):
-    """A drafter with its weights. A subclass names the class of its config, and says how it drafts.
+    """A drafter with its weights. A subclass defines the class of its config, and how it drafts.
 
     Attributes:
-        made_from_config: Whether its config alone makes it, without weights; else it is neither trained nor converted.
+        made_from_config: Whether a config is enough to make one, so that it can be trained and converted.
         proposer_class: Class of its proposer.
         identity_fields: Sizes and settings in its config that identify it.
         unquantized: Submodule that is not quantised with the drafter; None for none.
-        int8_head: The head in 8 bits, for drafts on a CPU, after `prepare`; None where it is used as it is.
+        int8_head: The head in 8 bits, for drafts on a CPU, after `prepare`; None if the head is used unchanged.
     """
 
     config: AnyDrafterConfig
@@ -61,7 +61,7 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         self.register_buffer("draft_ids", None if (ids := config.draft_vocab_size) is None else torch.arange(ids))
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Save the drafter as transformers does, with arguments of its own, in files of the umask's mode."""
+        """Save the drafter as transformers does, in files with the umask's permissions."""
         super().save_pretrained(save_directory, *args, **kwargs)
         share_weights(Path(save_directory))
 
@@ -116,7 +116,7 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         return self.lm_head
 
     def index_ids(self) -> Tensor:
-        """Return the drafter's id of each of the target's ids, `[V]` int64; -1 for those that it does not know."""
+        """Return the drafter's id of each of the target's ids, `[V]` int64; -1 for ids that it does not have."""
         every = torch.arange(self.config.vocab_size, device=self.device)
         if self.draft_ids is None:
             return every
@@ -124,7 +124,7 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Load a drafter, and refuse a checkpoint that does not hold exactly its tensors.
+        """Load a drafter, and refuse a checkpoint that does not have exactly its tensors.
 
         `PreTrainedModel.from_pretrained` would fill missing tensors with random weights.
 
@@ -140,9 +140,9 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         check_drafter(source)
         cls._check_type(source)
         wants_info = kwargs.pop("output_loading_info", False)
-        kwargs["ignore_mismatched_sizes"] = True  # they are named below
+        kwargs["ignore_mismatched_sizes"] = True  # reported below with other differences
         place = name
-        if isinstance(source, Path):  # transformers would map its files, and so depend on them
+        if isinstance(source, Path):  # otherwise transformers would map its files, which may change while it runs
             place, kwargs["state_dict"] = None, read_directory(source)
             kwargs.setdefault("config", str(source))
             kwargs.pop("subfolder", None)
@@ -155,6 +155,7 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         model, info = loaded
         model.config.name_or_path = model.name_or_path = str(name)
         wrong = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys")}
+        # Apple's checkpoints contain this tensor, which no drafter uses.
         wrong["unexpected_keys"] = [key for key in wrong["unexpected_keys"] if key != "emb_norm.weight"]
         wrong["mismatched_keys"] = [
             f"{key} of shape {tuple(saved)} instead of {tuple(expected)}"
@@ -178,7 +179,7 @@ def check_draft_ids(
 ) -> None:
     """Raise `CheckpointError` unless `ids` are different ids of the base, one for each of the drafter's own.
 
-    Else siblings of a tree would be one token, or a node none of the base's.
+    Otherwise siblings of a tree could be the same token, or a node no token of the base.
 
     Args:
         ids: The base's id of each of the drafter's ids, `[V']` int64; None where it has all ids of its base.
@@ -219,12 +220,12 @@ def layer_bytes(layer: nn.Linear, share: float = 1, *, with_bias: bool = True) -
 def partial_linear(layer: nn.Linear, x: Tensor, columns: slice, *, with_bias: bool) -> Tensor:
     """Return the product of a layer's weight with some of its input features, `[..., F]`.
 
-    Without gradients it is that of the kernel for few tokens, where there is one.
+    Without gradients, it uses the kernel for few tokens if possible.
 
     Args:
         layer: The layer, FP8 or not, with a low-rank update or without.
         x: Those input features, `[..., d]`.
-        columns: Where they are among all of them.
+        columns: Their indices among all input features.
         with_bias: Whether to add the layer's bias.
     """
     weight, bias = layer.weight[:, columns], layer.bias if with_bias else None

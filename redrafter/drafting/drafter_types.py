@@ -42,7 +42,7 @@ def make_drafter(config: AnyDrafterConfig) -> DrafterModel:
     kind: type[DrafterModel] = drafter_kinds()[config.model_type].load()
     if not kind.made_from_config:
         raise UnsupportedError(
-            f"a drafter of the kind {config.kind} is used as its checkpoint holds it: it is neither trained nor "
+            f"a drafter of the kind {config.kind} can be used only as in its checkpoint: it is neither trained nor "
             "converted; leave it out, or give another one"
         )
     return kind(config)

@@ -39,7 +39,7 @@ class PastEntries(NamedTuple):
 
     Attributes:
         entries: Keys and values of S entries, those past a row's end included, `[B, S, H, d]`.
-        bias: Added to scores, float32: -inf for what is past a row's end, else 0; `[B, 1, 1, S]`, or `[B, 1, w g, S]`
+        bias: Added to scores, float32: -inf past a row's end, else 0; `[B, 1, 1, S]`, or `[B, 1, w g, S]`
             where beams see different entries, g query heads of each.
         length: Committed tokens of each row, `[B]` int64.
     """
@@ -109,16 +109,16 @@ class EagleDrafter(TrainableDrafter):
     def embed(self, tokens: Tensor, table: nn.Module) -> Tensor:
         """Return the embeddings of ids `[...]`, `[..., D]`: from the target's `table`, or from the head's own.
 
-        They are normalised before anything else, so a scale that the target applies to its own changes nothing.
+        They are normalised first, so a scale that the target applies to its own has no effect.
         """
         embedded: Tensor = (table if self.embed_tokens is None else self.embed_tokens)(tokens)
         return embedded
 
     def fuse_hidden(self, hidden: Tensor) -> Tensor:
-        """Fuse the outputs of the target's layers to the hidden state that the first draft reads.
+        """Fuse the outputs of the target's layers into the hidden state that the first draft reads.
 
         Args:
-            hidden: The target's last hidden state, which is not read, and then the outputs of the layers, `[..., F]`.
+            hidden: The target's last hidden state, which is ignored, followed by the outputs of the layers, `[..., F]`.
 
         Returns:
             `[..., D]`.
@@ -133,10 +133,10 @@ class EagleDrafter(TrainableDrafter):
         return fused
 
     def remember(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute what tokens add to keys and to values, `[..., 2H, d]` each.
+        """Compute the terms of tokens in keys and values, `[..., 2H, d]` each.
 
-        The first H heads are what a token's hidden state adds to its own entry, the other H what its embedding adds to
-        the entry before.
+        The first H heads are the term of a token's hidden state in its own entry, the other H the term of its embedding
+        in the entry before.
 
         Args:
             embedding: The embeddings of the tokens, `[..., D]`.
@@ -237,9 +237,10 @@ class EagleDrafter(TrainableDrafter):
         past = past._replace(bias=_hide(~seen).repeat_interleave(groups, dim=1)[:, None])
         hidden, path, head_inputs = fused, None, []
         for k in range(texts.position.shape[1]):
-            ahead = embedding[:, (index + 1 + k).clamp(max=length - 1)]  # past the end, steps weigh 0
+            # steps past the end have a weight of 0 in the loss
+            ahead = embedding[:, (index + 1 + k).clamp(max=length - 1)]
             arguments = ahead, hidden, (index + k)[None], path, past
-            if tokens.is_cuda:  # the scores of all positions would be most of the memory
+            if tokens.is_cuda:  # the scores of all positions would take most of the memory, so they are recomputed
                 x, hidden, path = checkpoint(self.advance, *arguments, use_reentrant=False)
             else:
                 x, hidden, path = self.advance(*arguments)
@@ -300,7 +301,7 @@ def _attend(query: Tensor, path: EagleEntries, past: PastEntries) -> Tensor:
     return read.flatten(2)
 
 
-ENTRIES_AT_ONCE = 512  # of a row; bounds the memory for reading the text, in addition to its result
+ENTRIES_AT_ONCE = 512  # entries of a row; bounds the memory for reading them, in addition to the result
 
 
 @dataclass(frozen=True)

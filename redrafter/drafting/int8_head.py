@@ -1,8 +1,8 @@
-"""A drafter's head in 8 bits, for drafts on a CPU, whose memory gives most of a draft's time to the head.
+"""A drafter's head in 8 bits, for drafts on a CPU, where reading the head takes most of a draft's time.
 
-Each level of a search reads the head whole. With 49,152 ids of 512 features in float32 that took one core 9.6 ms for
-one beam and 18.4 ms for five, and 2.8 and 4.4 ms in 8 bits; in bfloat16 6.1 and 7.0 ms. Drafts are rounded, and no text
-is, as the target verifies them.
+Each level of a search reads the whole head. With 49,152 ids of 512 features in float32 that took one core 9.6 ms for
+one beam and 18.4 ms for five, and 2.8 and 4.4 ms in 8 bits; in bfloat16 6.1 and 7.0 ms. Rounding affects only drafts,
+not the output, as the target verifies them.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-LEAST_WEIGHTS = 1 << 22  # fewer stay in a CPU's caches as they are
+LEAST_WEIGHTS = 1 << 22  # smaller heads stay in a CPU's caches in full precision
 
 
 class Int8Head(NamedTuple):
@@ -26,7 +26,7 @@ class Int8Head(NamedTuple):
 
     @classmethod
     def of(cls, head: nn.Module | None) -> "Int8Head | None":
-        """Return the rounded weight of a head; None where the head is small, or no faster in 8 bits."""
+        """Return the rounded weight of a head; None for a small head, or if it is no faster in 8 bits."""
         if type(head) is not nn.Linear or head.bias is not None or head.weight.numel() < LEAST_WEIGHTS:
             return None
         # Without AVX-512's 8-bit products the rounded head is not faster than the one in full precision.

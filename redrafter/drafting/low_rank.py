@@ -1,8 +1,8 @@
-"""Low-rank updates of a drafter's linear layers (LoRA, Hu et al. 2021, arXiv 2106.09685), by which it learns more.
+"""Low-rank updates of a drafter's linear layers (LoRA, Hu et al. 2021, arXiv 2106.09685), for further training.
 
-The weight W `[F, D]` of a layer is frozen, and the layer computes W + B A, with A `[r, D]` and B `[F, r]`. So gradients
-and the states of an optimizer are those of thin factors. The sum is a weight like W: what is saved is a drafter of the
-form that it had, which a running server takes in place of the one before.
+The weight W `[F, D]` of a layer is frozen, and the layer computes W + B A, with A `[r, D]` and B `[F, r]`. So only thin
+factors have gradients and optimizer states. The sum is a weight like W: the saved drafter has an unchanged form, and a
+running server can load it in place of the current one.
 """
 
 import math
@@ -18,8 +18,8 @@ class LowRankLinear(nn.Linear):
     """A linear layer whose weight and bias are frozen, with a trained low-rank update.
 
     Attributes:
-        lora_A: The factor that reads, `[r, D]`, random at first.
-        lora_B: The factor that writes, `[F, r]`, zero at first, so that the layer begins as it was.
+        lora_A: The input factor, `[r, D]`, random at first.
+        lora_B: The output factor, `[F, r]`, zero at first, so that the layer is unchanged at the start.
     """
 
     def __init__(self, layer: nn.Linear, rank: int):
@@ -42,24 +42,23 @@ class LowRankLinear(nn.Linear):
 
 
 class LowRankDrafter:
-    """A copy of a drafter that is frozen but for low-rank updates of its linear layers.
+    """A copy of a drafter that is frozen except for low-rank updates of its linear layers.
 
     Products over the vocabulary have no updates: factors with a row for each id would be larger than all others, and
     their inputs are updated.
 
     Attributes:
-        whole: The drafter, which stays as it is until `merge`.
+        whole: The drafter, unchanged until `merge`.
         drafter: The copy.
     """
 
     def __init__(self, whole: Any, rank: int, seed: int = 0):
-        """Copy a drafter, and add updates of a rank that a seed begins."""
+        """Copy a drafter, and add updates of a rank, initialised from a seed."""
         self.whole, self.drafter = whole, deepcopy(whole).requires_grad_(False)
         nothing = whole.lm_head.weight.new_empty(0, 1, whole.lm_head.in_features)
         heads = {id(weight) for _, weight in self.drafter.trained_heads(nothing)}
         self._layers: dict[str, LowRankLinear] = {}
-        # The program's own random state stays as it was, or a training would see other data with these layers than
-        # without.
+        # The program's random state stays unchanged, or training with these layers would see other data than without.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             for name, module in list(self.drafter.named_modules()):

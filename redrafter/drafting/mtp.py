@@ -31,11 +31,11 @@ from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.token_tree import Tree
 
-PAST = 1024  # entries of the text that a draft attends to, the nearest ones; bounds what a step copies of the cache
+PAST = 1024  # nearest entries that a draft attends to; bounds what a step copies from the cache
 
 
 class _Made(Exception):
-    """No error: ends the forward of a layer with the keys and values that it would attend to."""
+    """Not an error: ends a layer's forward and carries the keys and values that it would attend to."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,10 @@ def attend_to_past(
     """Attend to `RUNNING_PAST` and to entries of drafts, `[B, H, n, d]`, as an attention function of transformers."""
     past = RUNNING_PAST.get()
     if past is None:
-        # The keys and values are all that is wanted; an exception spares the attention and MLP of the layer.
+        # Only keys and values are needed; an exception skips the attention and MLP of the layer.
         raise _Made(key, value)
     size, count = past.seen.shape[1], key.shape[2]
-    # In place, as the room for drafts was allocated with the text's entries: no copy of these at each step.
+    # In place, as the buffers have room for drafts: copying the text's entries at each step would be costly.
     past.keys[:, :, size : size + count], past.values[:, :, size : size + count] = key, value
     out = explicit_attention(
         query,
@@ -146,14 +146,14 @@ class MTPDrafter(DrafterModel):
 
         Args:
             config: The architecture.
-            blocks: The decoder layers, of which one attends: one alone, unless attention and MLP are layers apart.
-            norm: A norm as the target's layers have it, which is copied.
-            rotary: Module of rotary positions, as the target's decoder has it; None for a target without.
+            blocks: The decoder layers, exactly one of which attends: one layer, unless attention and MLP are separate.
+            norm: A norm of the target's layers, which is copied.
+            rotary: Module of rotary positions of the target's decoder; None for a target without one.
         """
         super().__init__(config)
         self.blocks = nn.ModuleList(blocks)
         self._cache_names = [cache_argument(block.forward) or CACHE_NAME for block in blocks]
-        self.rotary = copy.deepcopy(rotary)  # of some ropes the frequencies are changed in place
+        self.rotary = copy.deepcopy(rotary)  # some ropes change their frequencies in place
         self.embedding_norm, self.hidden_norm, self.norm = (copy.deepcopy(norm) for _ in range(3))
         self.projection = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
 
@@ -176,7 +176,7 @@ class MTPDrafter(DrafterModel):
         if not isinstance(target.head, nn.Linear):
             raise UnsupportedError(
                 f"{target.name} has a head of the type {type(target.head).__name__}, which its MTP layer cannot share "
-                "yet: write without drafts (--no-speculate), or give a drafter"
+                "yet: decode without drafts (--no-speculate), or give a drafter"
             )
 
     def placed(self, target: Target) -> DrafterModel:
@@ -190,9 +190,9 @@ class MTPDrafter(DrafterModel):
         return self.projection
 
     def draft_bytes(self, depth: int) -> int:
-        """Return the bytes of the weights that a draft of `depth` search steps reads, the target's head apart.
+        """Return the bytes of the weights that a draft of `depth` search steps reads, without the target's head.
 
-        All experts are counted, which a large tree reads.
+        All experts are counted, as a large tree reads them all.
         """
         own = sum(weight.nbytes for weight in self.parameters())
         return depth * own + layer_bytes(self.projection)
@@ -215,7 +215,7 @@ class MTPDrafter(DrafterModel):
         return embedded
 
     def _remember(self, table: nn.Module, ids: Tensor, positions: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        position = (positions - 1).clamp(min=0)  # of the first token of a text nothing is read
+        position = (positions - 1).clamp(min=0)  # a sequence's first token has no entry to read
         try:
             self._run(self.join(self.embed(ids, position, table), before)[None], position[None], None)
         except _Made as made:
@@ -252,7 +252,7 @@ class MTPDrafter(DrafterModel):
     forward = step
 
     def _run(self, x: Tensor, position: Tensor, mask: Tensor | None, entries: DraftedEntries | None = None) -> Tensor:
-        # Of ropes with sections for images, which text counts alike, older versions of transformers take all three.
+        # Some ropes have sections for images, which are equal for text; older versions of transformers need all three.
         positions = position.expand(3, -1, -1) if hasattr(self.rotary, "mrope_section") else position
         rope = {} if self.rotary is None else {"position_embeddings": self.rotary(x, positions)}
         for block, cache_name in zip(self.blocks, self._cache_names, strict=True):
@@ -297,9 +297,9 @@ class MTPProposer(SearchProposer):
 
     def read_past(self, cache: KVCache, length: Tensor) -> Past:
         """Return the nearest entries of the committed tokens of rows with `length` `[B]` int64 of them."""
-        # Entries are made of the pending token and of each level but the last, from which nothing is drafted.
+        # Entries are made for the pending token and for each level but the last, from which nothing is drafted.
         count, room = min(cache.window - 1, PAST), 1 + (self.depth - 1) * self.beams
-        # The entry of a position is stored with the token after it, which it reads too.
+        # The entry of a position is stored with the next token, which it also reads.
         position = (length - count).clamp(min=1)[:, None] + torch.arange(count, device=length.device)  # [B, S]
         keys, values = (pad(x.transpose(1, 2), (0, 0, 0, room)) for x in cache.read_drafter_layer(position))
         return Past(keys, values, position < length[:, None])

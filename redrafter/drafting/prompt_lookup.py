@@ -1,8 +1,7 @@
-"""Drafts copied from the text itself: what followed an earlier occurrence of its last tokens.
+"""Drafts copied from the text itself: the tokens that followed an earlier occurrence of its last tokens.
 
-`PromptLookupProposer` drafts nothing else. `TextBeside` adds such a chain to the tree of any other proposer, as nodes
-in addition to its own. Since a draft counts only if it is what the target draws itself, any union of drafts is as
-exact as each of them.
+`PromptLookupProposer` drafts nothing else. `TextBeside` adds such a chain to the tree of any other proposer, as further
+nodes. Since a draft counts only if the target draws it, any union of drafts is as exact as each of them.
 """
 
 from collections.abc import Sequence
@@ -21,30 +20,30 @@ from redrafter.tree.accept import accept
 from redrafter.tree.sizes import check_size
 from redrafter.tree.token_tree import Tree, chain
 
-MATCH_TOKENS = 8  # last tokens to match, with another proposer, at most
-LEAST_MATCH = 2  # of these that must match: single tokens recur by chance
+MATCH_TOKENS = 8  # maximum number of last tokens to match, with another proposer
+LEAST_MATCH = 2  # minimum number of matching tokens, as single tokens recur by chance
 DRAFTS_PER_MATCHED = 2  # on a CPU, where each node takes time: a long match is more likely to continue
 
 
 def latest_match(tokens: Tensor, length: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Find the longest earlier occurrence of each row's last tokens in its own text, the latest of equally long ones.
+    """Find the longest earlier occurrence of each row's last tokens in its own sequence, on a tie the latest.
 
     Args:
         tokens: Each row's text by position, `[B, T]` int64; ignored after the pending token.
         length: Position of the pending token, the last one that is matched, `[B]` int64.
-        most: Last tokens that are looked for, at most.
+        most: Maximum number of last tokens to match.
 
     Returns:
-        The position after the occurrence, 0 for none, and how many tokens match, `[B, 1]` int64 each.
+        The position after the occurrence, 0 for none, and the number of matching tokens, `[B, 1]` int64 each.
     """
     last, back = length[:, None], torch.arange(1 - most, 1, device=tokens.device)
     # Paddings of -1 and -2 match neither a token nor each other.
     key = tokens.gather(1, (last + back).clamp(min=0)).masked_fill(last + back < 0, -1)  # [B, most]
     ending = pad(tokens, (most - 1, 0), value=-2).unfold(1, most, 1)  # [B, T, most], the tokens up to each position
     back_by = torch.arange(1, most + 1, device=tokens.device)
-    matched = most - ((ending != key[:, None]) * back_by).amax(-1)  # [B, T], those after the last that differs
+    matched = most - ((ending != key[:, None]) * back_by).amax(-1)  # [B, T], number of tokens after the last difference
     position = torch.arange(tokens.shape[1], device=tokens.device)
-    # The longest match, and of equally long ones the latest, whose continuation is most like the text to come.
+    # The longest match, and on a tie the latest, whose continuation is the likeliest to recur.
     rank = torch.where(position < last, matched * tokens.shape[1] + position, 0)
     best = rank.argmax(dim=1, keepdim=True)
     found = matched.gather(1, best).where(best < last, 0)
@@ -52,15 +51,15 @@ def latest_match(tokens: Tensor, length: Tensor, most: int) -> tuple[Tensor, Ten
 
 
 class Repeats:
-    """Checks on the host whether a text has a match, so that a step without one need not search for it.
+    """Checks on the host whether a sequence has a match, so that a step without one can skip the search.
 
     It is only a hint: `latest_match` finds the copied tokens, and drafts change no token.
     """
 
     def __init__(self) -> None:
-        """Begin with a text of which nothing was read."""
+        """Begin before any token was read."""
         self._seen: set[tuple[int, ...]] = set()  # each run of LEAST_MATCH tokens that has a next token
-        self._piece: Sequence[int] | None = None  # whose runs are seen too
+        self._piece: Sequence[int] | None = None  # the last piece whose runs were added
         self._read = LEAST_MATCH  # where the next run ends
 
     def has_match(self, tokens: Sequence[int], piece: Sequence[int] | None = None) -> bool:
@@ -68,7 +67,7 @@ class Repeats:
 
         Args:
             tokens: The text, which begins with that of earlier calls.
-            piece: Tokens of the other text. Earlier pieces are not forgotten, as a step that searches in vain is right.
+            piece: Tokens of another sequence. Earlier pieces are kept, as a search without a match is still correct.
         """
         if piece is not None and piece is not self._piece:
             self._piece = piece
@@ -80,9 +79,9 @@ class Repeats:
 
 
 def searched(state: State) -> tuple[Tensor, Tensor]:
-    """Return the tokens that each row may copy, a piece of an earlier text and then its own, and where it is pending.
+    """Return the tokens that each row may copy, and the position of its pending token, `[B, R + T]` and `[B]` int64.
 
-    They are `[B, R + T]` and `[B]` int64.
+    The tokens are a piece of an earlier sequence, followed by the row's own.
     """
     if state.pieces is None:
         return state.tokens, state.length
@@ -92,7 +91,7 @@ def searched(state: State) -> tuple[Tensor, Tensor]:
 def copy_from(tokens: Tensor, length: Tensor, start: Tensor, count: int) -> Tensor:
     """Return the `count` tokens from position `start` `[B, 1]` on, `[B, count]`; 0 is the pending token.
 
-    What reaches the end of the text starts over, which is right where the text is in a loop.
+    Past the end of the text it starts over, which is right if the text is in a loop.
     """
     last = length[:, None]
     steps = torch.arange(count, device=tokens.device) % (last + 1 - start)
@@ -131,7 +130,7 @@ class PromptLookupProposer:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Tokens that are looked for, and tokens that are drafted."""
+        """Number of tokens to match, and number of drafted tokens."""
         return {"ngram": self.ngram, "draft_len": self.draft_len}
 
     @property
@@ -142,7 +141,7 @@ class PromptLookupProposer:
     def propose(
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
     ) -> Tree:
-        """Copy drafts from each row's own text; see `Proposer.propose`."""
+        """Copy drafts from each row's own sequence."""
         tokens, length = searched(state)
         start, _ = latest_match(tokens, length, self.ngram)
         drafts = copy_from(tokens, length, start, self.draft_len)  # [B, K]
@@ -154,9 +153,9 @@ class TextBeside:
     """Adds a chain that is copied from the text to another proposer's drafts.
 
     Attributes:
-        without_text: The other proposer. An LM that drafts reads L more of the last tokens in each step, as it has read
-            none that were copied.
-        draft_len: L, tokens that are added.
+        without_text: The other proposer. A draft model reads L more of the last tokens in each step, as it has not read
+            copied ones.
+        draft_len: L, number of added tokens.
     """
 
     without_text: Proposer
@@ -192,9 +191,9 @@ class TextBeside:
     def propose(
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
     ) -> Tree:
-        """Draft the other proposer's tree, and add what the text says; see `Proposer.propose`.
+        """Draft the other proposer's tree, and add a chain copied from the text.
 
-        A GPU verifies all L nodes in any case, as a captured step has one shape, and some nodes cost it nothing.
+        A GPU always verifies all L nodes, as a captured step has one shape, and a few more nodes cost hardly any time.
         """
         tree = self.without_text.propose(state, sampler, noise, cache, draft_cache)
         tokens, length = searched(state)
@@ -210,7 +209,7 @@ class TextBeside:
 
 
 def graft(tree: Tree, drafts: Tensor) -> Tree:
-    """Hang a chain of drafts on the deepest node of a tree that agrees with it.
+    """Attach a chain of drafts to the deepest node of a tree that agrees with it.
 
     The nodes that agree are those that `accept` would keep if the chain were the target's draws. The tree has no node
     for the token after them, so siblings still differ.
@@ -220,7 +219,7 @@ def graft(tree: Tree, drafts: Tensor) -> Tree:
         drafts: The tokens that follow the pending one, `[B, K + L]` int64.
 
     Returns:
-        The tree with L more nodes, the last ones.
+        The tree with L more nodes at the end.
     """
     rows, nodes = tree.tokens.shape
     count = drafts.shape[1] - tree.levels

@@ -27,10 +27,10 @@ class State:
         tokens: Each row's text by position, without padding, `[B, T]` int64; written in place, as the cache is.
         length: Committed tokens n of each row, `[B]` int64.
         hidden: The target's hidden state that produced the pending token, `[B, F]`.
-        active: Rows that a step advances, `[B]` bool; the others stay as they are.
+        active: Rows that a step advances, `[B]` bool; others are unchanged.
         inputs: The number of each row that a feature of the target reads, as in `ForwardBatch`.
-        pieces: A piece of an earlier text that each row may repeat, `[B, R]` int64, 0 where there is none; None where
-            no earlier texts are kept.
+        pieces: A piece of an earlier sequence that each row may copy, `[B, R]` int64, 0 for none; None if no earlier
+            sequences are stored.
     """
 
     tokens: Tensor
@@ -82,7 +82,7 @@ class Proposer(Protocol):
 
     @property
     def model(self) -> Target | None:
-        """The LM that drafts and has a KV cache of its own; None for a proposer without one."""
+        """The draft model, which has a separate KV cache; None for a proposer without one."""
 
     @property
     def shared_nodes(self) -> int | None:
@@ -90,7 +90,7 @@ class Proposer(Protocol):
 
     @property
     def without_text(self) -> "Proposer | None":
-        """The same proposer without drafts copied from the text; None where it copies none."""
+        """The same proposer without drafts copied from the text; None if it copies none."""
 
     @property
     def sizes(self) -> dict[str, int] | None:
@@ -123,13 +123,15 @@ class PlainProposer:
 
 
 def step_tokens(proposer: Proposer, rows: int) -> int:
-    """Return how many tokens of trees the forward of a step of `rows` rows computes."""
+    """Return the number of tree tokens in the forward of a step of `rows` rows."""
     nodes = rows * proposer.nodes
     return nodes if proposer.shared_nodes is None else min(nodes, max(rows, proposer.shared_nodes))
 
 
 class PricedDrafter(nn.Module):
-    """Interface of every searched drafter: its ids, and the price of a draft. Here a step reads all of its weights.
+    """Interface of every searched drafter: its ids, and the cost of a draft.
+
+    By default, a step reads all of its weights.
 
     Attributes:
         config: Its architecture.
@@ -142,7 +144,7 @@ class PricedDrafter(nn.Module):
     def draft_bytes(self, depth: int) -> int:
         """Return the bytes of the drafter's own weights that a draft of `depth` search steps reads.
 
-        Weights that read the target's hidden state alone count once; those that make committed tokens' entries do not.
+        Weights that read only the target's hidden state count once; those for committed tokens' entries do not count.
         """
         return depth * sum(weight.nbytes for weight in self.parameters())
 
@@ -153,7 +155,7 @@ class PricedDrafter(nn.Module):
 
 @dataclass(frozen=True)
 class SearchProposer:
-    """Drafts by beam search with a drafter, and keeps the best nodes. A subclass says how the drafter scores tokens.
+    """Drafts by beam search with a drafter, and keeps the best nodes. A subclass defines how the drafter scores tokens.
 
     Attributes:
         drafter: The drafter.
@@ -173,7 +175,7 @@ class SearchProposer:
     shared_nodes: int | None = None
     compiled: bool = False
 
-    model = without_text = None  # what a drafter stores of texts is in the target's cache
+    model = without_text = None  # a drafter's entries are stored in the target's cache
 
     @cached_property
     def scratch_slots(self) -> int:
@@ -198,7 +200,7 @@ class SearchProposer:
         return self.grow(state, sampler, self.scores(state, sampler, noise, self.read_context(state, cache)))
 
     def read_context(self, state: State, cache: KVCache) -> Any:
-        """Return the drafter's entries of the rows' committed tokens; None where it has none."""
+        """Return the drafter's entries of the rows' committed tokens; None without entries."""
         raise NotImplementedError
 
     def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: Any) -> Expand:
@@ -223,6 +225,7 @@ class SearchProposer:
             expand: Scores the next tokens of every beam, over the drafter's vocabulary.
             should_stop: Ends the search early, as `beam_search` describes; None to search all steps.
         """
+        # Rows that take no drafts must not spend shared nodes, nor enter the acceptance statistics.
         eligible = state.active if sampler.plain is None else state.active & ~sampler.plain
         return beam_search(
             state.pending[:, 0],
@@ -232,6 +235,7 @@ class SearchProposer:
             nodes=self.nodes,
             ids=self.drafter.draft_ids,
             eligible=eligible,
+            # Each row needs a node at least, its root.
             shared=None if self.shared_nodes is None else max(self.shared_nodes, len(eligible)),
             should_stop=should_stop,
         )

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from redrafter.errors import ArgumentError
 
 RECURRENCES = ("apple", "trtllm", "gated")
-CONTEXT_HEADS, CONTEXT_KV_HEADS, CONTEXT_HEAD_DIM = 4, 1, 64  # of a drafter that attends to the text, by default
-SHORTLIST_RANK = 128  # of the rough scores of a head in two stages, by default
+CONTEXT_HEADS, CONTEXT_KV_HEADS, CONTEXT_HEAD_DIM = 4, 1, 64  # defaults of a drafter with context attention
+SHORTLIST_RANK = 128  # default rank of the rough scores of a head in two stages
 
 
 def check_shortlist_rank(size: int | None, rank: int) -> None:

@@ -1,9 +1,9 @@
-"""The first stage of a head in two stages: a low-rank product proposes ids, and the head scores those alone.
+"""The first stage of a head in two stages: a low-rank product proposes ids, the only ones that the head scores.
 
-At every level of a search the head of a drafter is read whole: with 128,256 ids it is most of the bytes of a draft, and
-only a few of its logits matter. A product of low rank scores all ids roughly, in a fraction of the bytes. The C best of
-each beam are candidates, and their exact logits come from the rows of the head that they name. What is lost is a token
-that the rough scores do not rank among the best C; the target verifies what is drafted, so no text changes.
+Every level of a search reads the whole head of a drafter: with 128,256 ids it is most of the bytes of a draft, and only
+a few of its logits matter. A product of low rank scores all ids roughly, with a fraction of the bytes. The C best of
+each beam are candidates, and their exact logits are computed from their rows of the head. A token is lost if the rough
+scores do not rank it among the best C; the target verifies drafts, so the output does not change.
 """
 
 import torch
@@ -16,7 +16,7 @@ from redrafter.tree.beam_search import Candidates
 
 
 class Shortlist(nn.Module):
-    """Scores all ids roughly, from the input of the head that it stands before."""
+    """Scores all ids roughly, from the input of the head."""
 
     def __init__(self, width: int, rank: int, vocabulary: int):
         """Make a first stage of a rank for a head that reads `width` features, with random weights."""
@@ -39,7 +39,7 @@ class Shortlist(nn.Module):
         step: int,
         names: Tensor | None,
     ) -> Candidates:
-        """Score the likeliest ids of every beam with the head; all shapes are fixed, and nothing is read by the host.
+        """Score the likeliest ids of every beam with the head; all shapes are fixed, and no value is read on the host.
 
         The rough scores have the target's noise too: the drawn token may be unlikely by the logits alone.
 
@@ -70,7 +70,7 @@ def head_rows(head: nn.Linear, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Return rows of a head's weight, FP8 or not, `[..., R]` for ids `[...]`."""
     if not isinstance(head, Float8Linear):
         return head.weight[ids]
-    rows = head.weight.view(torch.uint8)[ids].view(head.weight.dtype)  # FP8 numbers cannot be indexed everywhere
+    rows = head.weight.view(torch.uint8)[ids].view(head.weight.dtype)  # not every device can index FP8 tensors
     return rows.to(dtype) * head.weight_scale[ids][..., None].to(dtype)
 
 

@@ -10,7 +10,7 @@ from redrafter.errors import UnsupportedError
 
 
 class GivenTexts(NamedTuple):
-    """Texts that a drafter drafts over from many of their positions at once, as the search drafts from their ends.
+    """Sequences that a drafter drafts over from many of their positions at once, as a search drafts from their ends.
 
     Attributes:
         tokens: Token ids, `[B, T]` int64.
@@ -35,7 +35,7 @@ ReadAt: TypeAlias = Callable[[Tensor, Tensor], Any]
 
 
 class ReplayableDrafter(DrafterModel):
-    """A drafter that drafts from many positions of a given text at once, as `redrafter evaluate` measures it."""
+    """A drafter that drafts from many positions of a given sequence at once, as `redrafter evaluate` measures it."""
 
     command: ClassVar[str] = "evaluate"  # the command that needs this interface
 
@@ -54,9 +54,9 @@ class ReplayableDrafter(DrafterModel):
         raise NotImplementedError
 
     def context_bytes(self, length: int, beams: int) -> int:
-        """Return the bytes that a position of a text of `length` tokens takes in a search with what `read_texts` gives.
+        """Return the bytes per position of a sequence of `length` tokens in a search with the result of `read_texts`.
 
-        The search is one of `beams` beams; its scores over the vocabulary are not counted.
+        The search has `beams` beams; its scores over the vocabulary are not counted.
         """
         raise NotImplementedError
 
@@ -94,7 +94,7 @@ TextDrafter = TypeVar("TextDrafter", bound=ReplayableDrafter)
 
 
 def require(interface: type[TextDrafter], drafter: DrafterModel) -> TextDrafter:
-    """Return a drafter that has an interface; raise `UnsupportedError` for one that has not."""
+    """Return a drafter that implements an interface; raise `UnsupportedError` for any other."""
     if isinstance(drafter, interface):
         return drafter
     raise UnsupportedError(

@@ -1,9 +1,9 @@
 """A map from the target's tokens to those of a draft model with another vocabulary.
 
-The draft model proposes tokens that both vocabularies have: those that stand for the same bytes (token-level
-intersection, Timor et al. 2025). It reads any token of the target, as one token of its own or as several, its pieces.
-Its text then has another length than the target's, which is the sum of the pieces of the tokens: a function of the
-target's text alone, so nothing but that text is kept from step to step.
+The draft model proposes tokens that both vocabularies have: those with the same bytes (token-level intersection, Timor
+et al. 2025). It reads any token of the target as one or several of its own tokens, its pieces. So its sequence has
+another length than the target's, the sum of the pieces of its tokens: a function of the target's sequence, so no
+further state is kept from step to step.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-UNSHARED_SCORE = -2e9  # below any score of a token that may be drafted, forbidden ones included
+UNSHARED_SCORE = -2e9  # below any score of a token that may be drafted, including forbidden ones
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class VocabularyMap:
     """Maps each of the target's V tokens to the draft model's.
 
     Attributes:
-        pieces: The draft model's ids that it reads, `[V, m]` int64; 0 after the last one.
-        counts: How many these are, from 1 to m, `[V]` int64.
-        draft_ids: The draft model's id of the same bytes, `[V]` int64; 0 where it has none.
+        pieces: The draft model's ids for each token, `[V, m]` int64; 0 after the last one.
+        counts: Number of pieces, from 1 to m, `[V]` int64.
+        draft_ids: The draft model's id with the same bytes, `[V]` int64; 0 if it has none.
         shared: Whether it has one, `[V]` bool. A shared token has one piece, that id.
-        start: The draft model's ids that each of its texts begins with, before the first token of the target.
+        start: The draft model's ids at the start of each sequence, before the first token of the target.
     """
 
     pieces: Tensor
@@ -37,16 +37,16 @@ class VocabularyMap:
 
     @property
     def max_pieces(self) -> int:
-        """m, the most tokens of the draft model for one of the target."""
+        """m, the maximum number of pieces of a token."""
         return self.pieces.shape[1]
 
     @property
     def shared_count(self) -> int:
-        """How many tokens both vocabularies have."""
+        """Number of tokens that both vocabularies have."""
         return int(self.shared.sum())
 
     def fit(self, vocab_size: int, draft_vocab_size: int) -> "VocabularyMap":
-        """Return the map for models whose tables are larger or smaller than what their tokenizers count.
+        """Return the map for models whose tables are larger or smaller than their tokenizers' vocabularies.
 
         Args:
             vocab_size: V, ids of the target.
@@ -69,7 +69,7 @@ class VocabularyMap:
         return replace(self, **moved)
 
     def draft_length(self, tokens: Tensor, length: Tensor) -> Tensor:
-        """Return how many tokens of the draft model the first `length` `[B]` tokens of rows `[B, T]` are, `[B]`."""
+        """Return the number of draft-model tokens of the first `length` `[B]` tokens of rows `[B, T]`, `[B]`."""
         known = torch.arange(tokens.shape[1], device=tokens.device) < length[:, None]
         return (self.counts[tokens] * known).sum(dim=1) + len(self.start)
 
@@ -84,9 +84,10 @@ class VocabularyMap:
         return logits.float().index_select(-1, self.draft_ids).masked_fill_(~self.shared, lowest)
 
     def never_draft_others(self, scores: Tensor, lowest: float) -> Tensor:
-        """Return scores `[..., V]` by which a token that is not shared is chosen after any that is.
+        """Return scores `[..., V]` by which tokens that are not shared are chosen after all others.
 
-        A text's draft tokens are counted by its tokens, so the draft model must have read accepted drafts as they are.
+        The length of the draft model's sequence follows from the tokens, so it must have read accepted drafts as one
+        piece.
 
         Args:
             scores: Scores after the processors, which may forbid every shared token.
@@ -101,22 +102,22 @@ class VocabularyMap:
 
 
 class DraftText:
-    """One text as the draft model reads it, which grows as the text does.
+    """A sequence in the draft model's tokens, which grows with the target's.
 
     Attributes:
         ids: The draft model's ids.
     """
 
     def __init__(self, vocabulary: VocabularyMap):
-        """Begin without tokens of the target."""
+        """Begin with no tokens of the target."""
         self._vocabulary = vocabulary
         self.ids = list(vocabulary.start)
-        self._ends = [len(self.ids)]  # of each number of tokens of the target
+        self._ends = [len(self.ids)]  # number of ids by number of the target's tokens
 
     def length(self, tokens: Sequence[int], count: int | None = None) -> int:
-        """Return how many of `ids` spell the first `count` tokens of a text in the target's tokens; None for all.
+        """Return how many of `ids` are the first `count` tokens of a sequence of the target's tokens; None for all.
 
-        The text begins with those that were given before.
+        The sequence begins with the tokens of earlier calls.
         """
         pieces = self._vocabulary.on_host
         for token in tokens[len(self._ends) - 1 :]:
@@ -125,5 +126,5 @@ class DraftText:
         return self._ends[len(tokens) if count is None else count]
 
     def bound(self, tokens: Sequence[int], positions: int) -> int:
-        """Return the most slots of the draft model's cache that a text of the target needs at so many positions."""
+        """Return the maximum number of draft-model slots that a sequence needs at this number of positions."""
         return self.length(tokens) + self._vocabulary.max_pieces * (positions - len(tokens))

@@ -126,9 +126,9 @@ def test_info_shows_an_assistant(place, capsys):
 )
 def test_an_assistant_is_used_as_it_is_and_not_converted(words, place, capsys):
     assert redrafter([*map(str, words), str(place)]) == 2
-    assert "a drafter of the kind assistant is used as its checkpoint holds it" in capsys.readouterr().err
+    assert "a drafter of the kind assistant can be used only as in its checkpoint" in capsys.readouterr().err
 
 
 def test_an_assistant_is_not_trained_further(place):
-    with pytest.raises(UnsupportedError, match="the kind assistant is used as its checkpoint holds it"):
+    with pytest.raises(UnsupportedError, match="the kind assistant can be used only as in its checkpoint"):
         build_without_weights(TrainConfig(model=str(boxed_pair()), drafter=str(place)))
