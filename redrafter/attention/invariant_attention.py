@@ -1,7 +1,7 @@
-"""Attention of token trees in an order that follows from the positions of a text alone.
+"""Attention of token trees in an order that depends only on the positions of a sequence.
 
-Whether a token comes as a node of a tree, in a chunk of a prompt or by itself, and whatever else is in its forward, the
-same numbers are added in the same order: its keys are visited by position, in tiles and splits of fixed places.
+Whether a token is a node of a tree, in a chunk of a prompt or alone, and whatever else is in its forward, the same
+numbers are added in the same order: its keys are visited by position, in tiles and splits at fixed positions.
 """
 
 from collections.abc import Iterator
@@ -19,18 +19,18 @@ from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.cache_format import read_slots, write_slots
 from redrafter.kernels.invariant_linear import in_full_vectors
 
-TOKENS = 8  # of every product: a batch of another number of matrices may be multiplied in another order
+TOKENS = 8  # tokens of every product: a batch with another number of matrices may be multiplied in another order
 
 
 def invariant_attention_reference(inputs: AttentionInputs) -> Tensor:
-    """Store the new keys and values in the cache, and attend from each token to the positions of its text, in order.
+    """Store the new keys and values, and attend from each token to the positions of its sequence in order.
 
-    This is the slow reference, for any device; on a GPU, Triton kernels are in its place. The key at position s of a
-    node after n committed tokens is that of the token s if s < n, else that of the node's own ancestor at depth s - n.
-    Tiles of 64 positions begin at position 0. Positions below 4,096 are in splits of 128, later ones in splits of 512;
-    each split begins with an empty state, takes its tiles in order, and the states are folded in the order of the
-    splits. Sinks come last. Positions that a token does not see weigh exactly 0, so tiles and splits without any that
-    it sees change nothing. All sums are in float32.
+    This is the slow reference, for any device; a GPU uses Triton kernels instead. For a node after n committed tokens,
+    the key at position s is that of token s if s < n, else that of the node's ancestor at depth s - n. Tiles of 64
+    positions begin at position 0. Positions below 4,096 are in splits of 128, later ones in splits of 512; each split
+    begins with an empty state and adds its tiles in order, and the states are folded in the order of the splits. Sinks
+    come last. Positions that a token does not see have a weight of exactly 0, so tiles and splits without any visible
+    position change nothing. All sums are in float32.
     """
     assert not inputs.chunk_size, "models that attend within chunks are refused by `batch_invariance.support_of`"
     places = _Places.of(inputs.rows)
@@ -50,14 +50,14 @@ invariant_attention = attention_operator(
 
 
 class _Places(NamedTuple):
-    """Locates the positions of the texts of T tokens in the pools.
+    """Locates the positions of the sequences of T tokens in the pools.
 
     Attributes:
-        table: Blocks of each token's text in order of position, `[T, blocks]` int64.
+        table: Blocks of each token's sequence in order of position, `[T, blocks]` int64.
         own: Offset of each token's own key along its row, `[T]` int64.
         end: Position after each token, `[T]` int64.
-        committed: Positions of each token's text that lie at the offset of their own number, `[T]` int64.
-        path: Offset along its row of each token's ancestor at each depth, `[T, N]` int64; read from `committed` on.
+        committed: Number of positions of each token's sequence whose offset equals the position, `[T]` int64.
+        path: Offset along its row of each token's ancestor at each depth, `[T, N]` int64; used from `committed` on.
     """
 
     table: Tensor
@@ -68,10 +68,10 @@ class _Places(NamedTuple):
 
     @classmethod
     def of(cls, rows: TokenRows) -> "_Places":
-        """Find the places of the tokens that are no padding."""
+        """Locate the tokens, except padding."""
         (count, nodes, new, chunks), starts, chunk_starts = rows.sizes, rows.starts, rows.chunk_starts
         length, depth, seen, table = rows.by_row()
-        # 1. The nodes of trees: an ancestor at depth k is at the offset of its number among the nodes.
+        # 1. The nodes of trees: an ancestor at depth k is at the offset of its index among the nodes.
         offsets = length[:, None] + torch.arange(nodes, device=length.device)  # [B, N]
         there = (offsets[:, None] * seen).long()
         path = torch.zeros_like(there).scatter_reduce_(2, depth[:, None].expand_as(there), there, "amax")
@@ -83,7 +83,7 @@ class _Places(NamedTuple):
             length[row],
             path[row, node],
         )
-        # 2. The tokens of chunks: every position is at the offset of its own number.
+        # 2. The tokens of chunks: each position is at the offset of the same number.
         chunk, index = _owners(chunk_starts, chunks)
         own = rows.chunk_lengths[chunk] + index
         in_chunk = cls(rows.by_chunk().long()[chunk], own, own + 1, own + 1, path.new_zeros(len(own), nodes))
@@ -92,7 +92,7 @@ class _Places(NamedTuple):
         return cls(tables, *map(torch.cat, zip(in_tree[1:], in_chunk[1:], strict=True)))
 
     def at(self, tokens: slice) -> "_Places":
-        """Return the places of `TOKENS` tokens, the last ones of which may be padding that sees nothing."""
+        """Return the locations of `TOKENS` tokens, the last ones of which may be padding that sees nothing."""
         return _Places(*(_padded(x[tokens]) for x in self))
 
     def new_slots(self) -> Tensor:
@@ -100,20 +100,20 @@ class _Places(NamedTuple):
         return self._slots(self.own[:, None])[:, 0]
 
     def slots(self, positions: Tensor) -> Tensor:
-        """Return the slots of positions `[S]` of each token's text, `[T, S]` int64; any slots after the token."""
+        """Return the slots of positions `[S]` of each token's sequence, `[T, S]` int64; undefined after the token."""
         positions = positions.expand(len(self.end), -1)
         level = (positions - self.committed[:, None]).clamp(0, self.path.shape[1] - 1)
         return self._slots(torch.where(positions < self.committed[:, None], positions, self.path.gather(1, level)))
 
     def _slots(self, offsets: Tensor) -> Tensor:
-        """Return the slots of offsets along each token's row, `[T, S]` int64; in block 0 past its last block."""
+        """Return the slots of offsets along each token's row, `[T, S]` int64; past its last block, slots of block 0."""
         index, width = offsets // BLOCK_SIZE, self.table.shape[1]
         blocks = self.table.gather(1, index.clamp(max=width - 1)).where(index < width, 0)
         return blocks * BLOCK_SIZE + offsets % BLOCK_SIZE
 
 
 def _owners(starts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return of which of `count` runs each token is, and its index there, `[T]` int64 each; starts: `[count + 1]`."""
+    """Return the run of each token, out of `count`, and its index there, `[T]` int64 each; starts: `[count + 1]`."""
     starts = starts[: count + 1]
     sizes = starts[1:] - starts[:-1]
     owner = torch.repeat_interleave(sizes)
@@ -131,7 +131,7 @@ class _State(NamedTuple):
     Attributes:
         top: Highest score, `[M, H, G, 1]`; minus infinity for none.
         total: Sum of the weights relative to it, `[M, H, G, 1]`.
-        acc: Values in proportion to the weights, `[M, H, G, dv]`.
+        acc: Sum of the values times their weights, `[M, H, G, dv]`.
     """
 
     top: Tensor
@@ -140,18 +140,18 @@ class _State(NamedTuple):
 
     @classmethod
     def empty(cls, query: Tensor, width: int) -> "_State":
-        """Return the state over no positions, of queries `[M, H, G, d]` and values of `width` numbers."""
+        """Return the state over no positions, for queries `[M, H, G, d]` and values of `width` numbers."""
         total = query.new_zeros(*query.shape[:-1], 1)
         return cls(torch.full_like(total, -torch.inf), total, query.new_zeros(*query.shape[:-1], width))
 
     def and_then(self, top: Tensor, total: Tensor, acc: Tensor) -> "_State":
-        """Return the state over these positions and later ones, of which this is the state."""
+        """Return the state over this state's positions and later ones with another state."""
         new = torch.maximum(self.top, top)
         before, after = _exp(self.top - _finite(new)), _exp(top - _finite(new))
         return _State(new, self.total * before + total * after, self.acc * before + acc * after)
 
     def and_tile(self, scores: Tensor, value: Tensor) -> "_State":
-        """Return the state over these positions and a tile of scores `[M, H, G, 64]` and values `[M, H, 64, dv]`."""
+        """Return the state over this state's positions and a tile: scores `[M, H, G, 64]`, values `[M, H, 64, dv]`."""
         new = torch.maximum(self.top, scores.amax(-1, keepdim=True))
         before, weights = _exp(self.top - _finite(new)), _exp(scores - _finite(new))
         total = self.total * before + weights.sum(-1, keepdim=True)
@@ -163,14 +163,14 @@ def _exp(x: Tensor) -> Tensor:
 
 
 def _finite(top: Tensor) -> Tensor:
-    """Return highest scores with 0 in place of minus infinity, from which nothing can be subtracted."""
+    """Return highest scores with 0 in place of minus infinity, as -inf - -inf is NaN."""
     return top.masked_fill(top == -torch.inf, 0)
 
 
 def _attend(query: Tensor, inputs: AttentionInputs, places: _Places) -> Tensor:
-    """Attend from at most `TOKENS` tokens, all in the same order; see `invariant_attention_reference`.
+    """Attend from at most `TOKENS` tokens in the reference's order.
 
-    Returns `[M, Hq, dv]` in float32 for queries `[M, Hq, d]`, whose texts and those of padding are in `places`.
+    Returns `[M, Hq, dv]` in float32 for queries `[M, Hq, d]`; `places` also has entries for padding.
     """
     stores, window, softcap, sinks = (inputs.keys, inputs.values), inputs.window, inputs.softcap, inputs.sinks
     count, heads = len(query), stores[0].shape[1]
@@ -182,7 +182,7 @@ def _attend(query: Tensor, inputs: AttentionInputs, places: _Places) -> Tensor:
         inside = _State.empty(q, stores[1].shape[-1])
         for first in range(split.start, min(split.stop, last), TILE):
             if first + TILE <= seen_first:
-                continue  # no token sees any of it
+                continue  # no token sees this tile
             positions = torch.arange(first, first + TILE, device=query.device)
             visible = (positions < places.end[:, None]) & (positions >= begin[:, None])  # [M, 64]
             slots = places.slots(positions)

@@ -1,9 +1,9 @@
-"""Attention masks of token trees that follow rows of unequal length.
+"""Attention masks of token trees after rows of unequal length.
 
-The first n slots of a row hold its committed tokens, whose slot is their position. Node i of its tree is in scratch
-slot n + i, at position n + depth[i]. A node sees every committed slot and its own ancestors; with a sliding window or
-chunks, only those that are near enough by position. Masks are additive floats: with a boolean one, eager attention is
-silently wrong.
+The first n slots of a row hold its committed tokens, at the position of the same number. Node i of its tree is in
+scratch slot n + i, at position n + depth[i]. A node sees every committed slot and its own ancestors; with a sliding
+window or chunks, only those within the window or chunk. Masks are additive floats: with a boolean one, eager attention
+is silently wrong.
 """
 
 import math
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """How far back a layer looks; everything where both are None.
+    """Attention range of a layer; unlimited if both fields are None.
 
     Attributes:
         window: Positions of a sliding window, the token's own included.
@@ -30,13 +30,13 @@ class AttentionKind:
 
 @dataclass(frozen=True)
 class TreeSlots:
-    """The slots that a forward over trees reads of each row: who sees them, and at which position each one stands.
+    """The slots that a forward over trees reads of each row: which nodes see them, and their positions.
 
     Attributes:
         length: Committed tokens of each row, `[B]` int64.
         depth: Depth of each node below the root, `[B, N]` int64.
         ancestors: Whether each of the last M nodes descends from a node, or is it, `[B, M, N]` bool.
-        count: S, the number of slots, from the first one on.
+        count: S, the number of slots, from slot 0 on.
     """
 
     length: Tensor
@@ -63,7 +63,7 @@ class TreeSlots:
 
     @cached_property
     def positions(self) -> Tensor:
-        """The position of what each slot holds, `[B, S]` int64; any position where it holds nothing."""
+        """The position of each slot's content, `[B, S]` int64; undefined for empty slots."""
         slot = torch.arange(self.count, device=self.length.device)
         node = slot - self.length[:, None]  # [B, S], negative where committed
         position = self.length[:, None] + self.depth.gather(1, node.clamp(0, self.depth.shape[1] - 1))
@@ -73,19 +73,20 @@ class TreeSlots:
 def additive_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the mask `[B, 1, M, S]` that is added to attention scores, for `seen` `[B, M, S]` bool.
 
-    It is 0 where a slot is seen, and the lowest finite value of `dtype` elsewhere.
+    It is 0 for slots that are seen, and the lowest finite value of `dtype` for others.
     """
     mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    # Finite, as a row of -inf, which padding has, would give NaN weights.
     return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
 
 def attend_to_seen(
     attend: Callable[[Tensor, Tensor], Tensor], key: Tensor, value: Tensor, seen: Callable[[], Tensor]
 ) -> Tensor:
-    """Attend on a CPU so that nothing reaches a token that does not see it, whatever it holds.
+    """Attend on a CPU so that tokens do not affect others that do not see them, whatever they contain.
 
-    An additive mask and a weight of 0 hide no NaN: 0 * NaN is NaN. The result shows whether there is one, as it reaches
-    all tokens; so keys and values, many more numbers, are looked at only where the result is not finite.
+    An additive mask and a weight of 0 do not hide a NaN: 0 * NaN is NaN. A NaN reaches all tokens of the result, which
+    shows whether there is one; so keys and values, many more numbers, are checked only if the result is not finite.
 
     Args:
         attend: Attends to keys and values under the mask; returns `[..., heads, M, dv]`.
@@ -94,7 +95,7 @@ def attend_to_seen(
         seen: Returns which slots each token sees, `[..., M, S]` bool.
 
     Returns:
-        What `attend` returns, NaN for tokens that see a slot with a number that is not finite.
+        The result of `attend`, with NaN for tokens that see a slot with a number that is not finite.
     """
     out = attend(key, value)
     if math.isfinite(out.sum(dtype=torch.float32)):
@@ -109,9 +110,9 @@ class LayerKinds:
     """The kind of attention of each layer of a model.
 
     Attributes:
-        by_layer: Kind of each decoder layer, in order; None when it could not be observed.
-        by_name: Kinds under the names that the model takes masks by: one entry where all layers see alike, else one for
-            each of `config.layer_types`.
+        by_layer: Kind of each decoder layer, in order; None if it could not be observed.
+        by_name: Kinds by the names under which the model takes masks: one entry if all layers have the same kind, else
+            one for each of `config.layer_types`.
     """
 
     by_layer: tuple[AttentionKind, ...] | None
@@ -119,11 +120,11 @@ class LayerKinds:
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """Positions that each layer looks back, 0 for all; empty when the layers' kinds are not known."""
+        """Window of each layer, 0 for all positions; empty if the kinds are unknown."""
         return tuple(kind.window or 0 for kind in self.by_layer or ())
 
     @cached_property
     def chunk_sizes(self) -> tuple[int, ...]:
-        """Positions of a chunk of each layer, 0 for all; empty where no layer attends within chunks."""
+        """Chunk size of each layer, 0 for all positions; empty if no layer attends within chunks."""
         sizes = tuple(kind.chunk or 0 for kind in self.by_layer or ())
         return sizes if any(sizes) else ()

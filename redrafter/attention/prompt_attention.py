@@ -1,9 +1,9 @@
-"""Attention of prompts on a CPU, without padding and without a mask that is as wide as a prompt is long.
+"""Attention of prompts on a CPU, without padding and without a mask over the whole prompt.
 
-In a tree, a mask must say who sees whom. In a prompt every token sees the ones before it, so its attention is two plain
-products, over what the cache held already and over the new tokens, joined by the sum of their weights. A sliding
-window needs a mask only along its edge, for a block of tokens at a time. A forward's memory in addition to the cache
-grows with its own tokens, never with the square of a prompt.
+A tree needs a mask of ancestors. In a prompt every token sees all earlier ones, so its attention is two plain products,
+over the cached tokens and over the new ones, combined by their sums of weights. A sliding window needs a mask only
+along its edge, for a block of tokens at a time. A forward's memory in addition to the cache grows with the number of
+its tokens, not with the square of a prompt's length.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,12 +39,12 @@ class Piece:
 
     @property
     def count(self) -> int:
-        """Number of prompt tokens in this piece, all of which one forward reads."""
+        """Number of tokens of the piece."""
         return self.end - self.first
 
 
 def cut_prompts(start: Sequence[int], length: Sequence[int], max_tokens: int) -> list[list[Piece]]:
-    """Cut the unread tokens of each row, from `start` to `length`, into forwards of about equally many tokens."""
+    """Divide the unread tokens of each row, from `start` to `length`, into forwards of about equal size."""
     total = sum(length) - sum(start)
     count = -(-total // max_tokens)
     # Equal shares rather than full forwards and a small last one, which would cost nearly as much as a full one.
@@ -64,16 +64,16 @@ def cut_prompts(start: Sequence[int], length: Sequence[int], max_tokens: int) ->
 
 @dataclass(frozen=True)
 class PromptPlan:
-    """Describes one forward over pieces of prompts, T tokens concatenated, to attention.
+    """Describes a forward over pieces of prompts, T tokens concatenated, to attention.
 
     Attributes:
         pieces: The pieces that the forward reads.
         kinds: Kind of attention of each layer.
         new: Slots in which the T tokens are stored, `[T]` int64.
-        pools: Per layer, the pools of its keys and values, as in `Plan`; None where the model hands its keys and values
+        pools: Per layer, the pools of its keys and values, as in `Plan`; None if the model passes its keys and values
             to a `DenseCache` itself.
-        seen: Per piece, the slots of its row from the first token to the piece's last in these pools, `[end]` int64.
-        masks: Masks along the edges of windows, made when first needed, by tokens, slots and dtype.
+        seen: Per piece, the slots in these pools of its row from the first token to the piece's last, `[end]` int64.
+        masks: Masks along the edges of windows, created on demand, by tokens, slots and dtype.
     """
 
     pieces: Sequence[Piece]
@@ -86,15 +86,15 @@ class PromptPlan:
     def attended(self, layer: int, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the keys and values that each piece attends to, `[H, S, d]`, from its row's first token on.
 
-        They reach to the piece's end or further. Given are those of the new tokens, `[1, H, T, d]`, which are stored,
-        or all that a `DenseCache` holds, `[B, H, S, d]`.
+        They extend at least to the piece's end. The arguments are those of the new tokens, `[1, H, T, d]`, which are
+        stored, or the contents of a `DenseCache`, `[B, H, S, d]`.
         """
         if self.pools is None:
             for piece in self.pieces:
                 yield key[piece.row], value[piece.row]
             return
         home = self.pools[layer]
-        assert home is not None, "a layer attends to what it did not attend to when the model was bound"
+        assert home is not None, "a layer attends to a layer that it did not attend to when the model was bound"
         keys, key_layer, values, value_layer = home
         sides = ((keys[key_layer], key[0]), (values[value_layer], value[0]))
         for store, states in sides:
@@ -104,12 +104,10 @@ class PromptPlan:
             yield k, v
 
     def window_edge_mask(self, count: int, slots: int, dtype: torch.dtype) -> Tensor:
-        """Return the mask of successive tokens that a sliding window lets see equally many slots each.
+        """Return the mask of consecutive tokens that see equally many slots each through a sliding window.
 
-        The window moves by one slot from each token to the next: token i sees slots i to `i + slots - count`.
-
-        Slot 0 is the first one that token 0 sees. The mask `[1, 1, count, slots]` is kept in `masks`, so never write to
-        it.
+        The window moves by one slot per token: token i sees slots i to `i + slots - count`. Slot 0 is the first one
+        that token 0 sees. The mask `[1, 1, count, slots]` is shared through `masks`, so it must not be modified.
         """
         key = (count, slots, dtype)
         if key not in self.masks:
@@ -120,7 +118,7 @@ class PromptPlan:
 
 PROMPT_ATTENTION_NAME = "redrafter_prompt"
 MAX_EDGE_TOKENS = 256  # tokens of a block along the edge of a sliding window
-MAX_SCORES = 1 << 23  # attention scores in memory at once, where each must be changed by itself
+MAX_SCORES = 1 << 23  # attention scores in memory at once, where they are computed explicitly
 
 # Unlike `scaled_dot_product_attention`, it also returns the logarithm of each sum of weights.
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -142,22 +140,23 @@ def prompt_attention(
     """Attend as an attention function of transformers, over pieces of prompts.
 
     Queries are `[1, Hq, T, d]`, keys and values as in `PromptPlan.attended`, the output `[1, T, Hq, dv]`, with None
-    in place of the weights. `plan` comes with the model's own keyword arguments; a model that hands none on finds it in
-    `RUNNING_PLAN`. Where there is none either, another thread runs the model meanwhile, and is given plain attention.
+    in place of the weights. `plan` is passed through the model's keyword arguments; a model that does not pass them on
+    finds it in `RUNNING_PLAN`. If there is none either, the call belongs to another thread's forward, which gets plain
+    attention.
     """
     plan = RUNNING_PLAN.get(None) if plan is None else plan
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if plan is None:
         if not softcap and s_aux is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scale)
-        assert attention_mask is not None, "a model whose scores are capped or spent on sinks has additive masks"
+        assert attention_mask is not None, "a model with capped scores or sinks has additive masks"
         return explicit_attention(query, key, value, attention_mask, scale, softcap or 0.0, s_aux).transpose(1, 2), None
     kind, dtype = plan.kinds[module.layer_idx], query.dtype
     heads, (all_heads, count, width) = key.shape[1], query.shape[1:]
     queries = query.view(heads, all_heads // heads, count, width)  # [H, G, T, d]
     out = query.new_empty(count, all_heads, value.shape[-1])
     out_by_head = out.view(count, heads, -1, value.shape[-1]).permute(1, 2, 0, 3)  # [H, G, T, dv]
-    read = 0  # tokens of the pieces before
+    read = 0  # number of tokens of earlier pieces
     attended = plan.attended(module.layer_idx, key, value)
     for piece, (k, v) in zip(plan.pieces, attended, strict=True):
         for first, end, reach in _blocks(kind, piece):
@@ -184,7 +183,7 @@ def prompt_attention(
 
 
 def _mask_for_other_threads(*args: Any, **kwargs: Any) -> Tensor | None:
-    # A forward of ours needs none; one of another thread meanwhile has transformers' additive one.
+    # Our own forward needs no mask; a concurrent one of another thread gets transformers' additive mask.
     return None if RUNNING_PLAN.get(None) is not None else ALL_MASK_ATTENTION_FUNCTIONS["eager"](*args, **kwargs)
 
 
@@ -192,14 +191,14 @@ register_attention(PROMPT_ATTENTION_NAME, prompt_attention, mask=_mask_for_other
 
 
 def _is_past_window(kind: AttentionKind, first: int) -> bool:
-    """Return whether tokens from position `first` on see back to different slots, each by its own window."""
+    """Return whether tokens from position `first` on see different first slots, each through its own window."""
     return kind.window is not None and first >= kind.window
 
 
 def _blocks(kind: AttentionKind, piece: Piece) -> Iterator[tuple[int, int, int]]:
-    """Yield the first token of each block whose attention is one call, the token after it, and the first slot seen."""
-    # All tokens of a block see back to one slot: the first of the prompt, or of their chunk. Only where a sliding
-    # window no longer reaches the beginning of the prompt does each see back to a slot of its own.
+    """Yield the first token, the end and the first visible slot of each block whose attention is one call."""
+    # All tokens of a block see the same first slot: that of the prompt, or of their chunk. Only where a sliding window
+    # no longer reaches the beginning of the prompt does each token see another first slot.
     first = piece.first
     while first < piece.end:
         end, reach = piece.end, 0
@@ -217,14 +216,14 @@ def _blocks(kind: AttentionKind, piece: Piece) -> Iterator[tuple[int, int, int]]
 
 
 def _seen_by_last(count: int, slots: int, kind: AttentionKind) -> Tensor:
-    """Return which of some slots each of the last `count` tokens sees, where all may be in one chunk, `[n, S]` bool."""
+    """Return which of some slots each of the last `count` tokens sees, within one chunk if any, `[n, S]` bool."""
     slot = torch.arange(slots)
     token = slot[slots - count :, None]
     return (slot <= token) if kind.window is None else (slot <= token) & (slot > token - kind.window)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
-    """Attend with the last n of S tokens, by a mask `[1, 1, n, S]`, or without one to all tokens before.
+    """Attend with the last n of S tokens, under a mask `[1, 1, n, S]`, or without one to all earlier tokens.
 
     Queries are `[H, G, n, d]`, keys and values `[H, S, d]`, sinks `[H * G]`; returns `[H, G, n, dv]`.
     """
@@ -232,15 +231,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, 
     if mask is not None or not before:
         out, log_sum = _flash(q, k, v, scale, mask=mask, causal=mask is None)
     else:
-        # torch aligns a causal mask at the first key, so the keys before the chunk are attended to apart, without a
-        # mask. The logarithms of the two sums of weights say how much each part counts.
+        # torch aligns a causal mask at the first key, so the keys before the chunk are attended to separately, without
+        # a mask. The logarithms of the two sums of weights determine the share of each part.
         older, older_log_sum = _flash(q, k[:, :before], v[:, :before], scale)
         out, log_sum = _flash(q, k[:, before:], v[:, before:], scale, causal=True)
         share = torch.sigmoid(older_log_sum - log_sum)[..., None]
         out = torch.lerp(out.to(share.dtype), older.to(share.dtype), share)
         log_sum = torch.logaddexp(log_sum, older_log_sum)
     if sinks is not None:
-        # A sink adds its exponential to the sum of weights and no value, so all weights shrink by a sigmoid.
+        # A sink adds its exponential to the sum of weights but no value, so all weights shrink by a sigmoid.
         out = out * torch.sigmoid(log_sum - sinks.to(log_sum.dtype).view(*q.shape[:2], 1))[..., None]
     return out
 
@@ -250,7 +249,7 @@ def _flash(
 ) -> tuple[Tensor, Tensor]:
     """Return attention, `[H, G, n, dv]`, and the logarithm of each token's sum of weights, `[H, G, n]`."""
     groups, width = q.shape[1], v.shape[-1]
-    if width != q.shape[-1]:  # the kernel knows one width only; zeros add nothing to a product
+    if width != q.shape[-1]:  # the kernel requires equal widths; zeros add nothing to a product
         q, k, v = (pad(x, (0, max(width, q.shape[-1]) - x.shape[-1])) for x in (q, k, v))
     k, v = k[:, None].expand(-1, groups, -1, -1), v[:, None].expand(-1, groups, -1, -1)
     out, log_sum = _flash_attention(q, k, v, is_causal=causal, attn_mask=mask, scale=scale)
@@ -260,7 +259,7 @@ def _flash(
 def _attend_by_scores(
     q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind, scale: float, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """Attend as `_attend` does, with capped scores: some tokens at a time, so that scores do not fill the memory."""
+    """Attend as `_attend` does, with capped scores, a few tokens at a time to limit the memory of scores."""
     count, slots = q.shape[2], k.shape[1]
     size = max(MAX_SCORES // (q.shape[0] * q.shape[1] * slots), 1)
     parts = []

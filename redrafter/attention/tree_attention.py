@@ -1,9 +1,8 @@
-"""Attention of token trees over a paged cache, as one operator that any Hugging Face model can be given.
+"""Attention of token trees over a paged cache, as one operator for any Hugging Face model.
 
-The new nodes of all rows are concatenated to a single sequence of T tokens (varlen), so that a compiler sees
-one dynamic length and nothing of the batch. Attention gets its other inputs as a `Plan` through the
-model's own keyword arguments, and the operator both stores the new keys and values and attends, so the model needs no
-cache object.
+The new nodes of all rows are concatenated to a single sequence of T tokens (varlen), so that a compiler sees one
+dynamic length and no batch. Attention receives its other inputs as a `Plan` through the model's own keyword arguments,
+and the operator both stores the new keys and values and attends, so the model needs no cache object.
 """
 
 import itertools
@@ -29,13 +28,13 @@ from redrafter.kernels.cache_format import read_slots, round_trip, write_slots
 def register_attention(
     name: str, attention: Callable[..., tuple[Tensor, None]], mask: Callable[..., Tensor | None] | None = None
 ) -> None:
-    """Register an attention function with transformers, once as it is and once capping nothing.
+    """Register an attention function with transformers twice: unchanged, and without softcap.
 
     Args:
-        name: Name of the function, which `replacement_for` is given. One that holds "sdpa" or "flash" would make
-            transformers check for those.
+        name: Name of the function, as for `replacement_for`. A name with "sdpa" or "flash" would make transformers
+            check for those.
         attention: The function, which takes `softcap` as a keyword.
-        mask: Makes its masks; None where it reads none.
+        mask: Makes its masks; None if it needs none.
     """
 
     @wraps(attention)
@@ -49,7 +48,8 @@ def register_attention(
 
 
 def replacement_for(loaded: str, name: str) -> str:
-    """Return the name under which a function, registered as `name`, computes what the `loaded` attention does."""
+    """Return the name under which a function, registered as `name`, replaces the `loaded` attention."""
+    # transformers' sdpa ignores softcap, and the replacement must compute the same.
     return _uncapped(name) if loaded == "sdpa" else name
 
 
@@ -63,13 +63,13 @@ ATTENTION_NAME = "redrafter_tree"
 def tree_attention_reference(inputs: AttentionInputs) -> Tensor:
     """Store the new keys and values in the cache, and attend to the committed ones and to each node's ancestors.
 
-    This is the slow reference, for any device. On a GPU a Triton kernel is in its place, on a CPU `gathered_attention`.
-    The output of padding is 0, or any finite numbers where there are chunks.
+    This is the slow reference, for any device. A GPU uses a Triton kernel instead, a CPU `gathered_attention`. The
+    output of padding is 0, or arbitrary finite numbers if there are chunks.
     """
     (_, nodes, new, _), query, rows = inputs.rows.sizes, inputs.query, inputs.rows
     length, depth, ancestors, table = rows.by_row()
     out = inputs.new_output().zero_()
-    read = [round_trip(x, store.dtype) for store, x in inputs.sides()]  # as later forwards will read them
+    read = [round_trip(x, store.dtype) for store, x in inputs.sides()]  # rounded as later forwards will read them
 
     def attend(tokens: slice, blocks: Tensor, n: int, depth: Tensor, seen: Tensor) -> None:
         """Attend with the new nodes of one row, of nodes at these depths. seen: ancestors of the new ones."""
@@ -98,7 +98,7 @@ def tree_attention_reference(inputs: AttentionInputs) -> Tensor:
             visible = visible & (at - position < inputs.window)
         if inputs.chunk_size:
             visible = visible & (at // inputs.chunk_size == position // inputs.chunk_size)
-        # A value that is not finite reaches those that see it through their scores, and no others: 0 * NaN is NaN.
+        # A value that is not finite affects only those that see it, through their scores: 0 * NaN is NaN.
         lost = ~v.isfinite().all(-1)  # [S, Hq]
         scores = scores.masked_fill(lost.mT[:, None], torch.nan).masked_fill(~visible, -torch.inf)
         if inputs.sinks is not None:
@@ -123,15 +123,15 @@ tree_attention = attention_operator(
 
 
 def gathered_attention(plan: Plan, inputs: AttentionInputs) -> Tensor:
-    """Compute what `tree_attention` computes, faster on a CPU, with torch's attention over copied keys and values.
+    """Compute the result of `tree_attention` faster on a CPU, with torch's attention over copied keys and values.
 
     The new keys and values are stored in the pools. Then the keys and values of each row, whose blocks are scattered
     over the pools, are copied into contiguous tensors, and all rows attend to theirs in one call under a mask. The
-    inputs are those of a forward with that plan.
+    inputs must belong to a forward with this plan.
     """
     out, query = inputs.new_output().zero_(), inputs.query
     plain = not inputs.softcap and inputs.sinks is None
-    # Queries that share a key head stand one after the other: enable_gqa would copy the keys for each of them.
+    # Queries that share a key head are stacked along the tokens: enable_gqa would copy the keys for each of them.
     group = inputs.heads[1] if plain else 1
     for part in (plan.trees, *plan.chunks):
         for store, x in inputs.sides():
@@ -155,12 +155,12 @@ def _attend_rows(inputs: AttentionInputs, query: Tensor, mask: Tensor, key: Tens
 def explicit_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """Attend by way of all scores, where they are capped or may be spent on sinks `[Hq]`; returns `[B, Hq, M, dv]`.
+    """Attend by computing all scores, for a softcap or sinks `[Hq]`; returns `[B, Hq, M, dv]`.
 
     Queries are `[B, Hq, M, d]`, keys and values `[B, H, S, d]`; the mask `[B, 1, M, S]` is added to the scores.
     """
     rows, heads, count, _ = query.shape
-    grouped = rearrange(query, "b (h g) m d -> b h (g m) d", h=key.shape[1])  # keys stay as they are, not repeated
+    grouped = rearrange(query, "b (h g) m d -> b h (g m) d", h=key.shape[1])  # avoids repeating the keys
     scores = (grouped @ key.mT).float().view(rows, heads, count, -1) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
@@ -168,7 +168,7 @@ def explicit_attention(
     if sinks is not None:
         spent = repeat(sinks.float(), "h -> b h m 1", b=rows, m=count)
         scores = torch.cat([scores, spent], dim=-1)
-    # The weights of sinks are left out after the softmax: they are spent on no value.
+    # The weights of sinks are removed after the softmax, as they belong to no value.
     weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
     weights = rearrange(weights, "b (h g) m s -> b h (g m) s", h=key.shape[1])
     return (weights @ value).view(rows, heads, count, -1)
@@ -189,14 +189,14 @@ def tree_attention_forward(
 ) -> tuple[Tensor, None]:
     """Attend as an attention function of transformers, over the new nodes of token trees.
 
-    Queries are `[1, Hq, T, d]`, the output `[1, T, Hq, dv]`, with None in place of the weights. `plan` comes with the
-    model's own keyword arguments; a model that hands none on finds it in `RUNNING_PLAN`.
+    Queries are `[1, Hq, T, d]`, the output `[1, T, Hq, dv]`, with None in place of the weights. `plan` is passed
+    through the model's keyword arguments; a model that does not pass them on finds it in `RUNNING_PLAN`.
     """
     plan = RUNNING_PLAN.get() if plan is None else plan
     # Not einops: a compiler would trace its code in every layer, which took half of the time of tracing a model.
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, d] each
     home = plan.pools[module.layer_idx]
-    assert home is not None, "a layer attends to what it did not attend to when the model was bound"
+    assert home is not None, "a layer attends to a layer that it did not attend to when the model was bound"
     out = _operator(plan, query.device)(
         query,
         key,

@@ -16,20 +16,20 @@ from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK, AttentionInputs
 from redrafter.kernels.block_size import BLOCK_SIZE
 
 Attend: TypeAlias = Callable[[AttentionInputs], Tensor]
-"""Attention in one layer: stores new keys and values, and returns what each token found, `[T, Hq, dv]`."""
+"""Attention in one layer: stores new keys and values, and returns each token's output, `[T, Hq, dv]`."""
 
 
 @dataclass(frozen=True)
 class PromptChunks:
     """Buffers for P chunks of P prompts, concatenated, of at most `P * TOKENS_PER_CHUNK` tokens together.
 
-    All shapes follow from P and the width of the block tables, so that a forward can be captured before its prompts
+    All shapes depend only on P and the width of the block tables, so that a forward can be captured before its prompts
     are known.
 
     Attributes:
         tokens: Token ids of all chunks, `[P * TOKENS_PER_CHUNK]` int64; those past the last chunk are padding.
         starts: Index in `tokens` of the first token of each chunk and, last, of the padding, `[P + 1]` int64.
-        lengths: Tokens of each prompt that the cache holds already, `[P]` int64.
+        lengths: Number of tokens of each prompt that are already cached, `[P]` int64.
         table: Blocks of each prompt in order of position, `[P, M]` int32; 0 where it has fewer.
         inputs: The number of each prompt that a feature reads, `[P]` int64, by feature, as in `ForwardBatch`.
     """
@@ -42,7 +42,7 @@ class PromptChunks:
 
     @classmethod
     def room(cls, count: int, blocks: int, device: torch.device) -> "PromptChunks":
-        """Return empty room for P = `count` chunks, with M = `blocks` blocks in each block table."""
+        """Return empty buffers for P = `count` chunks, with M = `blocks` blocks in each block table."""
         with device:
             tokens, starts = torch.zeros(count * TOKENS_PER_CHUNK, dtype=torch.long), torch.zeros(count + 1).long()
             lengths, table = starts[:-1].clone(), torch.zeros(count, blocks, dtype=torch.int32)
@@ -51,7 +51,7 @@ class PromptChunks:
 
     @property
     def count(self) -> int:
-        """P, how many chunks there is room for."""
+        """P, the number of chunks that the buffers have room for."""
         return len(self.lengths)
 
     @property
@@ -66,7 +66,7 @@ class PromptChunks:
     def slots(self, back: int = 0) -> Tensor:
         """Return the slot of each token in the pools, `[P * TOKENS_PER_CHUNK]` int64; padding is in block 0.
 
-        With `back`, it is that of the token so many places before it, or of the first one of its prompt.
+        With `back`, the slot of the token this number of positions earlier, or of the prompt's first one.
         """
         chunk, position = self._placed()
         position = (position - back).clamp(min=0)
@@ -88,7 +88,7 @@ class PromptChunks:
 
 @dataclass(frozen=True)
 class ChunkEnds:
-    """Holds the results of a forward at the last token of each of P chunks; at any token where a chunk is empty.
+    """Holds the outputs of a forward at the last token of each of P chunks; at any token for an empty chunk.
 
     Attributes:
         logits: The target's logits, `[P, V]`.
@@ -105,13 +105,13 @@ class Plan:
 
     Attributes:
         pools: Per layer, the pool and index of the keys that it attends to, then of the values; a pool is `[G, slots,
-            heads, dim]`. None for a layer that attends to nothing of the text.
-        windows: Per layer, positions that a node looks back, 0 for all. They are learnt from the masks that the model
-            makes, since not every model passes them to its attention function.
+            heads, dim]`. None for a layer that attends to no tokens of the text.
+        windows: Per layer, positions that a node looks back, 0 for all. They are observed from the model's masks, since
+            not every model passes them to its attention function.
         tensors: The tokens of the forward.
-        chunk_sizes: Per layer, positions of a chunk, of which a node sees its own alone, 0 for one chunk; empty
-            where no layer attends within chunks.
-        invariant: Whether the order of all sums must follow from positions alone; see `invariant_attention`.
+        chunk_sizes: Per layer, the chunk size, 0 for no chunks; a node sees only its own chunk. Empty if no layer
+            attends within chunks.
+        invariant: Whether the order of all sums must depend on positions only, as in `invariant_attention`.
     """
 
     pools: tuple[tuple[Tensor, int, Tensor, int] | None, ...]
@@ -122,8 +122,8 @@ class Plan:
 
     @cached_property
     def trees(self) -> "RowsPlan":
-        """The rows of the trees, as attention on a CPU takes them."""
-        tensors = TokenRows(*self.tensors)  # compressed-tensors' layers hand on a plain tuple of its tensors
+        """The rows of the trees, for attention on a CPU."""
+        tensors = TokenRows(*self.tensors)  # layers of compressed-tensors pass on a plain tuple of its tensors
         (rows, nodes, new, _), starts = tensors.sizes, tensors.starts
         length, depth, ancestors, table = tensors.by_row()
         offsets = torch.arange(int(length.max()) + nodes)
@@ -133,15 +133,15 @@ class Plan:
         if int(starts[-1]) < rows * new:
             index = (torch.arange(new) < (starts[1:] - starts[:-1])[:, None]).flatten().nonzero()[:, 0]
             scratch = scratch[index]
-        # Slots that no token sees are masked, but the mask does not hide a NaN that another sequence has left there:
-        # the row's first slot is read instead.
+        # Slots that no token sees are masked, but the mask does not hide a NaN left there by another sequence, so the
+        # row's first slot is read instead.
         held = length + nodes if index is None else length + nodes - new + starts.diff()
         slots = slots.where(offsets < held[:, None], slots[:, :1])
         return RowsPlan(tokens, index, scratch, slots, length, depth, ancestors)
 
     @cached_property
     def chunks(self) -> list["RowsPlan"]:
-        """The rows that chunks with tokens are, one of each, as attention on a CPU takes them."""
+        """The chunks with tokens, one row each, for attention on a CPU."""
         plans, rows = [], TokenRows(*self.tensors)
         spans = itertools.pairwise(rows.chunk_starts.tolist()[:-1])
         for (first, end), length, table in zip(spans, rows.chunk_lengths.tolist(), rows.by_chunk(), strict=False):
@@ -155,17 +155,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class RowsPlan:
-    """Rows that attention on a CPU computes side by side, with the slots that it reads and writes.
+    """Rows that attention on a CPU computes in one call, with the slots that it reads and writes.
 
     Attributes:
         tokens: The tokens of the forward that are new nodes of the rows, in their order.
-        index: Index of each of these among M new nodes of B rows; None where each row has all M.
+        index: Index of each of these among M new nodes of B rows; None if each row has all M.
         new_slots: Slots of the new nodes, one for each of `tokens`.
         slots: Slots of each row's committed tokens and nodes, `[B, S]`.
         length: Committed tokens of each row, `[B]` int64.
         depth: Depth of each node, `[B, N]` int64.
         ancestors: Whether each new node descends from a node, or is it, `[B, M, N]` bool.
-        masks: Masks that were made already, by window, chunk size, dtype and group.
+        masks: Masks created so far, by window, chunk size, dtype and group.
     """
 
     tokens: slice
@@ -190,7 +190,7 @@ class RowsPlan:
         return x.flatten(0, 1) if self.index is None else x.flatten(0, 1)[self.index]
 
     def mask(self, window: int, chunk_size: int, dtype: torch.dtype, group: int) -> Tensor:
-        """Return a layer's additive mask `[B, 1, G M, S]`, repeated G times; a window or chunk of 0 is no bound."""
+        """Return a layer's additive mask `[B, 1, G M, S]`, repeated G times; a window or chunk of 0 is no limit."""
         key = window, chunk_size, dtype, group
         if key not in self.masks:
             kind = AttentionKind(window or None, chunk_size or None)
@@ -206,7 +206,7 @@ def _slots(table: Tensor, offsets: Tensor) -> Tensor:
     return blocks.where(index < width, 0) * BLOCK_SIZE + offsets % BLOCK_SIZE
 
 
-# The schema of all operators of attention; `AttentionInputs.of` gathers their arguments.
+# The schema of all attention operators; `AttentionInputs.of` gathers their arguments.
 _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor keys, SymInt key_layer, Tensor values, SymInt value_layer, "
     "Tensor length, Tensor starts, Tensor depth, Tensor ancestors, Tensor table, Tensor chunk_starts, "
@@ -216,13 +216,13 @@ _SCHEMA = (
 
 
 def attention_operator(name: str, reference: Attend, kernel: Attend | None) -> Callable[..., Tensor]:
-    """Make an operator, which a compiler does not look into, of a reference for any device and a kernel for GPUs."""
+    """Make an opaque operator for compilers, from a reference for any device and a kernel for GPUs."""
 
     def gathering(attend: Attend) -> Callable[..., Tensor]:
         return lambda *args, **settings: attend(AttentionInputs.of(*args, **settings))
 
-    # Nothing is declared as mutated, though the pools are written: the only readers of a pool are these operators,
-    # which run in order because each layer needs the one before. Declared, the compiler might copy a whole pool.
+    # No mutation is declared, though the pools are written: only these operators read a pool, and they run in order
+    # because each layer needs the one before. With a declaration, the compiler might copy a whole pool.
     operator = torch.library.custom_op(f"redrafter::{name}", gathering(reference), mutates_args=(), schema=_SCHEMA)
     operator.register_fake(gathering(AttentionInputs.new_output))
     if kernel is not None:
@@ -230,5 +230,5 @@ def attention_operator(name: str, reference: Attend, kernel: Attend | None) -> C
     return operator
 
 
-# A plan of a tree or of prompts, for models that hand no keyword arguments on to their attention.
+# Plan of a forward over a tree or prompts, for models that do not pass keyword arguments on to their attention.
 RUNNING_PLAN: ContextVar[Any] = ContextVar("plan of the running forward")

@@ -1,7 +1,6 @@
 """Triton kernels for the GPU, each tested against a slow reference in plain torch.
 
-`TRITON` says whether Triton is installed, and so whether the kernels can be called; without it, callers use the
-references.
+`TRITON` is true if Triton is installed, so that the kernels can be called; otherwise callers use the references.
 """
 
 from importlib.util import find_spec

@@ -3,9 +3,10 @@
 A program handles one row, one key head, one tile of that head's queries (all nodes of all query heads that share the
 key head) and one split of the committed tokens. The last split handles the tree: it attends to the new nodes' keys and
 values directly and stores them in the cache. A second kernel merges the splits by log-sum-exp (flash-decoding; Dao et
-al. 2023). Rows may have unequal numbers of nodes: programs of tiles that a row does not have end at once.
+al. 2023). Rows may have unequal numbers of nodes: programs of tiles that a row does not have exit at once.
 
-Chunks of prompts that are read with the trees are rows of a second launch, in which every token sees all before it.
+Chunks of prompts that are read with the trees are rows of a second launch, in which every token attends to all before
+it.
 """
 
 from typing import NamedTuple
@@ -19,22 +20,22 @@ from redrafter.kernels.attention_inputs import TOKEN_MULTIPLE, TOKENS_PER_CHUNK,
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.cache_tiles import attending_sizes, cached_at, from_cache, is_lost, round_trip, store_new
 
-TARGET_PROGRAMS = 264  # programs to launch: about two for each multiprocessor of a large GPU
-SHORT_CONTEXT_TOKENS = 2048  # for rows that are no longer, merging many splits costs more than it saves
-LONG_CONTEXT_TOKENS = 8192  # for longer rows, splits are added
+TARGET_PROGRAMS = 264  # programs to launch: about two per multiprocessor of a large GPU
+SHORT_CONTEXT_TOKENS = 2048  # up to this length, merging many splits costs more than it saves
+LONG_CONTEXT_TOKENS = 8192  # from this length on, splits are added
 MAX_SPLITS = 256
 MAX_MERGED_NUMBERS = 1 << 15  # splits times a head's width that one program merges without registers in memory
-MAX_SPLIT_TOKENS = 8192  # of a row in a batch with others; one program would take as long as all others together
-MIN_SPLIT_TOKENS = 512  # of a row where splits are made for longer ones
-MAX_PART_NUMBERS = 1 << 26  # float32 numbers that all splits find: 256 MiB
+MAX_SPLIT_TOKENS = 8192  # of a row in a batch; one program would take as long as all others together
+MIN_SPLIT_TOKENS = 512  # of a row in a batch with longer ones
+MAX_PART_NUMBERS = 1 << 26  # float32 numbers in the partial results of all splits: 256 MiB
 LOG2E = tl.constexpr(1.4426950408889634)
-NODE_STAGES = tl.constexpr(1)  # tiles of nodes; more would take shared memory from the committed tokens
+NODE_STAGES = tl.constexpr(1)  # pipelined tiles of nodes; more would take shared memory from the committed tokens
 STORED = tl.constexpr(16)  # new tokens that a program stores at once
 
 
 @triton.jit
 def _scores(q, k, scale, SOFTCAP: tl.constexpr):
-    """Return products of queries and keys `[M, S]`, or scores where these are bounded; `_unit` is their unit."""
+    """Return products of queries and keys `[M, S]`, or capped scores; `_unit` returns their unit."""
     x = tl.dot(q, k, input_precision="ieee")
     if SOFTCAP > 0:
         x = SOFTCAP * (2 * tl.sigmoid(2 * scale / SOFTCAP * x) - 1)  # tanh
@@ -62,7 +63,7 @@ def _update_softmax(scores, unit, v, top, total, acc):
 
 @triton.jit
 def _is_near(position, other, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """Return whether a token sees one before it by their positions: within a window, and within its own chunk."""
+    """Return whether a token sees an earlier one by their positions: within a window, and within its own chunk."""
     near = position >= other
     if WINDOW > 0:
         near = near & (position - other < WINDOW)
@@ -75,8 +76,8 @@ def _is_near(position, other, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 def blocks_of_tile(TABLE, start, end, BLOCK_S: tl.constexpr, PAGE: tl.constexpr):
     """Return the block of each token of a tile, 0 for those from `end` on.
 
-    The table is read block by block. Read as a tile, it would be copied asynchronously as keys and values are; copies
-    end in their order, so to wait for the last blocks would be to wait for all keys and values under way.
+    The table is read block by block. Read as a tile, it would be copied asynchronously like keys and values; copies
+    complete in order, so waiting for the last blocks would mean waiting for all pending keys and values.
     """
     within = tl.arange(0, BLOCK_S) // PAGE
     block = tl.zeros([BLOCK_S], tl.int32)
@@ -98,6 +99,7 @@ def _attend_committed(
     s = start + tl.arange(0, BLOCK_S)
     slot = block * PAGE + s % PAGE
     if WIDE:
+        # Multiplied by the stride below, the offset would overflow 32 bits.
         slot = slot.to(tl.int64)
     k_at, v_at = KEYS + (slot * cache_k + dk[:, None]), VALUES + (slot[:, None] * cache_v + dv)
     if MASKED:
@@ -107,6 +109,7 @@ def _attend_committed(
         visible = inside[None, :]
         if WINDOW > 0 or CHUNK > 0:
             visible = visible & _is_near(n + depth[:, None], s[None, :], WINDOW, CHUNK)
+        # Masked after the product: a masked load gives zeros, which would count as keys of score 0.
         x = _scores(q, from_cache(k, q, LARGEST, WIDEN), scale, SOFTCAP)
         x = tl.where(visible, x, float("-inf"))
     else:
@@ -129,11 +132,11 @@ def _attend_kernel(
 ):  # fmt: skip
     """Attend with one tile of queries to one split of the committed tokens, or to the tree.
 
-    Without splits (`SPLIT` is false), the one program of a tile does both and writes the output. The new nodes of a row
-    are tokens `START[row]` to `START[row + 1] - 1`. If they are a chain (`CHAIN`), each has all before it as ancestors,
-    and neither `DEPTH` nor `ANCESTORS` is read; else these have entries for `nodes` new nodes of each row. A split has
-    `least` committed tokens, or what is left of the row. `WIDE` says that a layer's cache has too many numbers to count
-    them in 32 bits.
+    Without splits (`SPLIT` is false), the only program of a tile does both and writes the output. The new nodes of a
+    row are tokens `START[row]` to `START[row + 1] - 1`. If they are a chain (`CHAIN`), each has all earlier ones as
+    ancestors, and neither `DEPTH` nor `ANCESTORS` is read; otherwise these have entries for `nodes` new nodes of each
+    row. A split has `least` committed tokens, or the rest of the row. `WIDE` is set if a layer's cache has too many
+    numbers for 32-bit offsets.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) // tiles
@@ -141,7 +144,7 @@ def _attend_kernel(
     split = tl.program_id(2)
     n, offset = tl.load(LENGTH + row).to(tl.int32), tl.load(START + row)
     count = (tl.load(START + row + 1) - offset).to(tl.int32)
-    # Lengths and starts are older than the previous kernel, which may still be writing the queries, keys and values.
+    # Lengths and starts were written before the previous kernel, which may still be writing queries, keys and values.
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
     if tile * BLOCK_M >= count * GROUP:
@@ -155,8 +158,9 @@ def _attend_kernel(
     all_nodes = cached + nodes
     out = token * (HEADS * GROUP) + q_of
 
-    # The committed tokens of this split. Where there are several splits, the last one has none.
+    # The committed tokens of this split. If there are several splits, the last one has none.
     first = 0
+    # Tiles that no node sees are skipped, rounded down to whole tiles.
     if WINDOW > 0:
         first = tl.maximum(n - WINDOW + 1, 0) // BLOCK_S * BLOCK_S
     if CHUNK > 0:
@@ -166,6 +170,7 @@ def _attend_kernel(
     low = first + split * share
     high = tl.minimum(low + share, n)
     whole = low + tl.maximum(high - low, 0) // BLOCK_S * BLOCK_S
+    # With a window, every tile may be partly hidden, so all of them are masked.
     if WINDOW > 0 or CHUNK > 0:
         whole = low
     if (split < splits - 1) & (low >= n):
@@ -182,10 +187,10 @@ def _attend_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     unit = _unit(scale, SOFTCAP)
-    keys, values = KEYS + head * DK, VALUES + head * DV  # of the head
+    keys, values = KEYS + head * DK, VALUES + head * DV  # start of the head
     TABLE += row * blocks
 
-    # The blocks of a tile are read while the one before is attended to.
+    # The blocks of a tile are read while the previous tile is attended to.
     block = blocks_of_tile(TABLE, low, high, BLOCK_S, PAGE)
     for start in range(low, whole, BLOCK_S):
         next_block = blocks_of_tile(TABLE, start + BLOCK_S, high, BLOCK_S, PAGE)
@@ -204,7 +209,8 @@ def _attend_kernel(
 
     # The tree: first the nodes of earlier forwards, from the cache; then the new ones, which are stored.
     if split == splits - 1:
-        end = tl.minimum(count, tl.cdiv((tile + 1) * BLOCK_M, GROUP))  # no node of the tile sees those from here on
+        end = tl.minimum(count, tl.cdiv((tile + 1) * BLOCK_M, GROUP))  # no node of the tile sees later ones
+        # Each tile stores the nodes of its own queries only, so no two programs write the same slot.
         for start in range(tl.cdiv(tile * BLOCK_M, GROUP), end, STORED):
             j = start + tl.arange(0, STORED)
             store_new(
@@ -233,9 +239,11 @@ def _attend_kernel(
             other = offset + j
             k = tl.load(K + other * k_token + head * k_head + dk[:, None], held & (dk[:, None] < DK), 0.0)
             v = tl.load(V + other[:, None] * v_token + head * v_head + dv, held[:, None] & (dv < DV), 0.0)
-            # Rounded as later forwards read them, or a token's logits would depend on the other tokens of its forward.
+            # Rounded as later forwards will read them, or a token's logits would depend on which tokens share its
+            # forward.
             k, v = round_trip(k, KEYS, q, LARGEST), round_trip(v, VALUES, q, LARGEST)
             lost = is_lost(v, LARGEST)
+            # A value that is not finite reaches those that see it through its score alone, as 0 * NaN is NaN.
             v = tl.where(lost[:, None], 0.0, v).to(q.dtype)
             if CHAIN:
                 visible = live[:, None] & _is_near(n + node[:, None], n + j[None, :], WINDOW, CHUNK)
@@ -248,19 +256,22 @@ def _attend_kernel(
             x = tl.where(visible, x, float("-inf"))
             top, total, acc = _update_softmax(x, unit, v, top, total, acc)
 
+    # Partial results stay in float32 and unnormalised: the merge needs the sums of the weights.
     if SPLIT:
         index = out * splits + split
         tl.store(TOPS + index * 2, top, live)
         tl.store(TOPS + index * 2 + 1, total, live)
-        attended = live & (total != 0)  # NaN too
+        attended = live & (total != 0)  # also NaN
         tl.store(PART + index[:, None] * DV + dv, acc, attended[:, None] & (dv < DV))
     else:
         if HAS_SINKS:
+            # A sink adds to the sum of the weights but has no value.
             sink = tl.load(SINKS + q_of, live, 0.0).to(tl.float32) * LOG2E
             new_top = tl.maximum(top, sink)
             shrink = tl.exp2(top - new_top)
             total = total * shrink + tl.exp2(sink - new_top)
             acc = acc * shrink[:, None]
+        # Padding attends to nothing, and 0 / 0 would write NaN.
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(OUT + out[:, None] * DV + dv, acc.to(OUT.dtype.element_ty), live[:, None] & (dv < DV))
 
@@ -271,15 +282,15 @@ def _merge_splits_kernel(
     QUERY_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
-    """Merge what the splits found for one query head of one token, by log-sum-exp; 0 for tokens from `END` on.
+    """Merge the partial results of one query head of one token, by log-sum-exp; 0 for tokens from `END` on.
 
-    Tokens before `START` are left as they are.
+    Tokens before `START` are not written.
     """
     out = tl.program_id(0).to(tl.int64)
     begin, count = tl.load(START) * QUERY_HEADS, tl.load(END) * QUERY_HEADS
     s, dv = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_DV)
     index = out * splits + s
-    # Waiting only, without an early trigger: merges that are launched earlier take room from the splits (docs/gpu.md).
+    # It only waits, without an early trigger: merges launched earlier would take space from the splits (docs/gpu.md).
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
     if out < begin:
@@ -291,6 +302,7 @@ def _merge_splits_kernel(
     if HAS_SINKS:
         sink = tl.load(SINKS + out % QUERY_HEADS).to(tl.float32) * LOG2E
         best = tl.maximum(best, sink)
+    # A split without visible keys has top -inf, and -inf - -inf is NaN.
     weight = tl.where(total != 0, tl.exp2(tl.where(total != 0, top - best, 0.0)), 0.0)
     part = tl.load(PART + index[:, None] * DV + dv, (total != 0)[:, None] & (dv < DV), 0.0)
     whole = tl.sum(total * weight, 0)
@@ -301,16 +313,16 @@ def _merge_splits_kernel(
 
 
 class _Tiling(NamedTuple):
-    """Describes how the attention of some rows is cut into programs.
+    """Describes how the attention of some rows is divided into programs.
 
     Attributes:
         queries: Queries per tile.
         keys: Keys per tile.
         splits: Splits of a row, the last of which is the tree.
-        stages: Tiles of keys and values under way at once.
-        warps: Warps of a program; 8 with one stage only: Triton 3.6 has pipelined such loops into a race, in 1 of 3
+        stages: Pipelined tiles of keys and values.
+        warps: Warps of a program; 8 with one stage only: Triton 3.6 has pipelined such loops with a race, in 1 of 3
             rows of a prompt.
-        least: Tokens that a split has at least.
+        least: Minimum number of tokens of a split.
     """
 
     queries: int
@@ -324,34 +336,35 @@ class _Tiling(NamedTuple):
 def _choose_tiling(groups: int, queries: int, blocks: int, width: int, half: bool, fp8: bool) -> _Tiling:
     """Choose the tiling by size, as measured on an H200 (docs/benchmarks.md, Attention).
 
-    There are so many `groups` of rows and key heads, each with `queries` of its nodes and query heads. The width of the
-    table, `blocks`, bounds a row's length; `width` is that of a head, of queries or values, whichever is more.
+    `groups` is the number of rows times key heads, each with `queries` of its nodes and query heads. The width of the
+    table, `blocks`, bounds a row's length; `width` is the larger of the head widths of queries and values.
     """
     widest, programs = max(triton.next_power_of_2(queries), 16), TARGET_PROGRAMS
     short, long = blocks * BLOCK_SIZE <= SHORT_CONTEXT_TOKENS, blocks * BLOCK_SIZE > LONG_CONTEXT_TOKENS
     tile, keys, stages, warps = min(widest, 64), 64, 3, 4
     if not half and width > 128:
-        tile, keys, stages, warps = 16, 16, 1, 8  # larger tiles or fewer warps keep registers in memory
+        tile, keys, stages, warps = 16, 16, 1, 8  # larger tiles or fewer warps spill registers
     elif not half or width > 128:
         tile, keys, stages = min(widest, 16 if width > (256 if half else 64) else 32), 32, 1
     elif widest == 128 and 2 * groups > TARGET_PROGRAMS:
-        tile, keys = 128, 32  # each tile that is read, and widened, serves more queries
+        tile, keys = 128, 32  # each tile that is read and widened serves more queries
     elif widest >= 64 and short:
         programs //= 2
     elif widest == 16 and short:
         keys = 32
     elif widest == 16 and fp8 and long:
         warps, programs = 2, 2 * programs
+    # A merge holds all splits of a head in registers.
     most = min(MAX_MERGED_NUMBERS // triton.next_power_of_2(width), MAX_SPLITS)
     splits = min(max(programs // (groups * triton.cdiv(queries, tile)), 1), most)
     return _Tiling(tile, keys, splits, stages, warps)
 
 
 def _for_long_rows(tiling: _Tiling, blocks: int, numbers: int) -> _Tiling:
-    """Return a tiling whose splits suit the longest row that there may be.
+    """Return a tiling with splits that suit the longest possible row.
 
-    The splits of `_choose_tiling` keep a device busy where all rows are equally long. A row that is much longer than
-    the others would be left to a few programs. One split finds so many `numbers`, of all tokens and query heads.
+    The splits of `_choose_tiling` keep a device busy if all rows have equal lengths. A row much longer than the others
+    would be left to a few programs. `numbers` is the size of one split's results, for all tokens and query heads.
     """
     wanted = min(1 + triton.cdiv(blocks * BLOCK_SIZE, MAX_SPLIT_TOKENS), MAX_PART_NUMBERS // numbers)
     if blocks * BLOCK_SIZE <= LONG_CONTEXT_TOKENS or wanted <= max(tiling.splits, 2):
@@ -373,9 +386,10 @@ def tree_attention(inputs: AttentionInputs) -> Tensor:
         length: Tensor, starts: Tensor, table: Tensor, rows: int, nodes: int, cached: int, tiling: _Tiling,
         chain: bool = False,
     ) -> None:  # fmt: skip
-        """Launch the attention of rows with `nodes` new nodes at most, and `cached` ones that are in the cache."""
+        """Launch the attention of rows with at most `nodes` new nodes, and `cached` ones that are in the cache."""
         splits = tiling.splits
         tiles, blocks = triton.cdiv(nodes * group, tiling.queries), (table.shape[0] - 1) // rows
+        # Unused arguments still need a pointer, and `out` costs no allocation.
         part = out if splits == 1 else query.new_empty(tokens, query_heads, splits, dv, dtype=torch.float32)
         tops = out if splits == 1 else query.new_empty(tokens, query_heads, splits, 2, dtype=torch.float32)
         _attend_kernel[(rows, heads * tiles, splits)](
@@ -389,26 +403,28 @@ def tree_attention(inputs: AttentionInputs) -> Tensor:
         )  # fmt: skip
         if splits > 1:
             block_splits, width = triton.next_power_of_2(splits), sizes["BLOCK_DV"]
-            warps = min(max(block_splits * width // 4096, 1 if width <= 64 else 2), 16)  # what fits in registers
+            warps = min(max(block_splits * width // 4096, 1 if width <= 64 else 2), 16)  # so that it fits in registers
             _merge_splits_kernel[(tokens * query_heads,)](
                 part, tops, inputs.sinks, out, starts, starts[rows:], splits, QUERY_HEADS=query_heads,
                 BLOCK_SPLITS=block_splits, HAS_SINKS=inputs.sinks is not None, num_warps=warps, **merging,
             )  # fmt: skip
 
     size = max(dk, dv), query.element_size() == 2, keys.element_size() == 1
-    # Of a ragged tree, most rows have fewer nodes than the largest one, and tiles are made for those.
+    # Most rows of a ragged tree have fewer nodes than the largest one, so tiles are sized by the mean.
     mean = max(triton.cdiv(tokens - chunks * TOKENS_PER_CHUNK, rows), 1)
     blocks = (of.table.shape[0] - 1) // rows
     tiling = _choose_tiling(rows * heads, min(mean, nodes) * group, blocks, *size)
     if rows > 1:
         tiling = _for_long_rows(tiling, blocks, out.numel())
     attend(of.length, of.starts, of.table, rows, nodes, all_nodes - nodes, tiling)
-    if chunks:  # the padding is one more
+    if chunks:  # padding is one more chunk
         most = chunks * TOKENS_PER_CHUNK + TOKEN_MULTIPLE
         blocks = (of.chunk_table.shape[0] - 1) // (chunks + 1)
+        # A chunk's queries fill the device already, so splits would only add a merge.
         tiling = _choose_tiling(heads, most * group, blocks, *size)._replace(splits=1)
         tiling = _for_long_rows(tiling, blocks, out.numel())
         attend(of.chunk_lengths, of.chunk_starts, of.chunk_table, chunks + 1, most, 0, tiling, chain=True)
     elif tokens > rows * nodes and tiling.splits == 1:
+        # The kernel writes no padding tokens, whose garbage could be NaN.
         out[rows * nodes :].zero_()
     return out

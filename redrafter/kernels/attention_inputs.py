@@ -6,30 +6,30 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-TOKEN_MULTIPLE = 8  # of a forward's tokens: matrix products like it, and no forward is then of one token
-TOKENS_PER_CHUNK = 16  # tokens of a forward for each chunk of a prompt that it has room for; a chunk may have more
+TOKEN_MULTIPLE = 8  # tokens of a forward are padded to it: matrix products are faster, and none has one token
+TOKENS_PER_CHUNK = 16  # tokens per prompt chunk in a forward's buffers; a single chunk may have more
 
-# The positions at which batch-invariant attention begins a new split follow from positions alone.
-TILE = 64  # positions that are weighed together
-NEAR = 4096  # positions whose splits are short
-NEAR_SPLIT, FAR_SPLIT = 128, 512  # positions of a split before and after that
+# Batch-invariant attention starts new splits at positions that depend on positions only.
+TILE = 64  # positions that are weighted together
+NEAR = 4096  # positions below this have short splits
+NEAR_SPLIT, FAR_SPLIT = 128, 512  # positions of a split below and from `NEAR` on
 
 
 class TokenRows(NamedTuple):
     """The T tokens of a forward: the last M of a tree's N nodes for each of B rows, and P chunks of prompts.
 
-    The new nodes come first, one row after the other, then the chunks, then padding. A row may have fewer nodes than N:
-    of a ragged tree, only the first ones are tokens. All tensors are flat, each with one spare entry at its end, since
-    a compiler treats a dimension that is ever 1 as a case of its own.
+    The new nodes come first, row by row, then the chunks, then padding. A row may have fewer nodes than N: in a ragged
+    tree, only the first ones are tokens. All tensors are flat, each with one spare entry at its end, since a compiler
+    specialises dimensions of size 1.
 
     Attributes:
         length: Committed tokens of each row, `[B + 1]` int64.
-        starts: Index of the first token of each row, and of what follows the last one, `[B + 1]` int64.
+        starts: Index of the first token of each row, and of the token after the last row, `[B + 1]` int64.
         depth: Depth of each node below the root, `[B*N + 1]` int64.
-        ancestors: Whether each new node descends from a node, or is it, `[B*M*N + 1]` bool.
+        ancestors: Whether a node is each new node's ancestor or the node itself, `[B*M*N + 1]` bool.
         table: Blocks of each row in order of position, `[B*blocks + 1]` int32.
         chunk_starts: Index of the first token of each chunk, of the padding, and of the end, `[P + 2]` int64. Padding
-            is treated as one more chunk, which is in block 0.
+            is treated as one more chunk, which uses block 0.
         chunk_lengths: Tokens of each chunk's prompt that are cached already, `[P + 2]` int64.
         chunk_table: Blocks of each chunk's prompt, `[(P + 1)*blocks + 1]` int32.
     """
@@ -71,12 +71,12 @@ class AttentionInputs:
         value: New values, `[T, H, dv]`, which are stored.
         keys: The layer's part of the cache, `[slots, H, d]`.
         values: The same of values, `[slots, H, dv]`.
-        rows: Which tokens these are, and where each row's blocks are.
+        rows: Positions of the tokens in rows, and each row's blocks.
         scale: Multiplier of the products of queries and keys.
         window: Positions that a token sees, back from its own; 0 for all.
         softcap: Bound of the scores; 0 for none.
-        sinks: A score that each head may spend on nothing, `[Hq]`; None for none.
-        chunk_size: Positions of a chunk, of which a token sees its own alone; 0 for one chunk.
+        sinks: Score of each head's attention sink, `[Hq]`; None for none.
+        chunk_size: Positions of a chunk, outside of which a token sees nothing; 0 for no chunks.
     """
 
     query: Tensor
@@ -96,7 +96,7 @@ class AttentionInputs:
         cls, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, key_layer: int, values: Tensor, value_layer: int,
         *rest: Any, **settings: Any,
     ) -> "AttentionInputs":  # fmt: skip
-        """Gather the arguments of an operator: a pool and the index of the layer in it say where keys go, and values.
+        """Gather the arguments of an operator: keys and values are each passed as a pool and the layer's index in it.
 
         `rest` are the tensors of `TokenRows`, and the settings in their order.
         """
@@ -114,5 +114,5 @@ class AttentionInputs:
         return self.value.shape[1], self.query.shape[1] // self.value.shape[1]
 
     def new_output(self) -> Tensor:
-        """Return room for the output, `[T, Hq, dv]`."""
+        """Return an uninitialised output, `[T, Hq, dv]`."""
         return self.query.new_empty(self.query.shape[0], self.query.shape[1], self.value.shape[-1])

@@ -1,7 +1,7 @@
 """Keys and values in the number format of a cache, which may be FP8 where a forward computes in a wider one.
 
-A number is rounded by itself, so what is stored of a token does not depend on how the token was read. Numbers out of
-range become the largest ones: not every version of torch converts so, and an infinity would spoil a whole text.
+Each number is rounded separately, so the stored values of a token do not depend on how the token was read. Numbers out
+of range are clamped: not every version of torch converts so, and an infinity would make a whole sequence invalid.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def largest_number(dtype: torch.dtype) -> float:
-    """Return the largest number of an FP8 format, and 0 for a wider one, in which a cache stores numbers as they are.
+    """Return the largest number of an FP8 format, and 0 for a wider one, in which a cache stores numbers unchanged.
 
     Args:
         dtype: Dtype of a cache.
@@ -18,19 +18,19 @@ def largest_number(dtype: torch.dtype) -> float:
 
 
 def to_format(states: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return keys or values as a cache of that dtype stores them."""
+    """Return keys or values in the storage format of a cache."""
     largest = largest_number(dtype)
-    # Before the conversion, which in some versions of torch makes infinities or NaN of numbers out of range.
+    # Before the conversion, which in some versions of torch turns numbers out of range into infinities or NaN.
     return states.clamp(-largest, largest).to(dtype) if largest else states
 
 
 def round_trip(states: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return keys or values, in their own dtype, as they are read back from a cache of dtype `dtype`."""
+    """Return keys or values, in their own dtype, with the rounding of a cache of dtype `dtype`."""
     return to_format(states, dtype).to(states.dtype)
 
 
 def as_bytes(store: Tensor) -> Tensor:
-    """Return a view of a tensor in which its numbers can be moved: not every operator knows FP8."""
+    """Return a view of a tensor whose numbers can be moved, as not every operator supports FP8."""
     return store.view(torch.uint8) if store.element_size() == 1 else store
 
 
@@ -48,7 +48,7 @@ def write_slots(store: Tensor, slots: Tensor, states: Tensor) -> None:
 
 
 def read_slots(store: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return keys or values of slots, as a forward computes with them.
+    """Return the keys or values in slots, in the dtype of a forward.
 
     Args:
         store: The layer's part of a cache, `[slots, H, d]`.
@@ -58,7 +58,7 @@ def read_slots(store: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     Returns:
         `[..., H, d]`.
     """
-    # On a CPU, indexing copies number by number where index_select copies slot by slot, five times as fast.
+    # On a CPU, indexing copies single numbers where index_select copies whole slots, five times as fast.
     if store.element_size() > 1:
         return store.index_select(0, slots.flatten()).unflatten(0, slots.shape)
     return as_bytes(store).index_select(0, slots.flatten()).view(store.dtype).unflatten(0, slots.shape).to(dtype)

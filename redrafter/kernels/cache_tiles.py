@@ -1,7 +1,7 @@
 """Keys and values between kernels and a paged cache, whose numbers may be FP8; `cache_format` is the reference.
 
-`LARGEST` is what `cache_format.largest_number` says of the cache. FP8 is e4m3 or e5m2; both are exact in float16 and
-bfloat16, so reading rounds nothing.
+`LARGEST` is the result of `cache_format.largest_number` for the cache. FP8 is e4m3 or e5m2; both are exact in float16
+and bfloat16, so reading does not round.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ CHUNK = 256  # elements of each slot that one program moves
 
 @triton.jit
 def to_cache(x, STORE, LARGEST: tl.constexpr):
-    """Return a tile as a cache stores it."""
+    """Return a tile in the storage format of a cache."""
     if LARGEST > 0:
         x = tl.clamp(x.to(tl.float32), -LARGEST, LARGEST)
     return x.to(STORE.dtype.element_ty)
@@ -28,7 +28,7 @@ def to_cache(x, STORE, LARGEST: tl.constexpr):
 
 @triton.jit
 def from_cache(x, q, LARGEST: tl.constexpr, WIDEN: tl.constexpr):
-    """Return a tile of a cache in the dtype of the queries, by what `widening_assembly` returns where it does."""
+    """Return a tile of a cache in the dtype of the queries, converted by `widening_assembly` where available."""
     if WIDEN is not None:
         narrow = x.to(tl.uint8, bitcast=True)
         x = tl.inline_asm_elementwise(WIDEN, "=r,=r,r", [narrow], q.dtype, is_pure=True, pack=4)
@@ -39,7 +39,7 @@ def from_cache(x, q, LARGEST: tl.constexpr, WIDEN: tl.constexpr):
 
 @triton.jit
 def round_trip(x, STORE, q, LARGEST: tl.constexpr):
-    """Return a tile of new keys or values as it is read back later."""
+    """Return a tile of new keys or values with the rounding of the cache."""
     if LARGEST > 0:
         x = to_cache(x, STORE, LARGEST).to(q.dtype)
     return x
@@ -47,10 +47,10 @@ def round_trip(x, STORE, q, LARGEST: tl.constexpr):
 
 @triton.jit
 def is_lost(value, LARGEST: tl.constexpr):
-    """Return which of a tile of values `[S, DV]` hold a number that is not finite, and in FP8 will not be.
+    """Return which tokens of a tile of values `[S, DV]` have a number that is not finite, and in FP8 is NaN.
 
-    The value of such a token is taken for 0 and its key for NaN. So it reaches the tokens that see it, by their scores,
-    and no others: these have a weight of 0 for it, and 0 * NaN is NaN.
+    The value of such a token is replaced by 0 and its key by NaN. So the error reaches only the tokens that see it, by
+    their scores: others have a weight of 0 for it, and 0 * NaN is NaN.
     """
     finite = value == value
     if LARGEST == 0:
@@ -60,7 +60,7 @@ def is_lost(value, LARGEST: tl.constexpr):
 
 @triton.jit
 def cached_at(STORE, TABLE, s, seen, blocks, stride, head, WIDTH: tl.constexpr, PAGE: tl.constexpr):
-    """Return the addresses of a head's keys or values at positions of the row whose blocks `TABLE` has."""
+    """Return the addresses of a head's keys or values at positions of the row with block table `TABLE`."""
     page = tl.load(TABLE + s // PAGE, seen & (s // PAGE < blocks), 0).to(tl.int64)
     return STORE + (page * PAGE + s % PAGE) * stride + head * WIDTH
 
@@ -86,7 +86,7 @@ def store_new(
 
 
 def storing_sizes(inputs: AttentionInputs) -> dict[str, Any]:
-    """Return how a kernel that stores new keys and values is compiled and launched."""
+    """Return the compile and launch options of a kernel that stores new keys and values."""
     dk, dv = inputs.query.shape[2], inputs.value.shape[2]
     assert inputs.query.stride(2) == inputs.key.stride(2) == inputs.value.stride(2) == 1, (
         "a head's vector is contiguous"
@@ -113,14 +113,15 @@ def _move_kernel(
     """Copy the keys (or values) of a row's accepted nodes to the slots after its committed tokens, in one layer.
 
     `NODES[row, d]` is the accepted node at depth d. It is copied from slot `LENGTH[row] + NODES[row, d]` of the row to
-    slot `LENGTH[row] + d`; `TABLE` says in which blocks of the pool the slots are. The grid is (rows, layers, chunks):
-    each program copies `CHUNK` of the `width` elements of every such slot.
+    slot `LENGTH[row] + d`; `TABLE` has the row's blocks in the pool. The grid is (rows, layers, chunks): each program
+    copies `CHUNK` of the `width` elements of every such slot.
     """
     row, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     d, c = tl.arange(0, BLOCK_D), tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
     n = tl.load(LENGTH + row)
     destination = n + d
     source = n + tl.load(NODES + row * depth + d, d < depth, 0)
+    # A row near its end may have no block for its last nodes, which are never kept.
     inside = (d < depth) & (destination // PAGE < blocks) & (source // PAGE < blocks)
     from_slot = tl.load(TABLE + row * table_stride + source // PAGE, inside, 0).to(tl.int64) * PAGE + source % PAGE
     to_block = tl.load(TABLE + row * table_stride + destination // PAGE, inside, 0).to(tl.int64)

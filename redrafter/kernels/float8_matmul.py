@@ -1,13 +1,12 @@
-"""Products of weights and inputs that are both FP8 (e4m3), multiplied as such, of few tokens.
+"""Products of FP8 (e4m3) weights and FP8 inputs, for few tokens.
 
 Reading the weight takes most of the time. Each program reads a tile of it along a part of its input features. Output
-features are the rows of its sums and tokens the columns, so that a few tokens fill the tensor cores' tiles as well as
-many do. Sums are carried to float32 after every `EXACT_AFTER` products, as torch's are. The last program of a tile to
-finish adds up the parts.
+features are the rows of its sums and tokens the columns, so that a few tokens use the tensor cores' tiles as well as
+many do. Sums are moved to float32 after every `EXACT_AFTER` products, as in torch. The last program of a tile to finish
+adds up the parts.
 
-How a sum is cut into parts, and in which order it is taken, follows from the sizes of the weight alone. So a token has
-the same bits whatever else is in the forward: rounded to FP8 by the next layer, a last bit that differs may become a
-fourth one.
+The parts of a sum, and its order, depend only on the sizes of the weight. So a token has the same bits whatever else is
+in the forward: rounded to FP8 by the next layer, a difference in the last bit may become one in the fourth.
 """
 
 import torch
@@ -26,8 +25,8 @@ from redrafter.kernels.linear import (
     parts_of_tile,
 )
 
-EXACT_AFTER = tl.constexpr(128)  # products that tensor cores add up in fewer bits than float32 has
-UNIT = tl.constexpr(256)  # input features of which parts are made, a multiple of every step
+EXACT_AFTER = tl.constexpr(128)  # products that tensor cores add up with fewer bits than float32 has
+UNIT = tl.constexpr(256)  # input features per unit of a part, a multiple of every step
 
 
 @triton.jit(do_not_specialize=["tokens", "splits"])
@@ -38,10 +37,10 @@ def _float8_product_kernel(
 ):  # fmt: skip
     """Multiply a tile of the weight with a tile of tokens, over one of `splits` parts of the input features.
 
-    `WHOLE` says that the weight has no tile or step that is less than whole.
+    `WHOLE` is set if all tiles and steps of the weight are full. With several splits (`SPLIT`), the last program of a
+    tile to finish adds up what all of them stored in `PARTS`.
 
-    With several splits (`SPLIT`), the last program of a tile to finish adds up what all of them stored in `PARTS`.
-    `FOLLOW` says that the kernel may be launched while the previous one runs (programmatic dependent launch) and must
+    `FOLLOW` is set if the kernel may be launched while the previous one runs (programmatic dependent launch) and must
     wait for it before it reads `X`. The first `UNIT` of the weight need not wait (`AHEAD`): it is read while the inputs
     are being rounded. It is multiplied last, so that the loop's own reads start as soon as the inputs are there.
     """
@@ -49,6 +48,7 @@ def _float8_product_kernel(
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     f = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
     k = tl.arange(0, STEP)
+    # Parts are whole units, so that their borders do not depend on the step of a tiling.
     share = tl.cdiv(tl.cdiv(inner, UNIT), splits) * UNIT
     low = split * share
     high = tl.minimum(low + share, inner)
@@ -75,6 +75,7 @@ def _float8_product_kernel(
         acc = tl.dot(w, x, acc, max_num_imprecise_acc=EXACT_AFTER)
     if AHEAD:
         acc = tl.dot(first_w, first_x, acc, max_num_imprecise_acc=EXACT_AFTER)
+    # All but the last program of a tile are done here.
     if SPLIT:
         parts = parts_of_tile(PARTS, tile, splits, FEATURES, TOKENS)
         if not is_last_part(acc, parts, COUNTS + tile, split, splits):
@@ -91,7 +92,8 @@ def _float8_product_kernel(
 def _choose_tiling(tokens: int, features: int) -> Tiling:
     """Choose the tiling by the numbers of tokens and output features, as measured on an H200.
 
-    Layers of many features have tiles of one width for any number of tokens, since parts are counted by tiles.
+    Layers with many features have tiles of one width for any number of tokens, since the number of parts depends on
+    tiles.
     """
     many = features > MANY_FEATURES
     if tokens <= 16:
@@ -116,12 +118,12 @@ def float8_product(
 
     Args:
         x: Inputs, `[T, D]` float8_e4m3fn.
-        x_scale: Multiplier of each token of them, T numbers of float32.
-        weight: Weight as `nn.Linear` has it, `[F, D]` float8_e4m3fn; rows may be apart.
+        x_scale: Multiplier of each token, T float32 numbers.
+        weight: Weight in the layout of `nn.Linear`, `[F, D]` float8_e4m3fn; rows need not be contiguous.
         scale: Multiplier of each row of it, `[F]` float32.
         bias: `[F]`; None for none.
         dtype: Dtype of the result.
-        tiling: How the product is cut; None for what suits its size.
+        tiling: Tiling of the product; None for one that suits its size.
     """
     (tokens, inner), features = x.shape, len(weight)
     out = x.new_empty(tokens, features, dtype=dtype)
@@ -132,9 +134,10 @@ def float8_product(
     units = triton.cdiv(inner, UNIT.value)
     splits, parts = tiling.splits or choose_splits(tiles, units), out
     if splits > 1:
-        if blocks > 1 and blocks * tiles > MAX_SPLIT_TILES:  # there are no more counters
+        if blocks > 1 and blocks * tiles > MAX_SPLIT_TILES:  # the number of counters is limited
             most = max(MAX_SPLIT_TILES // tiles, 1) * tiling.tokens
             pairs = zip(x.split(most), x_scale.split(most), strict=True)
+            # With the same tiling, or the parts of these sums would differ from other calls'.
             return torch.cat([float8_product(*pair, weight, scale, bias, dtype, tiling) for pair in pairs])
         parts = x.new_empty(blocks * tiles * splits * tiling.features * tiling.tokens, dtype=torch.float32)
     follow = supports_dependent_launch(x.device)

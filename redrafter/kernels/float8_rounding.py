@@ -1,7 +1,7 @@
 """Inputs of FP8 products, rounded to FP8 (e4m3) token by token; `float8_inputs` is the reference, bit for bit.
 
-One program reads a whole token, finds its scale, and writes nothing but what the product reads: the rounded numbers in
-the dtype of the inputs, or numbers of FP8 and the scale.
+One program reads a whole token, finds its scale, and writes only what the product reads: the rounded numbers in the
+inputs' dtype, or FP8 numbers and the scale.
 """
 
 import torch
@@ -20,14 +20,14 @@ ONE, EXPONENT = tl.constexpr(float8_inputs.ONE), tl.constexpr(float8_inputs.EXPO
 BELOW_NEXT, LEAST_SCALE = tl.constexpr(float8_inputs.BELOW_NEXT), tl.constexpr(float8_inputs.LEAST_SCALE)
 LEAST_NORMAL, LARGEST_POWER = tl.constexpr(float8_inputs.LEAST_NORMAL), tl.constexpr(float8_inputs.LARGEST_POWER)
 MANTISSA = tl.constexpr(float8_inputs.MANTISSA)
-NO_FRACTIONS = tl.constexpr(1.5 * 2.0**23)  # about which float32 has integers alone
+NO_FRACTIONS = tl.constexpr(1.5 * 2.0**23)  # around which float32 has only integers
 SIGN = tl.constexpr(-(1 << 31))
-SIZE = tl.constexpr(0x7FFF)  # of 16 bits those without the sign: integers in the order of the numbers' sizes
+SIZE = tl.constexpr(0x7FFF)  # the 16 bits without the sign: integers in the order of the absolute values
 
 
 @triton.jit
 def _cut(x, LARGEST: tl.constexpr):
-    """Return the size of numbers in float32, `LARGEST` at most; NaN stays NaN."""
+    """Return absolute values in float32, clamped to `LARGEST`; NaN stays NaN."""
     return tl.minimum(tl.abs(x.to(tl.float32)), LARGEST, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -36,9 +36,9 @@ def _round_kernel(
     X, OUT, SCALE, inner,
     LARGEST: tl.constexpr, NARROW: tl.constexpr, WIDTH: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
-    """Round one token to numbers of FP8, and store them divided by the scale, with the scale, if `NARROW`.
+    """Round one token to FP8 numbers; if `NARROW`, store them divided by the scale, and the scale.
 
-    `LARGEST` is what `largest_input` says of the dtype. `FOLLOW` says that the kernel may be launched before the
+    `LARGEST` is the result of `largest_input` for the dtype. `FOLLOW` is set if the kernel may be launched before the
     previous one is done (programmatic dependent launch) and must wait for it before it reads `X`.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -46,14 +46,15 @@ def _round_kernel(
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # the product prefetches its weight while this one runs
-    given = tl.load(X + row * inner + k, k < inner, 0.0)  # until the scale is known, registers hold 16 bits a number
+    given = tl.load(X + row * inner + k, k < inner, 0.0)  # until the scale is known, registers hold 16 bits per number
+    # Compared as integers: without the sign bit, they have the order of the numbers.
     largest = tl.max((given.to(tl.int16, bitcast=True) & SIZE).to(tl.int32), 0).to(tl.int16)
     largest = _cut(largest.to(given.dtype, bitcast=True), LARGEST).to(tl.int32, bitcast=True)
     scale = tl.maximum(((largest + BELOW_NEXT) & EXPONENT) - LARGEST_POWER, LEAST_SCALE)
     size = _cut(given, LARGEST)
     unit = tl.maximum(size.to(tl.int32, bitcast=True) & EXPONENT, scale - LEAST_NORMAL) - MANTISSA
     inverse = 2 * ONE - unit
-    # Adding and taking away 1.5 * 2**23 rounds to the nearest even integer, as float32 has no fractions there.
+    # Adding and subtracting 1.5 * 2**23 rounds to the nearest even integer, as float32 has no fractions there.
     units = (size * inverse.to(tl.float32, bitcast=True) + NO_FRACTIONS) - NO_FRACTIONS
     if NARROW:
         unit += ONE - scale
@@ -64,13 +65,13 @@ def _round_kernel(
 
 
 def round_values(x: Tensor) -> Tensor:
-    """Round each token to numbers of FP8, with the least scale at which its largest number is one.
+    """Round each token to FP8 numbers, with the smallest scale at which its largest number is representable.
 
     Args:
-        x: Inputs, `[..., D]` bfloat16 or float16, of `MAX_ROUNDED_WIDTH` features at most.
+        x: Inputs, `[..., D]` bfloat16 or float16, with at most `MAX_ROUNDED_WIDTH` features.
 
     Returns:
-        The rounded numbers, in the dtype of the inputs, `[..., D]`.
+        The rounded numbers, in the inputs' dtype, `[..., D]`.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _round(x, out, None)
@@ -81,7 +82,7 @@ def round_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round each token as `round_values` does, to FP8 itself.
 
     Args:
-        x: Inputs, as of `round_values`.
+        x: Inputs, as in `round_values`.
 
     Returns:
         The rounded numbers divided by the scale of their token, `[..., D]` float8_e4m3fn, and the scales, which are
@@ -94,7 +95,7 @@ def round_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _round(x: Tensor, out: Tensor, scale: Tensor | None) -> None:
-    """Write rounded inputs to `out`, divided by the scales where `scale` is there to be written too."""
+    """Write rounded inputs to `out`; if `scale` is given, divided by the scales, which are written to it."""
     if not x.numel():
         return
     inner = x.shape[-1]

@@ -2,12 +2,12 @@
 
 A library of matrix products chooses the order of its sums by the number of rows, so a row alone and the same row among
 others differ in their last bits. On a CPU these operators multiply blocks of a fixed number of rows, for which that
-order is always the same. It was measured, in float32, float16 and bfloat16, for widths from 5 to 8,192 and 1 and 2
-threads, that a row's bits then depend neither on its place in the block nor on the other rows. The order may well
-depend on the number of threads and on the CPU.
+order is always the same. Measurements in float32, float16 and bfloat16, for widths from 5 to 8,192 and 1 and 2 threads,
+showed that a row's bits then depend neither on its position in the block nor on the other rows. The order may depend on
+the number of threads and on the CPU.
 
-On a GPU every output is one sum in ascending order. Where torch's product is found to sum so for a shape, it is used;
-else a kernel of our own.
+On a GPU every output is one sum in ascending order. torch's product is used for shapes for which it is found to sum so,
+and otherwise a kernel of our own.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from torch.nn.functional import linear, pad
 from redrafter import kernels
 
 BLOCK = 16  # rows of every product
-VECTOR = 64  # numbers, a multiple of what torch computes at once on any CPU and in any dtype
-CHUNK = 16384  # numbers; a tensor of 32,768 or more is shared out to threads, at places that depend on its size
+VECTOR = 64  # numbers, a multiple of torch's vector width on any CPU and in any dtype
+CHUNK = 16384  # numbers; torch divides a tensor of 32,768 or more between threads, at positions that depend on its size
 
 
 @torch.library.custom_op("redrafter::invariant_linear", mutates_args=())
@@ -29,7 +29,7 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     Args:
         x: Inputs, `[..., D]`.
-        weight: Weight as `nn.Linear` has it, `[F, D]`.
+        weight: Weight in the layout of `nn.Linear`, `[F, D]`.
         bias: Bias, `[F]`; None for none.
     """
     return _in_blocks(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
@@ -62,7 +62,7 @@ def _(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
 
 
 def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `x @ weight.T + bias`, `[R, F]`, in products of `BLOCK` rows; the last ones of `x [R, D]` may be zeros."""
+    """Return `x @ weight.T + bias`, `[R, F]`, in products of `BLOCK` rows, padding `x [R, D]` with zeros."""
     # Always 16 rows: the library chooses the order of its sums by their number.
     blocks = pad(x, (0, 0, 0, -len(x) % BLOCK)).contiguous().split(BLOCK)
     return torch.cat([linear(block, weight, bias) for block in blocks])[: len(x)]
@@ -81,14 +81,15 @@ if kernels.TRITON:
 
 
 def in_full_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return `function(x)` for a function of single numbers, `[...]`, such that each depends on its argument alone.
+    """Return `function(x)` for a pointwise function, `[...]`, such that each number depends only on its argument.
 
     On a CPU torch computes a tensor in vectors of 8 to 64 numbers, and the remainder at its end with other
-    instructions, by which a sigmoid in float32 may end in another bit. Here nothing is ever left over.
+    instructions, for which a float32 sigmoid may differ in its last bit. Here there is never a remainder.
 
     Args:
         function: Computes each number of its result from one number of its argument.
         x: The argument, `[...]`.
     """
     chunks = pad(x.reshape(-1), (0, -x.numel() % VECTOR)).split(CHUNK)
+    # Cloned, as a view into a larger tensor may be unaligned and take the other path.
     return torch.cat([function(chunk.clone()) for chunk in chunks])[: x.numel()].view(x.shape)

@@ -1,4 +1,4 @@
-"""Launch options that several kernels share: tilings, capabilities of the device, and how it widens FP8."""
+"""Launch options that several kernels share: tilings, capabilities of the device, and the conversion of FP8."""
 
 import functools
 from typing import NamedTuple
@@ -7,15 +7,15 @@ import torch
 
 
 class Tiling(NamedTuple):
-    """Describes how a product is cut into programs.
+    """Describes how a product is divided into programs.
 
     Attributes:
         tokens: Tokens per program.
         features: Output features per program.
         step: Input features that are loaded at once.
-        stages: Loads under way at once.
+        stages: Pipelined loads.
         warps: Warps of a program.
-        splits: Parts of the input features, for kernels that cut them; None for as many as keep a large GPU busy.
+        splits: Parts of the input features, for kernels that split them; None for a number that keeps a large GPU busy.
     """
 
     tokens: int
@@ -35,10 +35,10 @@ def supports_dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-# Four numbers of FP8 in one register become two registers of two numbers, by a few instructions of NVIDIA GPUs: each
-# byte is widened with copies of its sign, shifted to where the wider number has exponent and mantissa, and freed of the
-# copies between them and the sign. A product with a power of two makes up for the other bias of its exponent. The
-# instructions that a GPU has for it convert two numbers at a quarter of the rate, and to float16 alone.
+# Four FP8 numbers in one register become two registers of two numbers, by a few instructions of NVIDIA GPUs: each byte
+# is widened with copies of its sign, shifted to the position of exponent and mantissa in the wider format, and cleared
+# of the copies between them and the sign. A product with a power of two corrects the bias of its exponent. The GPU's
+# own instruction converts two numbers at a quarter of the rate, and only to float16.
 _WIDEN = """
 {
     .reg .b32 low, high, factor, zero;
@@ -66,8 +66,8 @@ _CONSTANTS = {  # KIND, SHIFT, MASK and FACTOR
 def widening_assembly(narrow: torch.dtype, wide: torch.dtype, device: torch.device) -> str | None:
     """Return assembly that widens four numbers of `narrow`, for `tl.inline_asm_elementwise` with `pack=4`.
 
-    Every number of FP8 is one of bfloat16 and of float16 too, so nothing is rounded. Infinities and NaN, which a cache
-    and a weight do not hold, become finite numbers. Returns None for other dtypes, and where no NVIDIA GPU computes.
+    Every FP8 number is exact in bfloat16 and float16, so nothing is rounded. Infinities and NaN, which a cache and a
+    weight do not contain, become finite numbers. Returns None for other dtypes, and without an NVIDIA GPU.
     """
     if device.type != "cuda" or torch.version.cuda is None or (narrow, wide) not in _CONSTANTS:
         return None

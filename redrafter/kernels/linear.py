@@ -1,8 +1,8 @@
 """Products of few tokens with a weight of 16 bits or of FP8 (e4m3), where reading the weight takes most of the time.
 
-Each program reads a tile of the weight along a part of its input features. FP8 is widened in registers: every number of
-it is one of bfloat16 and of float16 too, so the product is that of the weight itself, and inputs are not rounded. The
-last program of a tile to finish adds up the parts, in an order that does not depend on which program is last.
+Each program reads a tile of the weight along a part of its input features. FP8 is widened in registers: every FP8
+number is exact in bfloat16 and float16, so the product is exact in the weight, and inputs are not rounded. The last
+program of a tile to finish adds up the parts, in an order that does not depend on which program is last.
 """
 
 import functools
@@ -14,28 +14,28 @@ from torch import Tensor
 
 from redrafter.kernels.launch import Tiling, supports_dependent_launch, widening_assembly
 
-MAX_THIN_TOKENS = 32  # for more tokens torch's product of 16 bits is as fast
-MAX_FEATURES = 4608  # wider weights of 16 bits have tiles for all multiprocessors, and torch's product is as fast
+MAX_THIN_TOKENS = 32  # for more tokens torch's 16-bit product is as fast
+MAX_FEATURES = 4608  # wider 16-bit weights have tiles for all multiprocessors, and torch's product is as fast
 MIN_WEIGHT_BYTES = 8 << 20
-TARGET_PROGRAMS = 132  # programs of 16 bits to launch: one for each multiprocessor of a large GPU
-TILE, STEP = 64, 128  # output and input features of a tile of 16 bits
+TARGET_PROGRAMS = 132  # 16-bit programs to launch: one per multiprocessor of a large GPU
+TILE, STEP = 64, 128  # output and input features of a 16-bit tile
 
-MAX_WIDENED_TOKENS = 256  # for more tokens, to widen the weight first costs less than a slower product
-MANY_FEATURES = 8192  # output features from which wider tiles are as many as a large GPU runs at once
+MAX_WIDENED_TOKENS = 256  # for more tokens, widening the weight first costs less than a slower product
+MANY_FEATURES = 8192  # output features above which a large GPU is full with wider tiles
 PROGRAMS_AT_ONCE = 264  # two on each multiprocessor of a large GPU
-MIN_STEPS = 4  # of the loop over input features that a program makes
-PART_COST = 0.03  # what a further part of every tile costs, as a share of the product's time
+MIN_STEPS = 4  # minimum iterations of a program's loop over input features
+PART_COST = 0.03  # cost of a further part of every tile, as a share of the product's time
 MAX_SPLIT_TILES = 4096  # tiles whose input features may be split
 
 
 @triton.jit
 def widen(w, OUT, ASSEMBLY: tl.constexpr):
-    """Return bytes of FP8 in the 16 bits of `OUT`: four at once by `ASSEMBLY`, or one by one where that is None."""
+    """Return FP8 bytes in the 16-bit dtype of `OUT`: four at once by `ASSEMBLY`, or one by one if that is None."""
     if ASSEMBLY is not None:
         wide = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [w], OUT.dtype.element_ty, is_pure=True, pack=4)
     else:
         bits = w.to(tl.uint16)
-        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)  # of float16, whose exponents have a bias that is 8 more
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)  # float16, whose exponent bias is larger by 8
         wide = (half.to(tl.float16, bitcast=True) * 256.0).to(OUT.dtype.element_ty)
     return wide
 
@@ -51,23 +51,24 @@ def parts_of_tile(PARTS, tile, splits, FEATURES: tl.constexpr, TOKENS: tl.conste
 def is_last_part(acc, parts, count, split, splits):
     """Store the sums of one split, and return whether all others of its tile are stored too.
 
-    The count of the splits that are is 0 before the first and after the last of them.
+    The count of stored splits is 0 before the first and after the last of them.
     """
     tl.store(parts + split * (acc.shape[0] * acc.shape[1]), acc)
     # All threads must have stored their sums before one of them counts this split as finished.
     tl.debug_barrier()
     last = tl.atomic_add(count, 1, sem="acq_rel") == splits - 1
     if last:
+        # Reset here for the next launch, which saves a kernel that clears the counters.
         tl.store(count, 0)
     return last
 
 
 @triton.jit
 def add_parts(parts, splits, FEATURES: tl.constexpr, TOKENS: tl.constexpr):
-    """Return the sums of all splits of a tile, added up in their order, whichever was the last to finish."""
+    """Return the sums of all splits of a tile, added up in split order, whichever finished last."""
     acc = tl.zeros([FEATURES, TOKENS], tl.float32)
     for other in range(splits):
-        # `.cg` reads the L2 cache, as the L1 cache does not see what other multiprocessors have written.
+        # `.cg` reads from the L2 cache, as the L1 cache does not see writes of other multiprocessors.
         acc += tl.load(parts + other * (FEATURES * TOKENS), cache_modifier=".cg")
     return acc
 
@@ -81,13 +82,13 @@ def _product_kernel(
 ):  # fmt: skip
     """Multiply a tile of tokens with a tile of the weight, over one of `splits` parts of the input features.
 
-    `WHOLE` says that the weight has no tile or step that is less than whole. `WIDEN` says that it is of FP8, and has
-    scales. `RESIDUAL` adds the product's SiLU to the inputs, which are as many as the outputs. `FEW` has tokens in the
-    rows of the sums, for fewer than 64: no warp then widens what another one does, and bytes are read from shared
-    memory by four.
+    `WHOLE` is set if all tiles and steps of the weight are full, `WIDEN` if the weight is FP8 and has scales.
+    `RESIDUAL` adds the product's SiLU to the inputs, which are as many as the outputs. `FEW` has tokens in the rows of
+    the sums, for fewer than 64: no two warps then widen the same numbers, and bytes are read from shared memory in
+    groups of four.
 
     With several splits (`SPLIT`), the last program of a tile to finish adds up what all of them stored in `PARTS`.
-    `FOLLOW` says that the kernel may be launched before the previous one is done (programmatic dependent launch) and
+    `FOLLOW` is set if the kernel may be launched before the previous one is done (programmatic dependent launch) and
     must wait for it before it reads `X`.
     """
     split, tile = tl.program_id(2), tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
@@ -125,9 +126,11 @@ def _product_kernel(
             return
         acc = add_parts(parts, splits, FEATURES, TOKENS)
     if WIDEN:
+        # Scaled after the sum, once per feature, since a scale is constant along the input features.
         acc *= tl.load(SCALE + f, f < features, 0.0)[:, None]
     if HAS_BIAS:
         acc += tl.load(BIAS + f, f < features, 0.0).to(tl.float32)[:, None]
+    # Fused, as reading the sums again would cost a launch and the latency of a small kernel.
     if RESIDUAL:
         x_in = tl.load(X + t.to(tl.int64)[None, :] * inner + f[:, None], live & (f < features)[:, None], 0.0)
         acc = x_in.to(tl.float32) + acc * tl.sigmoid(acc)
@@ -160,11 +163,12 @@ def _choose_widened_tiling(tokens: int, features: int) -> Tiling:
 
 
 def choose_splits(tiles: int, steps: int) -> int:
-    """Choose into how many parts the steps over the input features are cut, so that programs end at about one time."""
+    """Choose the number of parts of the steps over the input features, so that programs end at about the same time."""
     if tiles > MAX_SPLIT_TILES:
         return 1
 
     def cost(splits: int) -> float:
+        # Waves of programs, times the steps of each, times the cost of storing and adding parts.
         return -(-tiles * splits // PROGRAMS_AT_ONCE) * -(-steps // splits) / steps * (1 + PART_COST * splits)
 
     return min(range(1, max(min(steps // MIN_STEPS, 16), 1) + 1), key=cost)
@@ -177,10 +181,10 @@ def widened_product(
 
     Args:
         x: Inputs, `[T, D]`, bfloat16 or float16.
-        weight: Weight as `nn.Linear` has it, `[F, D]` float8_e4m3fn; rows may be apart.
+        weight: Weight in the layout of `nn.Linear`, `[F, D]` float8_e4m3fn; rows need not be contiguous.
         scale: Multiplier of each row of it, `[F]` float32.
         bias: `[F]`; None for none.
-        tiling: How the product is cut; None for what suits its size.
+        tiling: Tiling of the product; None for one that suits its size.
     """
     tokens, features = len(x), len(weight)
     tiling = _choose_widened_tiling(tokens, features) if tiling is None else tiling
@@ -204,13 +208,13 @@ def is_supported_weight(weight: Tensor) -> bool:
 
 
 def split_k_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, residual: bool = False) -> Tensor:
-    """Return `x @ weight.T + bias`, `[T, F]`, or `x` and the SiLU of that added up.
+    """Return `x @ weight.T + bias`, `[T, F]`, or `x` plus the SiLU of it.
 
     Args:
-        x: Inputs, `[T, D]` of at most `MAX_THIN_TOKENS` tokens.
-        weight: Weight as `nn.Linear` has it, `[F, D]`, for which `is_supported_weight` is true.
+        x: Inputs, `[T, D]`, of at most `MAX_THIN_TOKENS` tokens.
+        weight: Weight in the layout of `nn.Linear`, `[F, D]`, for which `is_supported_weight` is true.
         bias: Bias, `[F]`; None for none.
-        residual: Whether to return the sum; F is D then.
+        residual: Whether to return the sum; F must be D.
     """
     splits = max(min(TARGET_PROGRAMS // (len(weight) // TILE), x.shape[1] // 512), 1)
     tiling = Tiling(max(triton.next_power_of_2(len(x)), 16), TILE, STEP, 4, 4, splits)
@@ -247,7 +251,7 @@ def widen_float8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `weight * scale`, `[F, D]`.
 
     Args:
-        weight: `[F, D]` float8_e4m3fn; rows may be apart.
+        weight: `[F, D]` float8_e4m3fn; rows need not be contiguous.
         scale: Multiplier of each row, `[F]` float32.
         dtype: bfloat16 or float16.
     """
@@ -265,5 +269,5 @@ def widen_float8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def finished_counts(device: torch.device) -> Tensor:
-    """Return the counters of programs done with each tile; 0 between launches, of which a device runs one at a time."""
+    """Return the counters of finished programs per tile; 0 between launches, as a device runs one launch at a time."""
     return torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=device)

@@ -9,13 +9,13 @@ from torch.nn.functional import linear, silu
 from redrafter import kernels
 from redrafter.kernels.float8_inputs import round_inputs
 
-MAX_FEW_TOKENS = 128  # for more tokens, torch's product of FP8 is as fast as our kernel
+MAX_FEW_TOKENS = 128  # for more tokens, torch's FP8 product is as fast as our kernel
 
 _HALF = (torch.bfloat16, torch.float16)
 
 
 def has_thin_kernel(weight: Tensor) -> bool:
-    """Return whether `thin_linear` has a kernel for few tokens with this weight `[F, D]`."""
+    """Return whether `thin_linear` has a kernel for few tokens for this weight `[F, D]`."""
     return kernels.TRITON and weight.is_cuda and kernels.is_supported_weight(weight)
 
 
@@ -54,9 +54,9 @@ def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 @torch.library.custom_op("redrafter::float8_linear", mutates_args=())
 def float8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `x @ (weight * scale).T + bias`, `[..., F]`, of inputs whose tokens are rounded to FP8, each by itself.
+    """Return `x @ (weight * scale).T + bias`, `[..., F]`, of inputs rounded to FP8 token by token.
 
-    How many tokens there are chooses a kernel, and changes nothing but the order of sums.
+    The number of tokens selects a kernel, and changes only the order of sums.
 
     Args:
         x: Inputs, `[..., D]`.
@@ -84,7 +84,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def _takes_many(x: Tensor, weight: Tensor) -> bool:
-    """Return whether `torch._scaled_mm` multiplies with scales of rows here, and is faster: there are many tokens."""
+    """Return whether `torch._scaled_mm` supports row scales here, and is faster, as for many tokens."""
     return (
         x.numel() // x.shape[-1] > MAX_FEW_TOKENS
         and x.dtype == torch.bfloat16
@@ -107,7 +107,7 @@ def _many(narrow: Tensor, narrow_scale: Tensor, weight: Tensor, scale: Tensor, b
 
 
 def _widened(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the product on a GPU that multiplies no FP8: the weight is widened in registers or, for many, first."""
+    """Return the product on a GPU without FP8 products: widened in registers or, for many tokens, before."""
     if len(x) > kernels.MAX_WIDENED_TOKENS:
         return linear(x, kernels.widen_float8(weight, scale, x.dtype), bias)
     return kernels.widened_product(x, weight, scale, bias)

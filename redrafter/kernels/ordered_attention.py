@@ -1,16 +1,16 @@
 """Tree attention whose sums have one order: a token's attention has the same bits however it is computed.
 
 A token's keys are visited by their absolute positions, in tiles of `TILE` positions. The online softmax restarts at
-fixed positions, and the states of these splits are folded in their order. So a token that is decoded alone, in a tree,
-or within a prompt takes the same sums:
+fixed positions, and the states of these splits are folded in order. So a token that is decoded alone, in a tree, or
+within a prompt uses the same sums:
 
 - For trees, one kernel attends to the tiles of committed tokens, which all nodes share. A second one, with a program
   for each node, gathers the node's own ancestors after them, and folds the splits.
-- For chunks of prompts, whose tokens see all tokens before them, one kernel does all.
+- For chunks of prompts, whose tokens see all earlier tokens, one kernel does both.
 
-Sixteen queries are multiplied by another instruction of the tensor cores than 64, but in the same order. Weights are
-summed by products with ones for the same reason. The kernels are compiled without fused multiply-adds, which a compiler
-would place as it sees fit in each of them.
+Sixteen queries are multiplied by another tensor core instruction than 64, but in the same order. Weights are summed by
+products with ones for the same reason. The kernels are compiled without fused multiply-adds, which a compiler would
+place differently in each of them.
 """
 
 import torch
@@ -27,9 +27,9 @@ from redrafter.kernels.cache_tiles import attending_sizes, cached_at, from_cache
 TILE, NEAR = tl.constexpr(attention_inputs.TILE), tl.constexpr(attention_inputs.NEAR)
 NEAR_SPLIT, FAR_SPLIT = tl.constexpr(attention_inputs.NEAR_SPLIT), tl.constexpr(attention_inputs.FAR_SPLIT)
 TARGET_PROGRAMS = 264  # programs to launch: about two for each multiprocessor of a large GPU
-MAX_PART_BYTES = 256 << 20  # of what splits found; beyond it a program takes all splits of its queries
+MAX_PART_BYTES = 256 << 20  # of the splits' results; beyond it one program computes all splits of its queries
 MAX_QUERIES = 64  # of a program
-SUMS = tl.constexpr(16)  # equal sums of weights, since a product has so many columns at least
+SUMS = tl.constexpr(16)  # equal columns with the sums of weights, the minimum number of columns of a product
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -114,12 +114,13 @@ def _finish(top, total, acc, SINKS, q_of, live, HAS_SINKS: tl.constexpr):
         ones = tl.full(total.shape, 1.0, tl.float32)
         top, total, acc = _fold(top, total, acc, sink, ones, tl.zeros(acc.shape, tl.float32))
     total = tl.max(total, 1)
+    # Rounded to nearest in all kernels: an approximate reciprocal may differ between them.
     return acc * tl.math.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.where(total > 0, total, 1.0))[:, None]
 
 
 @triton.jit
 def _first_tile(position, WINDOW: tl.constexpr):
-    """Return where the first tile begins of which a token at a position sees anything."""
+    """Return the start of the first tile that a token at a position sees."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(position - WINDOW + 1, 0) // TILE * TILE
@@ -156,10 +157,10 @@ def _attend_committed_kernel(
 ):  # fmt: skip
     """Store the new keys and values of a tile of queries, and attend with it to a split of its row's committed tokens.
 
-    What the split found goes to `PART` and `TOPS`; with `FOLDED`, one program takes all splits of its queries, and two
-    parts are left: all splits but the last folded, and the last. Only whole tiles are attended to; the one that holds
-    the row's first new position, and later ones, are left to `_attend_nodes_kernel`. `WIDE` says that a layer's
-    cache has too many numbers to count them in 32 bits.
+    The results go to `PART` and `TOPS`; with `FOLDED`, one program computes all splits of its queries, and two parts
+    are stored: all splits but the last folded, and the last. Only whole tiles are attended to; the tile with the row's
+    first new position, and later ones, are left to `_attend_nodes_kernel`. `WIDE` is set if a layer's cache has too
+    many numbers for 32-bit offsets.
     """
     row = tl.program_id(0).to(tl.int64)
     head, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
@@ -176,6 +177,7 @@ def _attend_committed_kernel(
         split = _split_of(low) + tl.program_id(2)
         low = tl.maximum(_split_start(split), low)
         high = tl.minimum(_split_end(_split_start(split)), whole)
+        # Program 0 continues even without a tile, as it stores the new keys and values.
         if (tl.program_id(2) > 0) & (low >= high):
             return
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -185,7 +187,7 @@ def _attend_committed_kernel(
     token = offset + node
     q = tl.load(Q + token[:, None] * q_token + q_of[:, None] * q_head + dk, live[:, None] & (dk < DK), 0.0)
     position = n + tl.load(DEPTH + row * (cached + nodes) + cached + node, live, 0).to(tl.int32)
-    # The programs of the other splits have the same tokens, whose keys need to be stored once.
+    # The programs of the other splits have the same tokens, whose keys need to be stored only once.
     if tl.program_id(2) == 0:
         store_new(
             K, V, KEYS, VALUES, TABLE, token, n + cached + node, live & (m % GROUP == 0),
@@ -195,8 +197,8 @@ def _attend_committed_kernel(
     top, total, acc = _empty_softmax(BLOCK_M, BLOCK_DV)
     keys, values = KEYS + head * DK, VALUES + head * DV
 
-    # One loop over the tiles of all splits, so that tiles are read ahead across splits, which may be of two tiles. The
-    # blocks of a tile are read while the one before is attended to.
+    # One loop over the tiles of all splits, so that tiles are prefetched across splits, which may have two tiles. The
+    # blocks of a tile are read while the previous one is attended to.
     block = blocks_of_tile(TABLE, low, high, TILE, PAGE)
     for start in range(low, high, TILE):
         next_block = blocks_of_tile(TABLE, start + TILE, high, TILE, PAGE)
@@ -212,6 +214,7 @@ def _attend_committed_kernel(
             visible = visible & (position[:, None] - s[None, :] < WINDOW)
         if FOLDED:  # noqa: SIM102 -- decided when the kernel is compiled
             if (start > low) & (start == _split_start(_split_of(start))):
+                # A split ends at the same positions for every query, so all of them restart together.
                 folded_top, folded_total, folded_acc = _fold(folded_top, folded_total, folded_acc, top, total, acc)
                 top, total, acc = _empty_softmax(BLOCK_M, BLOCK_DV)
         top, total, acc = _update_softmax(q, k, v, visible, top, total, acc, scale, SOFTCAP)
@@ -235,7 +238,7 @@ def _attend_nodes_kernel(
 ):  # fmt: skip
     """Attend with one new node to the positions from its row's last tile of committed tokens on, and fold all splits.
 
-    A row past the last one is padding, up to token `tokens`, whose output is set to 0.
+    Rows past the last one are padding, up to token `tokens`, whose output is set to 0.
     """
     row, node = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, tile = tl.program_id(2) % HEADS, tl.program_id(2) // HEADS
@@ -261,14 +264,15 @@ def _attend_nodes_kernel(
     other = tl.arange(0, BLOCK_N)
     is_ancestor = tl.load(ANCESTORS + (row * nodes + node) * all_nodes + other, other < all_nodes, 0) != 0
     ancestor_at = n + tl.load(DEPTH + row * all_nodes + other, other < all_nodes, 0).to(tl.int32)
-    ancestor_at = tl.where(is_ancestor, ancestor_at, -1)  # position of each node in this one's text
+    ancestor_at = tl.where(is_ancestor, ancestor_at, -1)  # position of each node on this one's path
 
     # The last split of the committed tokens, which may extend past them. Finished splits are stored as partial results.
     top, total, acc = _empty_softmax(BLOCK_M, BLOCK_DV)
     whole, first = n // TILE * TILE, _first_tile(n, WINDOW)
     part = (token * (HEADS * GROUP) + q_of) * parts
+    # With a window, a deep node may see none of the committed tokens.
     tail = tl.maximum(whole, _first_tile(position, WINDOW))
-    begin = _split_of(tl.where(tail > whole, tail, first))  # the first split of which the node sees anything
+    begin = _split_of(tl.where(tail > whole, tail, first))  # the first split that the node sees
     split = begin
     if (whole > first) & (tail == whole):
         split = _split_of(whole - 1)
@@ -285,6 +289,7 @@ def _attend_nodes_kernel(
             split = _split_of(low)
             top, total, acc = _empty_softmax(BLOCK_M, BLOCK_DV)
         s = low + j
+        # The one ancestor at each position, selected by a sum over a one-hot mask: kernels cannot index registers.
         ancestor = tl.sum(tl.where(ancestor_at[None, :] == s[:, None], other[None, :], 0), 1)
         seen = s <= position
         slot = tl.where(s < n, s, n + ancestor)
@@ -302,7 +307,8 @@ def _attend_nodes_kernel(
             old_top, old_total, old_acc = _load_part(PART, TOPS, part, live, dv, DV)
         else:
             old_top, old_total, old_acc = _load_part(PART, TOPS, part + begin, live, dv, DV)
-            # Four at once, whose loads do not wait for each other. One past the last has no weight and adds nothing.
+            # Four at once, whose loads do not wait for each other. Those past the last have no weight and add exactly
+            # nothing.
             for step in tl.range(1, split - begin, 4, num_stages=1):
                 at, left = part + begin + step, split - begin - step
                 top_1, total_1, acc_1 = _load_part(PART, TOPS, at, live, dv, DV)
@@ -328,7 +334,7 @@ def _attend_chain_kernel(
 ):  # fmt: skip
     """Attend with one tile of the queries of a row whose new tokens are a chain, and are in the cache."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    tile = tl.num_programs(2) - 1 - tl.program_id(2)  # the last ones see most
+    tile = tl.num_programs(2) - 1 - tl.program_id(2)  # the last tiles see most, so they start first
     n, offset = tl.load(LENGTH + row).to(tl.int32), tl.load(START + row)
     count = (tl.load(START + row + 1) - offset).to(tl.int32)
     if FOLLOW:
@@ -345,6 +351,7 @@ def _attend_chain_kernel(
     end = n + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, count)  # end of the last position seen
     low = _first_tile(n + tile * BLOCK_M // GROUP, WINDOW)
     top, total, acc = _empty_softmax(BLOCK_M, BLOCK_DV)
+    # The order of the sums is that of `_attend_nodes_kernel`: by tiles within a split, then by splits.
     while low < end:
         high = tl.minimum(_split_end(low), end)
         split_top, split_total, split_acc = _empty_softmax(BLOCK_M, BLOCK_DV)
@@ -369,12 +376,12 @@ def _attend_chain_kernel(
 
 
 def _block_m(queries: int, wide: bool) -> int:
-    """Return the queries of a program, for so many that share keys."""
+    """Return the number of queries per program, given the number of queries that share keys."""
     return 16 if wide else min(max(triton.next_power_of_2(queries), 16), MAX_QUERIES)
 
 
 def _parts(positions: int) -> int:
-    """Return the number of splits that so many positions have."""
+    """Return the number of splits of this number of positions."""
     near = min(positions, attention_inputs.NEAR)
     short = triton.cdiv(near, attention_inputs.NEAR_SPLIT)
     return short + triton.cdiv(positions - near, attention_inputs.FAR_SPLIT)
@@ -394,6 +401,7 @@ def ordered_attention(inputs: AttentionInputs) -> Tensor:
 
     block_m = _block_m(nodes * group, wide)
     tiles, parts = triton.cdiv(nodes * group, block_m), _parts(blocks * BLOCK_SIZE)
+    # Splits in programs of their own fill a device with few rows; with many, their results only cost memory.
     folded = 2 * rows * heads * tiles > TARGET_PROGRAMS or out.numel() * parts * 4 > MAX_PART_BYTES
     programs, parts = (1, 2) if folded else (parts, parts)
     part = query.new_empty(out.numel() * parts, dtype=torch.float32)
@@ -405,6 +413,7 @@ def ordered_attention(inputs: AttentionInputs) -> Tensor:
         **how | dict(num_stages=3 if block_m == 32 or (block_m == 16 and not folded and not wide) else 2),
     )  # fmt: skip
     block_m = _block_m(group, wide)
+    # One more row than there are: its programs clear the padding.
     _attend_nodes_kernel[(rows + 1, nodes, heads * triton.cdiv(group, block_m))](
         query, keys, values, of.length, of.starts, of.depth, of.ancestors, of.table, sinks, out, part, tops,
         *of_query, *of_cache, inputs.scale, 0 if chunks else query.shape[0], nodes, all_nodes - nodes, blocks, parts,
@@ -412,7 +421,7 @@ def ordered_attention(inputs: AttentionInputs) -> Tensor:
         BLOCK_M=block_m, **how | dict(num_warps=2 if folded and not wide else 4, num_stages=1),
     )  # fmt: skip
     if chunks:
-        # Without trees the chunks may have more tokens than there is room for. The padding is one more chunk.
+        # Without trees, the chunks may have more tokens than their buffers. The padding is one more chunk.
         most = max(chunks * TOKENS_PER_CHUNK, query.shape[0] - rows * nodes) + TOKEN_MULTIPLE
         blocks, block_m = (of.chunk_table.shape[0] - 1) // (chunks + 1), _block_m(MAX_QUERIES, wide)
         in_chunks = of.chunk_lengths, of.chunk_starts, of.chunk_table

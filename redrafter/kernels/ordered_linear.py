@@ -1,7 +1,7 @@
-"""Linear layers whose sums have one order: the output of a token does not depend on how many tokens there are.
+"""Linear layers whose sums have one order: a token's output does not depend on the number of tokens.
 
 Every output is one sum over the input features, in ascending order, in a float32 accumulator of the tensor cores. Tiles
-differ by the number of tokens, so that a product is about as fast as torch's; the order of a sum does not.
+vary with the number of tokens, so that a product is about as fast as torch's; the order of a sum does not.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from redrafter.kernels.launch import Tiling, supports_dependent_launch
 
-EXPERTS = Tiling(16, 64, 128, 4, 4)  # for the few tokens that each expert has
+EXPERTS = Tiling(16, 64, 128, 4, 4)  # for the few tokens of each expert
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -58,14 +58,15 @@ def _ordered_expert_linear_kernel(
 ):  # fmt: skip
     """Multiply a tile of one expert's rows with a tile of its weight, over all input features.
 
-    `ROWS` are the rows by expert, `ENDS` how many of them are before the end of each expert's, and `TILES` how many
-    tiles.
+    `ROWS` are the rows sorted by expert, `ENDS` the number of them up to the end of each expert's, and `TILES` the same
+    in tiles.
     """
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
     tile = tl.program_id(0)
     e = tl.arange(0, BLOCK_EXPERTS)
     ends = tl.load(TILES + e, e < EXPERTS, 0x7FFFFFFF)
+    # Programs are launched for the maximum number of tiles: counts are known only on the device.
     expert = tl.sum((ends <= tile).to(tl.int32), 0)
     if expert >= EXPERTS:
         return
@@ -90,7 +91,7 @@ def _ordered_expert_linear_kernel(
 
 
 def _choose_tiling(tokens: int, features: int, half: bool) -> Tiling:
-    """Choose the tiling by size, as measured on an H200; every one of them sums in the same order."""
+    """Choose the tiling by size, as measured on an H200; all of them sum in the same order."""
     if not half:
         return Tiling(16, 32, 32, 2, 4)
     size = 0 if features < 6144 else 1 if features < 16384 else 2
@@ -110,9 +111,9 @@ def ordered_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiling
 
     Args:
         x: Inputs, `[T, D]`.
-        weight: Weight as `nn.Linear` has it, `[F, D]`.
+        weight: Weight in the layout of `nn.Linear`, `[F, D]`.
         bias: `[F]`; None for none.
-        tiling: How the product is cut; None for what suits its size. It changes no bit.
+        tiling: Tiling of the product; None for one that suits its size. It changes no bit.
     """
     tokens, inner = x.shape
     features = weight.shape[0]
@@ -133,7 +134,7 @@ def ordered_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiling
 def ordered_expert_linear(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
     """Return the product of each row with the weight of its expert, `[R, F]`, with the bits of `ordered_linear`.
 
-    Nothing is read on the host.
+    No value is read on the host.
 
     Args:
         x: Inputs, `[R, D]`.
@@ -147,6 +148,7 @@ def ordered_expert_linear(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
     tiling = EXPERTS if x.element_size() == 2 else Tiling(16, 32, 32, 2, 4)
     counts = (expert[:, None] == torch.arange(experts, device=expert.device)).sum(0)
     ends, tiles = counts.cumsum(0).int(), (-(-counts // tiling.tokens)).cumsum(0).int()
+    # An upper bound from the shapes alone, so that the host does not wait for the counts.
     most = min(rows, experts) + rows // tiling.tokens  # tiles of all experts together
     follow = supports_dependent_launch(x.device)
     _ordered_expert_linear_kernel[(most, triton.cdiv(features, tiling.features))](
@@ -158,22 +160,22 @@ def ordered_expert_linear(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
 
 
 # A library of matrix products chooses a kernel by the shape. Most of these sum as `ordered_linear` does, over all input
-# features in ascending order; the others cut a long sum into parts. Which of them does is found out by comparing bits.
+# features in ascending order; others split a long sum into parts. Comparing bits shows which of them do.
 _KNOWN: dict[tuple[object, ...], bool] = {}
 
 
 def torch_keeps_order(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether `torch_linear` gives the bits of `ordered_linear` for such arguments.
 
-    The answer is found once for each shape and dtype. While a CUDA graph is being captured nothing can be found out,
-    and unknown shapes return False.
+    The comparison is made once for each shape and dtype. It is impossible during the capture of a CUDA graph, where
+    unknown shapes return False.
 
     Args:
         x: Inputs, `[T, D]`, contiguous.
         weight: Weight, `[F, D]`, contiguous.
         bias: `[F]`; None for none.
     """
-    # Libraries choose other kernels for unaligned tensors, and answers are kept by shape alone.
+    # Libraries choose other kernels for unaligned tensors, and results are stored by shape only.
     if x.data_ptr() % 16 or weight.data_ptr() % 16:
         return False
     key = (x.device, x.dtype, *x.shape, len(weight), bias is None)
@@ -190,11 +192,12 @@ def torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _compare(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Compare the two products of sums of which only rounding is left, and with a bias those of random numbers."""
+    """Compare both products on sums that cancel except for rounding, and with a bias also on random numbers."""
     try:
         inputs, weights = _cancelling(x, weight)
         if bias is None:
             return _same_bits(inputs, weights, None)
+        # Without a bias first, as it would hide small differences by rounding.
         return _same_bits(inputs, weights, torch.zeros_like(bias)) and _same_bits(_random(x), weights, _random(bias))
     except torch.cuda.OutOfMemoryError:
         return False
@@ -202,6 +205,7 @@ def _compare(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 def _same_bits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     ours, theirs = ordered_linear(x, weight, bias), torch_linear(x, weight, bias)
+    # All zeros would mean that nothing was compared.
     return bool(ours.any()) and torch.equal(ours, theirs)
 
 
@@ -211,9 +215,9 @@ def _random(like: Tensor) -> Tensor:
 
 
 def _cancelling(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return random inputs and a weight of these shapes, whose second half takes away what the first one gives.
+    """Return random inputs and a weight of these shapes, whose second half cancels the first.
 
-    Only rounding is left of such sums, so that almost every one of them shows another order.
+    Only rounding errors are left in such sums, so almost every one of them reveals another order.
     """
     x, weight, half = _random(x), _random(weight), x.shape[1] // 2
     x[:, half : 2 * half], weight[:, half : 2 * half] = -x[:, :half], weight[:, :half]

@@ -27,7 +27,7 @@ def _gumbel_kernel(STREAM, OUT, vocab, CHUNK: tl.constexpr):
     v = ((bits >> 11).to(tl.int64).to(tl.float32) + 0.5) * 1.1102230246251565e-16  # 2^-53
     v = tl.minimum(v, 1 - 5.9604644775390625e-08)  # 2^-24
     w = 1 - v
-    log1p = tl.log(w) - ((w - 1) + v) / w  # log(1 - v), without the error of rounding w
+    log1p = tl.log(w) - ((w - 1) + v) / w  # log(1 - v), corrected for the rounding of w
     tl.store(OUT + position * vocab + at, -tl.log(-log1p), at < vocab)
 
 
@@ -59,7 +59,7 @@ def _top_of_chunk_kernel(
         x = x / tl.load(TEMPERATURE + row) + tl.load(noise + at, inside, 0.0)
     x = tl.where(
         x == x, x, float("inf")
-    )  # a NaN is the largest, as in torch; else the index could be past the vocabulary
+    )  # NaN is the largest, as in torch; otherwise the index could be past the vocabulary
     # Scores under noise are compared in registers; only the best of each chunk is written.
     best, where = tl.max(x, 0, return_indices=True)
     tl.store(TOPS + node * chunks + chunk, best)

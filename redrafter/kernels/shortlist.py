@@ -1,9 +1,9 @@
-"""A head in two stages on a GPU: candidates from the rough scores, their exact scores, and the best continuations.
+"""A head in two stages on a GPU: candidates by rough scores, their exact scores, and the best continuations.
 
-What the search of a level does is then three small programs, whatever the vocabulary. Candidates are chosen by parts:
-each part of the ids gives its best few, so that no program has to see all scores. Parts take runs of neighbouring ids
-in turn, for the ids of frequent tokens are neighbours. A token among the best is lost only where as many better ones
-are in its part.
+The search of a level is then three small programs, for any vocabulary. Candidates are chosen by parts: each part of the
+ids contributes its best few, so that no program reads all scores. Parts consist of interleaved runs of neighbouring
+ids, as the ids of frequent tokens are neighbours. One of the best tokens is lost only if as many better ones are in its
+part.
 """
 
 import torch
@@ -14,15 +14,15 @@ from torch import Tensor
 from redrafter.kernels.launch import supports_dependent_launch, widening_assembly
 from redrafter.kernels.linear import widen
 
-BEST = 4  # ids of each part: with 32 parts, an id of rank 20 is lost once in 250 times, with 2 of 64 once in 27
-RUN = 16  # neighbouring ids of one part, as many as a load from memory brings at least
-ROWS, STEP = 4, 1024  # candidates of a program, and columns of the head that are read at once
-MAX_SEARCHED = 1 << 14  # candidates of all beams of a row that one program searches
+BEST = 4  # ids per part: with 32 parts, an id of rank 20 is lost once in 250 times, with 2 of 64 once in 27
+RUN = 16  # neighbouring ids of one part, the minimum that a load from memory transfers
+ROWS, STEP = 4, 1024  # candidates per program, and columns of the head that are read at once
+MAX_SEARCHED = 1 << 14  # total candidates of a row's beams that one program searches
 
 
 @triton.jit
 def _under_noise(score, beam, id, TEMPERATURE, NOISE, NAMES, inside, beams, noise_stride, NAMED: tl.constexpr):
-    """Return scores as the target will draw: at its temperature, under its noise."""
+    """Return scores adjusted to the target's draw: at its temperature, with its noise."""
     row = beam // beams
     name = tl.load(NAMES + id, inside, 0) if NAMED else id
     return score / tl.load(TEMPERATURE + row) + tl.load(NOISE + row * noise_stride + name, inside, 0.0)
@@ -37,7 +37,7 @@ def _best_of_parts_kernel(
     """Find the ids of the best rough scores of one part of one beam."""
     beam, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.arange(0, BLOCK)
-    # Runs are dealt to the parts in turn: frequent ids are neighbours, and would all compete in one part.
+    # Runs are distributed round-robin: frequent ids are neighbours, and would all compete in one part.
     id = (place // RUN * parts + part) * RUN + place % RUN
     inside = id < vocab
     if FOLLOW:
@@ -45,7 +45,7 @@ def _best_of_parts_kernel(
     x = tl.load(ROUGH + beam * vocab + id, inside, float("-inf")).to(tl.float32)
     if NOISY:
         x = _under_noise(x, beam, id, TEMPERATURE, NOISE, NAMES, inside, beams, noise_stride, NAMED)
-    # An entry that is NaN or infinite keeps its own id: no id is chosen twice, and none past the vocabulary.
+    # An entry that is NaN or infinite keeps its own id, so that no id is chosen twice, and none past the vocabulary.
     x = tl.where(inside, tl.where((x > -3e38) & (x < float("inf")), x, -3e38), float("-inf"))
     for rank in range(BEST):
         _, where = tl.max(x, 0, return_indices=True)
@@ -72,6 +72,7 @@ def _candidate_scores_kernel(
         w = tl.load(W + id[:, None] * w_stride + column, live[:, None] & (column < width), 0)
         if WIDEN:
             w = widen(w, X, ASSEMBLY)
+        # Products are summed at the end of the loop, as a sum in each step would cost a reduction between threads.
         acc += w.to(tl.float32) * tl.load(X + beam * width + column, column < width, 0.0).to(tl.float32)
     score = tl.sum(acc, 1)
     if WIDEN:
@@ -98,7 +99,7 @@ def _best_candidates_kernel(
     top = tl.max(x, 1)
     whole = top + tl.log(tl.sum(tl.where(live, tl.exp(x - top[:, None]), 0.0), 1))
     total = tl.load(TOTAL + row * beams + beam, beam < beams, 0.0)
-    # In this order no rounding makes a continuation likelier than its beam, which a tree that is cut relies on.
+    # In this order rounding cannot make a continuation likelier than its beam, which pruning the tree relies on.
     x = tl.where(live, total[:, None] + (x - whole[:, None]), float("-inf"))
     x = tl.reshape(x, [BLOCK_BEAMS * BLOCK_COUNT])
     entries = tl.arange(0, BLOCK_BEAMS * BLOCK_COUNT)
@@ -122,10 +123,10 @@ def best_of_parts(
 
     Args:
         rough: Rough logits, `[B, w, V']`.
-        count: Ids that are wanted, at most a quarter of V'.
-        temperature: Temperature of each row, `[B]` float32; None where there is no noise.
-        noise: The target's noise, `[B, V]` float32; rows may be apart. None to choose by the logits.
-        names: The target's id of each of the proposer's ids, `[V']` int64; None where they are the same.
+        count: Number of ids wanted, at most a quarter of V'.
+        temperature: Temperature of each row, `[B]` float32; None without noise.
+        noise: The target's noise, `[B, V]` float32; rows need not be contiguous. None to choose by the logits.
+        names: The target's id of each of the proposer's ids, `[V']` int64; None if they are the same.
     """
     rows, beams, vocab = rough.shape
     parts, follow = triton.cdiv(count, BEST), supports_dependent_launch(rough.device)
@@ -154,11 +155,11 @@ def candidate_scores(
     Args:
         x: Inputs of the head, `[B, w, R]`.
         weight: The head, `[V', R]`, of the inputs' dtype or float8_e4m3fn.
-        scale: Multiplier of each of its rows, `[V']` float32, where it is FP8; else None.
+        scale: Multiplier of each row of an FP8 head, `[V']` float32; else None.
         ids: The candidates, `[B, w, C]` int64.
-        temperature: As of `best_of_parts`.
-        noise: As of `best_of_parts`.
-        names: As of `best_of_parts`.
+        temperature: As in `best_of_parts`.
+        noise: As in `best_of_parts`.
+        names: As in `best_of_parts`.
     """
     (rows, beams, width), count, widens = x.shape, ids.shape[-1], scale is not None
     scores, follow = torch.empty_like(ids, dtype=torch.float32), supports_dependent_launch(x.device)
@@ -178,11 +179,11 @@ def best_candidates(
     """Select the best pairs of a beam and a candidate that follows it, as `Candidates.best` does.
 
     Args:
-        scores: Scores of the candidates, `[B, w, C]` float32, of which there are at most `MAX_SEARCHED` in a row.
+        scores: Scores of the candidates, `[B, w, C]` float32, at most `MAX_SEARCHED` per row.
         ids: The candidates, `[B, w, C]` int64.
         total: Cumulative log-probabilities of the beams so far, `[B, w]` float32.
         width: W, pairs to select.
-        names: As of `best_of_parts`.
+        names: As in `best_of_parts`.
     """
     rows, beams, count = scores.shape
     score = scores.new_empty(rows, width)

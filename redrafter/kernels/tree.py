@@ -1,7 +1,7 @@
 """The search of a token tree: the best continuations of all beams, and the ancestors of every node.
 
-Continuations are found by a pass over the scores by chunks, then one over the best of each chunk; ancestors by walking
-up from each node.
+Continuations are found by a pass over chunks of the scores, followed by one over the best of each chunk; ancestors by
+walking up from each node.
 """
 
 import torch
@@ -18,7 +18,7 @@ def _top_of_chunk_kernel(SCORES, VALUES, IDS, TOPS, vocab, chunks, WIDE: tl.cons
     beam, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(SCORES + beam * vocab + at, at < vocab, float("-inf")).to(tl.float32)
-    x = tl.where(x < float("inf"), x, -3e38)  # a NaN keeps its own id, so no id is chosen twice
+    x = tl.where(x < float("inf"), x, -3e38)  # NaN keeps its own id, so that no id is chosen twice
     top = tl.max(x, 0)
     anchor = tl.where(top == float("-inf"), 0.0, top)
     index = beam * chunks + chunk
@@ -39,8 +39,8 @@ def _top_of_row_kernel(
 ):  # fmt: skip
     """Find the best pairs of source beam and token of one row, by cumulative log-probability.
 
-    The chunks' lists are merged: each turn takes the best of their first entries and moves that list on by one. So a
-    program holds one number of each list, however many the lists have.
+    The chunks' sorted lists are merged: each turn takes the best of their first entries and advances that list. So a
+    program holds one number per list, however long the lists are.
     """
     row = tl.program_id(0).to(tl.int64)
     beam, chunk, heads = tl.arange(0, BLOCK_BEAMS), tl.arange(0, BLOCK_CHUNKS), tl.arange(0, BLOCK_BEAMS * BLOCK_CHUNKS)
@@ -53,7 +53,7 @@ def _top_of_row_kernel(
     anchor = tl.where(top == float("-inf"), 0.0, top)
     whole = anchor + tl.log(tl.sum(sums * tl.exp(tops - anchor[:, None]), 1))
     total = tl.load(TOTAL + row * beams + beam, live, 0.0)
-    # In this order no rounding makes a continuation likelier than its beam, which a tree that is cut relies on.
+    # In this order rounding cannot make a continuation likelier than its beam, which pruning the tree relies on.
     x = total[:, None] + (tl.load(VALUES + index * WIDE, in_chunks, float("-inf")) - whole[:, None])
     x = tl.reshape(tl.where(in_chunks, x, float("-inf")), [BLOCK_BEAMS * BLOCK_CHUNKS])
     turns = tl.arange(0, BLOCK_WIDE)
@@ -61,7 +61,7 @@ def _top_of_row_kernel(
     chosen = tl.full([BLOCK_WIDE], -1, tl.int32)
     for turn in range(WIDE):
         best, where = tl.max(x, 0, return_indices=True)
-        taken = tl.sum((chosen == where).to(tl.int32), 0)  # entries of this list before
+        taken = tl.sum((chosen == where).to(tl.int32), 0)  # number of entries taken from this list before
         source = where // BLOCK_CHUNKS
         at = ((row * beams + source) * chunks + where % BLOCK_CHUNKS) * WIDE + taken
         value = tl.load(VALUES + at + 1, taken + 1 < WIDE, float("-inf"))
@@ -110,8 +110,10 @@ def _ancestors_kernel(PARENTS, OUT, nodes, levels, BLOCK: tl.constexpr, WIDTH: t
     live = node < nodes
     other = tl.arange(0, WIDTH)
     tl.store(OUT + (row * nodes + node)[:, None] * nodes + other, 0, live[:, None] & (other < nodes))
+    # A thread may mark an entry that another one clears: all clears come first.
     tl.debug_barrier()
     at = node.to(tl.int64)
+    # The root is its own parent, so shallow nodes mark it again in the remaining steps.
     for _ in range(levels + 1):
         tl.store(OUT + (row * nodes + node) * nodes + at, 1, live)
         at = tl.load(PARENTS + row * nodes + at, live, 0)
