@@ -31,8 +31,8 @@ __all__ = [
     "how_to_install",
 ]
 
-# Errors of CUDA of which its reference says that any further work returns the same error until the process ends:
-# https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html. torch and Triton quote CUDA's words for them.
+# CUDA errors after which, by its reference, any further work returns the same error until the process ends:
+# https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html. torch and Triton quote CUDA's messages.
 _LASTING_ERRORS = re.compile(
     r"(?:CUDA|HIP)\b.*(?:uncorrectable ECC error|uncorrectable NVLink error|an illegal memory access was encountered"
     r"|the launch timed out and was terminated|context is destroyed|device-side assert triggered|hardware stack error"
@@ -40,7 +40,7 @@ _LASTING_ERRORS = re.compile(
     r"|invalid program counter|unspecified launch failure|unspecified launch error|unknown error)",
     re.DOTALL,
 )
-CLOSE_RATIO = 0.75  # of difflib: `prot` is close to `port`, and `host` is not
+CLOSE_RATIO = 0.75  # cutoff of difflib: `prot` is close to `port`, and `host` is not
 
 
 class ReDrafterError(Exception):
@@ -52,7 +52,7 @@ class ArgumentError(ReDrafterError, ValueError):
 
 
 class UnsupportedError(ReDrafterError):
-    """The model's architecture, or the decoding mode asked for, cannot be served exactly."""
+    """The model's architecture, or the requested decoding mode, cannot be served exactly."""
 
 
 class MissingDependencyError(UnsupportedError):
@@ -64,7 +64,7 @@ class MismatchError(ReDrafterError):
 
 
 class CheckpointError(ReDrafterError):
-    """A checkpoint lacks a file or a tensor, is truncated, or holds a tensor that does not belong there."""
+    """A checkpoint lacks a file or a tensor, is truncated, or contains an unexpected tensor."""
 
 
 class CacheFullError(ReDrafterError):
@@ -72,13 +72,13 @@ class CacheFullError(ReDrafterError):
 
 
 class NotFiniteError(ReDrafterError):
-    """The model's logits after a text are NaN or infinite, so that no token can follow it."""
+    """The model's logits after a sequence are NaN or infinite, so no token can follow it."""
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's error message, to be quoted in a one-line message.
 
-    A first line that ends in a colon is joined with the second; an empty message gives the name of the error's class.
+    If the first line ends in a colon, the second is appended; an empty message gives the name of the error's class.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
@@ -87,9 +87,10 @@ def first_line(error: BaseException) -> str:
 
 
 def ends_device(error: BaseException) -> bool:
-    """Return whether an error, or one that it was raised from, leaves a GPU with which this process cannot continue.
+    """Return whether an error, or one of its causes, makes the GPU unusable for this process.
 
-    CUDA returns such an error from every later call. Others pass, such as a lack of memory or a capture that failed.
+    CUDA returns such an error from every later call. Others are temporary, such as a lack of memory or a failed
+    capture.
     """
     chain: BaseException | None = error
     while chain is not None:
@@ -109,13 +110,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         word: The name as it was typed.
         known: The names that exist.
     """
-    import difflib  # by an error alone: it would double the time of `import redrafter`
+    import difflib  # only after an error, as it would double the time of `import redrafter`
 
     def without_no(name: str) -> tuple[bool, str]:
         bare = name.lstrip("-").replace("_", "-").lower()
         return bare.startswith("no-"), bare.removeprefix("no-")
 
     negated, typed = without_no(word)
+    # A misspelt flag must not suggest its own negation, which differs by three letters only.
     names = {bare: name for name in known for no, bare in [without_no(name)] if no == negated}
     near = difflib.get_close_matches(typed, names, n=1, cutoff=CLOSE_RATIO)
     return f"; did you mean {names[near[0]]}?" if near else ""
@@ -124,7 +126,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def how_to_install(extra: str = "") -> str:
     """Return the command that installs this package, and where to run it.
 
-    It is on no package index, so its name alone must not be installed from one.
+    The package is on no index, so its name alone must not be installed from one.
 
     Args:
         extra: Extras to install too, such as `serve`, with commas between several.

@@ -1,6 +1,6 @@
 """The features of models, engines and servers, and which of them exclude each other: one table and one message.
 
-A feature declares those declared before it that it excludes, and why. Code that uses a feature adds it to the
+A feature declares which of the features above it it excludes, and why. Code that uses a feature adds it to the
 `FeatureSet` of the model, or checks it against that set, and needs no knowledge of other features.
 """
 
@@ -12,12 +12,12 @@ from redrafter.errors import UnsupportedError
 
 @dataclass(frozen=True, eq=False)
 class Feature:
-    """Something that a model, an engine or a server may have, and that others may rule out.
+    """Something that a model, an engine or a server may have, and that other features may exclude.
 
     Attributes:
         words: Its name in messages.
-        remedy: What to type in order to do without it; empty where nothing that is typed decides.
-        excludes: Features that cannot be combined with it, and the reason for each, a main clause.
+        remedy: What to type in order to do without it; empty if the user cannot decide.
+        excludes: Features that cannot be combined with it, with the reason for each, a main clause.
     """
 
     words: str
@@ -29,7 +29,7 @@ class FeatureSet:
     """The features that one model, engine or server has; none of them excludes another."""
 
     def __init__(self, owner: str, *features: Feature):
-        """Begin with some features; `owner` names what has them, for messages."""
+        """Make a set of features; `owner` names their owner in messages."""
         self._owner, self._features = owner, dict.fromkeys(features)
 
     def __contains__(self, feature: Feature) -> bool:
@@ -39,8 +39,9 @@ class FeatureSet:
         return iter(self._features)
 
     def conflict(self, feature: Feature) -> str | None:
-        """Return why a feature cannot be combined with one of these, and what to type; None where it can."""
+        """Return why a feature conflicts with one of these, and what to type; None without a conflict."""
         for other in self._features:
+            # Declared on one side only, so both directions are looked up.
             if reason := feature.excludes.get(other) or other.excludes.get(feature):
                 remedies = ", or ".join(each.remedy for each in (feature, other) if each.remedy)
                 return f"{feature.words} and {other.words} exclude each other: {reason}; {remedies}"
@@ -58,18 +59,18 @@ class FeatureSet:
             self._features[feature] = None
 
 
-# What the model or its checkpoint decides.
+# Features that follow from the model or its checkpoint.
 
 RECURRENT_STATES = Feature("layers with recurrent states")
 CHUNKED_ATTENTION = Feature("attention within chunks")
 INDEXED_ATTENTION = Feature("attention to tokens that an indexer chooses")
-ROPE_BY_LENGTH = Feature("a rope that follows the length of a sequence")
-SWITCHING_ROPE = Feature("a rope that switches at a length of sequence")
+ROPE_BY_LENGTH = Feature("a rope that depends on the sequence length")
+SWITCHING_ROPE = Feature("a rope that switches at a sequence length")
 QUANTISED_WEIGHTS = Feature("weights that another library quantised", "load it unquantised")
 GGUF_FILE = Feature("weights in a GGUF file")
 OWNERS_HOOKS = Feature("forward hooks of the model's owner", "remove the hooks")
 
-# How the model is loaded and computed.
+# Features of how the model is loaded and computed.
 
 FP8_WEIGHTS = Feature(
     "FP8 weights",
@@ -92,9 +93,9 @@ BATCH_INVARIANCE = Feature(
     "leave out batch_invariant=True (--batch-invariant)",
     {
         RECURRENT_STATES: "recurrences sum in an order of their own",
-        CHUNKED_ATTENTION: "the attention of one fixed order knows no chunks",
+        CHUNKED_ATTENTION: "attention in one fixed order does not support chunks",
         QUANTISED_WEIGHTS: "their products are the quantiser's own",
-        FP8_WEIGHTS: "their products sum in an order that suits the number of tokens",
+        FP8_WEIGHTS: "their products sum in an order that depends on the number of tokens",
         OWNERS_HOOKS: "a forward with hooks is not compiled",
         TENSOR_PARALLELISM: "sums of ranks have an order of their own",
         EAGER_FORWARD: "only the compiled forward has one fixed order there",
@@ -106,7 +107,7 @@ ADAPTERS = Feature(
     {
         RECURRENT_STATES: "such layers are called with other tokens than the forward's",
         TENSOR_PARALLELISM: "the products of an adapter are not split between processes",
-        BATCH_INVARIANCE: "it computes one model for all rows, and an adapter is a product of each row's own",
+        BATCH_INVARIANCE: "it computes one model for all rows, and an adapter differs by row",
     },
 )
 ENCODER_ADAPTER = Feature("an adapter of layers that encode images", ADAPTERS.remedy)
@@ -116,7 +117,7 @@ IMAGES = Feature(
     {
         RECURRENT_STATES: "states are not copied from the forward that reads images",
         INDEXED_ATTENTION: "the indexer's keys are not copied from the forward that reads images",
-        SWITCHING_ROPE: "a sequence with images is not read again where the rope switches",
+        SWITCHING_ROPE: "a sequence with images is not recomputed where the rope switches",
         TENSOR_PARALLELISM: "the part that encodes images is not split between processes",
         BATCH_INVARIANCE: "images of a batch are encoded together",
         ENCODER_ADAPTER: "images are encoded without adapters",
@@ -127,7 +128,7 @@ IMAGES = Feature(
 
 MTP_DRAFTER = Feature(
     "a drafter in an MTP layer",
-    "write without drafts (--no-speculate), or give a drafter",
+    "decode without drafts (--no-speculate), or give a drafter",
     {TENSOR_PARALLELISM: "the layer reads the whole head, which is split"},
 )
 ASSISTANT = Feature(
@@ -148,7 +149,7 @@ REJECTION_SAMPLING = Feature(
 )
 ADAPTIVE_DRAFTS = Feature("adaptive drafts", "leave out --adaptive")
 
-# What an engine or a server does between requests.
+# Features of an engine or a server between requests.
 
 NO_PREFIX_REUSE = Feature("--no-kv-cache-reuse", "leave out --no-kv-cache-reuse")
 HOST_CACHE = Feature(
@@ -156,18 +157,18 @@ HOST_CACHE = Feature(
     "leave out kv_host_cache_gib",
     {
         TENSOR_PARALLELISM: "blocks on the host belong to one process",
-        NO_PREFIX_REUSE: "what is stored on the host is never found again",
+        NO_PREFIX_REUSE: "prefixes on the host would never be reused",
     },
 )
 GRAMMARS = Feature(
     "grammars (response_format, structured_outputs, a tool_choice that forces a call)",
     "leave them out",
-    {TENSOR_PARALLELISM: "a server's processes follow no grammars yet"},
+    {TENSOR_PARALLELISM: "a server's processes do not support grammars yet"},
 )
 ENGINE_CHANGES = Feature(
     "changes of a running engine",
     "start a new engine",
-    {TENSOR_PARALLELISM: "weights and drafters of several processes stay as they are"},
+    {TENSOR_PARALLELISM: "weights and drafters of several processes cannot be changed"},
 )
 WEIGHT_UPDATES = Feature(
     "updates of weights", "make a new engine", {QUANTISED_WEIGHTS: "their format is that library's own"}

@@ -7,7 +7,7 @@ from typing import Any
 from redrafter.errors import ArgumentError
 
 Check = Callable[[object], str | None]
-"""Returns what a value must be, such as "a positive integer", where it is not; None where it is."""
+"""Returns what a value must be, such as "a positive integer", for an invalid value; None for a valid one."""
 
 
 def option(default: Any, help: str, **argument: Any) -> Any:
@@ -15,21 +15,21 @@ def option(default: Any, help: str, **argument: Any) -> Any:
 
     Args:
         default: Default of the field and of the flag.
-        help: What the field does, for the help of its flag. Where the field is true by default it begins with a verb,
-            as the help of its flag `--no-...` is derived from it.
+        help: Help text of the field's flag. If the field is true by default it begins with a verb, as the help of the
+            flag `--no-...` is derived from it.
         argument: Further arguments of `ArgumentParser.add_argument`, such as `choices`, `metavar`, `type`, `required`;
-            `path=True` for a flag that names a file or a directory; `names`, which of the checks of
-            `redrafter.app.paths` its value gets; `commands`, names of the commands that have the flag, where not all
-            do; and `check`, a `Check` of its value for `check_values`.
+            `path=True` for a flag that names a file or a directory; `names`, the check of `redrafter.app.paths` for its
+            value; `commands`, names of the commands with the flag, if not all of them; and `check`, a `Check` of its
+            value for `check_values`.
     """
     return field(default=default, metadata={"help": help, **argument})
 
 
 def check_values(options: Any) -> None:
-    """Raise `ArgumentError` for a field of a dataclass of options whose value its declaration rules out.
+    """Raise `ArgumentError` for an option whose value is not allowed by its declaration.
 
-    That is one that its `check` refuses or that is not among its `choices`, and anything but a bool where the default
-    is one. Fields of a subclass are checked too, where they declare a `check` or a bool.
+    A value is invalid if its `check` refuses it, if it is not among its `choices`, or if it is no bool where the
+    default is one. Fields of a subclass are checked too if they declare a `check` or a bool.
     """
     for item in fields(options):
         value, choices, must_be = getattr(options, item.name), item.metadata.get("choices"), None
@@ -44,7 +44,7 @@ def check_values(options: Any) -> None:
 
 
 def whole(least: int, *, optional: bool = False) -> Check:
-    """Return the check of an integer of at least `least`; with `optional`, None is one too."""
+    """Return the check of an integer of at least `least`; with `optional`, None is valid too."""
     named = {0: "an integer of 0 or more", 1: "a positive integer"}
     must_be = named.get(least, f"an integer of {least} or more, and below 2**31")
 

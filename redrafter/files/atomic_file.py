@@ -16,6 +16,7 @@ def check_writable(path: Path, flag: str) -> None:
     try:
         if target.is_dir():
             raise IsADirectoryError(None, "Is a directory")
+        # A device or a pipe is written to in place, so no temporary file is needed.
         if not target.exists() or target.is_file():
             trial = _temporary_path(target)
             trial.touch()
@@ -25,13 +26,13 @@ def check_writable(path: Path, flag: str) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file such that a reader finds the old content or the new content, never a part of it.
+    """Write a file atomically: a reader finds the old content or the new content, never a part of it.
 
-    A symbolic link stays and its target is replaced; a device or a pipe is written to, not replaced. No temporary file
-    remains where it raises `ArgumentError`.
+    A symbolic link is kept and its target is replaced; a device or a pipe is written to, not replaced. If
+    `ArgumentError` is raised, no temporary file remains.
     """
     target, encoded = path.resolve(), content.encode() if isinstance(content, str) else content
-    # In the same directory: a rename is atomic within one file system alone.
+    # In the same directory, as a rename is atomic only within one file system.
     temporary = _temporary_path(target)
     try:
         if target.exists() and not target.is_file() and not target.is_dir():
@@ -46,9 +47,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def share_weights(folder: Path) -> None:
-    """Give the weights of a directory that was just saved the mode of its config.json, which follows the umask.
+    """Give the weights of a directory that was just saved the permissions of its config.json, which follow the umask.
 
-    Safetensors makes files that their owner alone can read, and transformers leaves them so.
+    Safetensors creates files that only their owner can read.
     """
     config = folder / "config.json"
     if config.is_file():  # not where another process saves
@@ -57,4 +58,5 @@ def share_weights(folder: Path) -> None:
 
 
 def _temporary_path(target: Path) -> Path:
+    # The process id keeps concurrent writers apart.
     return target.parent / f".{target.name}.{os.getpid()}"

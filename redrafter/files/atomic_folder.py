@@ -38,9 +38,10 @@ def check_output_folder(
             f"{flag} needs a directory's name of at most {MAX_NAME_BYTES} bytes, got {str(folder)[:80]!r}"
         )
     target = Path(os.path.realpath(folder))
+    # The nearest existing parent, as missing ones will be made.
     parent = next(path for path in target.parents if path.exists())
     if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
-        raise ArgumentError(f"{flag} {folder}: {parent} is no directory that can be written to; name another place")
+        raise ArgumentError(f"{flag} {folder}: {parent} is not a writable directory; name another place")
     remove_leftovers(folder)
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
@@ -93,7 +94,7 @@ def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed or failed `write_folder` left next to a folder, and restore the old folder if need be.
+    """Remove what a killed or failed `write_folder` left next to a folder, and restore the old folder if necessary.
 
     Nothing is changed while another process is writing the folder.
     """
@@ -105,6 +106,7 @@ def remove_leftovers(folder: Path) -> None:
             shutil.rmtree(partial)
     if partial.exists():
         return
+    # The writer was killed between its two renames.
     if old.exists() and not target.exists():
         with suppress(OSError):
             old.rename(target)

@@ -25,11 +25,11 @@ TOKENIZER_FILES = (  # of which each tokenizer has at least one
 
 
 def kind_of(directory: Path) -> str:
-    """Return the kind of checkpoint that a directory holds.
+    """Return the kind of checkpoint in a directory.
 
     It is `merged checkpoint`, `drafter` (of a registered type), `Apple drafter`, `EAGLE-3 head`, `DFlash drafter`
     (DFlash2 and DSpark included), `speculators checkpoint` of another type, `TensorRT-LLM ReDrafter checkpoint`,
-    `TensorRT-LLM checkpoint`, `built TensorRT engine` or `model`. What is none of the others counts as `model`.
+    `TensorRT-LLM checkpoint`, `built TensorRT engine` or `model`, which is the default.
     """
     check_path(str(directory))
     if find_gguf(directory) is not None:
@@ -58,12 +58,13 @@ def kind_of(directory: Path) -> str:
 
 
 def check_path(name: str) -> None:
-    """Check that a name which looks like a path leads to a directory or a GGUF file, before the hub is asked for it."""
+    """Check that a name which looks like a path leads to a directory or a GGUF file, before the hub is queried."""
     path = Path(name)
     if path.is_dir() or find_gguf(path) is not None:
         return
     if path.exists():
         raise CheckpointError(f"{name} is not a directory, but a file, and no {SUFFIX} file")
+    # A hub id has at most one slash and no path syntax.
     if name.startswith(("/", ".", "~", os.sep)) or name.endswith("/") or name.count("/") > 1 or "\\" in name:
         raise CheckpointError(f"{name} is not a directory: it does not exist")
 
@@ -98,8 +99,8 @@ def check_drafter(name: str | Path) -> None:
 def load_error(what: str, name: str | Path, error: Exception) -> ReDrafterError:
     """Return the error for a `what` (model, tokenizer, drafter...) that could not be loaded from a path or hub id.
 
-    It says what the path holds instead, that it does not exist, or else what the loading library said. An error of this
-    library is returned itself.
+    It states what the path contains instead, that it does not exist, or else the loading library's message. An error of
+    this library is returned unchanged.
     """
     path = Path(name)
     if isinstance(error, ReDrafterError):
@@ -121,9 +122,9 @@ def load_error(what: str, name: str | Path, error: Exception) -> ReDrafterError:
 
 
 def wrong_kind_error(path: Path, wanted: str) -> CheckpointError | None:
-    """Return an error for a directory that holds no `model` or no `drafter`, with what to do about it.
+    """Return an error for a directory that contains no `model` or no `drafter`, with advice.
 
-    None where it is of the wanted kind; a merged checkpoint counts as a model.
+    Returns None for the wanted kind; a merged checkpoint counts as a model.
     """
     kind = kind_of(path)
     if kind == wanted or (wanted, kind) == ("model", "merged checkpoint"):
@@ -165,9 +166,9 @@ def _convert_command(path: Path, flag: str, arguments: str, suffix: str) -> str:
 
 @contextmanager
 def config_errors(directory: Path, what: str) -> Iterator[None]:
-    """Raise `CheckpointError` where a directory's config.json makes transformers or `check` of a config fail.
+    """Raise `CheckpointError` if a directory's config.json makes transformers or the `check` of a config fail.
 
-    The error says that the config describes no `what`, and why. Other errors of this library stay as they are.
+    The error states that the config describes no `what`, and why. Other errors of this library are unchanged.
     """
     try:
         yield

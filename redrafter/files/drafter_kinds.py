@@ -1,7 +1,7 @@
 """The kinds of drafters, found by their registrations. This module imports no torch, nor do its functions.
 
 A module that defines a drafter imports torch, which takes longer than describing a checkpoint. So the arguments of
-`@register_drafter` are read from the module's source, and the module is imported when a drafter is made.
+`@register_drafter` are read from the module's source, and the module is imported only when a drafter is made.
 """
 
 import ast
@@ -49,7 +49,7 @@ class DrafterKind:
             ) from error
 
 
-_defined: dict[str, DrafterKind] = {}  # by modules that were imported, with or without an entry point
+_defined: dict[str, DrafterKind] = {}  # kinds of imported modules, with or without an entry point
 
 
 def define_kind(kind: DrafterKind) -> None:
@@ -64,6 +64,7 @@ def drafter_kinds() -> dict[str, DrafterKind]:
         ArgumentError: An entry point names no module that registers a drafter, a registration cannot be read, or two
             modules register one type.
     """
+    # Declared ones last: they win over a definition made in a test or a notebook.
     return {**_defined, **declared_kinds()}
 
 
@@ -101,7 +102,7 @@ def _read_registrations(module: str) -> Iterator[DrafterKind]:
     if spec is None or spec.origin is None:
         return
     source = Path(spec.origin).read_bytes()
-    if _DECORATOR.encode() not in source:  # parsing takes longer than reading
+    if _DECORATOR.encode() not in source:  # a quick test, as parsing takes longer than reading
         return
     try:
         statements = ast.parse(source).body
@@ -113,17 +114,18 @@ def _read_registrations(module: str) -> Iterator[DrafterKind]:
         if not isinstance(definition, ast.ClassDef):
             continue
         for decorator in definition.decorator_list:
+            # By the last part of the name, so that any way to import the decorator is found.
             if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).split(".")[-1] == _DECORATOR:
                 yield DrafterKind(*_read_arguments(decorator, spec.origin), module, definition.name)
 
 
 def _read_arguments(registration: ast.Call, path: str) -> tuple[str, tuple[str, ...]]:
-    """Return the name and the types that a registration in the file `path` has as its arguments."""
+    """Return the name and the types in the arguments of a registration in the file `path`."""
     constants = [argument.value for argument in registration.args if isinstance(argument, ast.Constant)]
     strings = [value for value in constants if isinstance(value, str)]
     if not strings or len(strings) < len(registration.args) or registration.keywords:
         raise ArgumentError(
-            f"{path} has @{ast.unparse(registration)}, and its arguments must be strings as they stand: they are read "
+            f"{path} has @{ast.unparse(registration)}, whose arguments must be string literals, as they are read "
             "without importing the module"
         )
     name, *model_types = strings

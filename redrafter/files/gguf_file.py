@@ -1,6 +1,6 @@
 """Open GGUF files as models: resolve a name to a file, read its header, and let transformers load it.
 
-transformers dequantises the weights when it reads them, so that a model from a GGUF file is a plain one.
+transformers dequantises the weights when it reads them, so a model from a GGUF file is an ordinary one.
 """
 
 import os
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import torch
 
 SUFFIX = ".gguf"
-_TEXT, _LIST = 8, 9  # types of metadata, and struct's letters of those that are numbers
+_TEXT, _LIST = 8, 9  # types of metadata values that are no numbers; `_NUMBERS` has struct's letters of the others
 _NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
-# Keys of the ids that end a turn where that is not the end token, as in Gemma's and Llama 3's files.
+# Keys of the ids that end a turn, as in Gemma's and Llama 3's files, in addition to the end token.
 _END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
@@ -57,10 +57,10 @@ def find_gguf(name: str | Path) -> Path | None:
 
 @contextmanager
 def reading(name: str | Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield what `from_pretrained` of transformers takes for a model: a name, and `gguf_file=` where it is a GGUF file.
+    """Yield the arguments of transformers' `from_pretrained` for a model: a name, and `gguf_file=` for a GGUF file.
 
-    The name of a GGUF file's model is an empty directory. In the file's own one transformers would prefer a
-    tokenizer.json, and in the working directory a file of the same name.
+    The name of a GGUF file's model is an empty directory. In the file's own directory, transformers would prefer a
+    tokenizer.json, and in the working directory a file with the same name.
 
     Raises:
         CheckpointError: The file is not a GGUF file, or truncated.
@@ -91,7 +91,7 @@ def reading(name: str | Path) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 class GgufTensor(NamedTuple):
-    """A tensor's place in a file, which is `offset` bytes after the first tensor's, and ggml's id of its format."""
+    """A tensor's position in a file, `offset` bytes after the first tensor's, and ggml's id of its format."""
 
     name: str
     shape: tuple[int, ...]
@@ -106,9 +106,9 @@ class GgufHeader:
 
     Attributes:
         architecture: llama.cpp's name of the architecture.
-        metadata: Its keys and values, of lists their lengths.
+        metadata: Its keys and values; lists are replaced by their lengths.
         tensors: Its tensors.
-        data_start: Byte at which the tensors' data begin.
+        data_start: Offset of the tensors' data in bytes.
     """
 
     architecture: str
@@ -121,7 +121,7 @@ class GgufHeader:
         """Dtype that "auto" selects: the file's own where it is not quantised, else bfloat16."""
         import torch
 
-        # By ggml's ids. Files of 16 bits have their norms in float32.
+        # By ggml's ids. 16-bit files have their norms in float32.
         formats = {tensor.ggml_type for tensor in self.tensors}
         return {frozenset((0,)): torch.float32, frozenset((1,)): torch.float16}.get(
             frozenset(formats - {0} or {0}), torch.bfloat16
@@ -139,7 +139,7 @@ class GgufHeader:
 
     @property
     def stored_as(self) -> str:
-        """Names of the formats of its tensors, the one that most weights have first."""
+        """Names of the formats of its tensors, in descending order of the number of weights."""
         from gguf import GGMLQuantizationType
 
         sizes: dict[str, int] = {}
@@ -166,7 +166,7 @@ def read_header(file: Path) -> GgufHeader:
 
 @lru_cache(maxsize=4)
 def _read_header(file: Path, size: int, changed: int) -> GgufHeader:
-    # gguf's own reader takes seconds, as it makes an object of each token of the vocabulary.
+    # gguf's own reader takes seconds, as it makes an object for each token of the vocabulary.
     from gguf import GGML_QUANT_SIZES
 
     with file.open("rb") as stream:
@@ -181,6 +181,7 @@ def _read_header(file: Path, size: int, changed: int) -> GgufHeader:
                 for _ in range(tensor_count):
                     name = fields.text()
                     sizes = fields.take(f"{fields.take('I')[0]}Q")
+                    # ggml lists sizes in the reverse order of torch.
                     table.append((name, sizes[::-1], *fields.take("IQ")))
             architecture, alignment = metadata["general.architecture"], metadata.get("general.alignment", 32)
         except (struct.error, UnicodeDecodeError, KeyError, OverflowError, MemoryError) as error:
@@ -226,6 +227,7 @@ class _Fields:
         if kind != _LIST:
             return self.take(_NUMBERS[kind])[0]
         kind, count = self.take("IQ")
+        # Skipped in one step: the lists of a vocabulary have hundreds of thousands of entries.
         if kind in _NUMBERS:
             self.at += count * struct.calcsize(f"<{_NUMBERS[kind]}")
             return count

@@ -1,4 +1,4 @@
-"""The folder in which this library keeps its measurements and compiled kernels of a machine."""
+"""The folder with this library's measurements and compiled kernels of a machine."""
 
 import os
 from contextlib import suppress
@@ -14,10 +14,10 @@ def home() -> Path:
 
 
 def keep_kernels() -> None:
-    """Let torch.compile keep its kernels in `home`, so that a later start finds them, unless they have a place already.
+    """Let torch.compile store its kernels in `home`, so that a later start finds them, unless a folder is already set.
 
-    Left to itself, or where `home` cannot be written to, torch keeps them in a folder for temporary files. It names
-    each by its code, the versions of torch and Triton, and the GPU.
+    Otherwise, or if `home` is not writable, torch stores them in a folder for temporary files. It names each by its
+    code, the versions of torch and Triton, and the GPU.
     """
     folder = home() / "kernels"
     with suppress(OSError):

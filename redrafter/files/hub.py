@@ -1,18 +1,18 @@
-"""The Hugging Face hub: whether it can be asked for a repository, and single files of one, without torch."""
+"""The Hugging Face hub: whether it is reachable, and single files of a repository, without torch."""
 
 import warnings
 from pathlib import Path
 
 from redrafter.errors import CheckpointError, first_line
 
-CONNECT_SECONDS = 5.0  # in which the hub has to answer
+CONNECT_SECONDS = 5.0  # timeout of the hub's answer
 _reached: set[str] = set()  # addresses that have answered this process
 
 
 def check_hub(name: str) -> None:
-    """Check that a hub id can be looked for.
+    """Check that a hub id can be looked up.
 
-    huggingface_hub asks for each missing file six times, 24 s in all, where the hub cannot be reached. Here it is asked
+    If the hub cannot be reached, huggingface_hub retries for each missing file six times, 24 s in all. Here it is tried
     once; without an answer, this process continues offline with a repository that was downloaded before.
 
     Raises:
@@ -27,7 +27,7 @@ def check_hub(name: str) -> None:
         get_session().head(constants.ENDPOINT, timeout=CONNECT_SECONDS)
         _reached.add(constants.ENDPOINT)
         return
-    except Exception as error:  # of whichever library makes its requests
+    except Exception as error:  # of any HTTP library that huggingface_hub uses
         reason = first_line(error)
     try:
         cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
@@ -36,7 +36,7 @@ def check_hub(name: str) -> None:
     if not cached:
         raise CheckpointError(
             f"{name} does not exist here, and {constants.ENDPOINT} cannot be reached to look for it as a hub id "
-            f"({reason}): give the directory of a model, or HF_HOME with one that was downloaded, and HF_HUB_OFFLINE=1"
+            f"({reason}): give the directory of a model, or HF_HOME with a downloaded one, and HF_HUB_OFFLINE=1"
         )
     warnings.warn(
         f"{constants.ENDPOINT} cannot be reached ({reason}): what was downloaded of {name} is used, as with "
@@ -47,16 +47,16 @@ def check_hub(name: str) -> None:
 
 
 def is_offline() -> bool:
-    """Return whether nothing is downloaded, as HF_HUB_OFFLINE asks for."""
+    """Return whether downloads are disabled by HF_HUB_OFFLINE."""
     from huggingface_hub import is_offline_mode
 
     return is_offline_mode()
 
 
 def find_model_file(model: str, name: str) -> str | None:
-    """Return the path of a file in a model's directory or repository, downloaded if need be.
+    """Return the path of a file in a model's directory or repository, downloaded if necessary.
 
-    None where there is no such file, or the hub cannot be asked.
+    Returns None if there is no such file, or the hub cannot be reached.
     """
     if Path(model).is_dir():
         file = Path(model, name)

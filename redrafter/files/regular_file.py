@@ -1,4 +1,4 @@
-"""Read files that others name, without waiting for a writer: regular ones alone."""
+"""Read files named by users without waiting for a writer: only regular files."""
 
 import os
 import stat
@@ -19,10 +19,11 @@ def open_regular(path: Path) -> Iterator[FileIO]:
     """
 
     def open_at_once(name: str, flags: int) -> int:
-        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # or a FIFO would wait for somebody who writes
+        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # opening a FIFO would wait for a writer otherwise
 
     try:
         with open(path, "rb", buffering=0, opener=open_at_once) as file:
+            # Checked on the open file, as the path may be replaced after a check by name.
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise CheckpointError(f"{path} cannot be read: it is no regular file, but a device or a pipe")
             yield file

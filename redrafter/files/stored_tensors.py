@@ -1,4 +1,4 @@
-"""Read checkpoints whole into memory, so that what becomes of a file later changes no tensor and ends no process.
+"""Read checkpoints whole into memory, so that later changes of a file change no tensor and end no process.
 
 `safetensors.torch.load_file` and transformers map a file into memory instead. If it is truncated later, the process
 ends by SIGBUS; if it is rewritten, tensors change that were checked before. A FIFO stops all threads of the process,
@@ -23,8 +23,8 @@ from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE, weight_files
 from redrafter.files.regular_file import open_regular
 
 SUFFIX = ".safetensors"
-MAX_HEADER_BYTES = 32 << 20  # parsing one holds Python's lock; that of 100,000 tensors has 12 MB
-READ_BYTES = 1 << 30  # at once: Linux reads less than 2 GiB in a call
+MAX_HEADER_BYTES = 32 << 20  # parsing holds Python's lock; the header of 100,000 tensors has 12 MB
+READ_BYTES = 1 << 30  # per call, as Linux reads less than 2 GiB at once
 
 
 class _Stamp(NamedTuple):
@@ -57,10 +57,10 @@ def read_directory(directory: Path) -> dict[str, Tensor]:
 
 
 def read_safetensors(files: Sequence[Path]) -> dict[str, Tensor]:
-    """Return the tensors of some files by name, in memory that belongs to no file.
+    """Return the tensors of some files by name, in memory that is independent of the files.
 
     Raises:
-        CheckpointError: A file is no regular one, is cut short, is not of the format, holds a tensor of another file,
+        CheckpointError: A file is not regular, is cut short, is not of the format, contains a tensor of another file,
             has more bytes than the machine has free memory, or was changed before all were read.
     """
     tensors: dict[str, Tensor] = {}
@@ -94,9 +94,10 @@ def _read_tensors(path: Path, file: FileIO, size: int) -> dict[str, Tensor]:
     read_into(length := bytearray(8))
     header_bytes = int.from_bytes(length, "little")
     if header_bytes > min(size - 8, MAX_HEADER_BYTES):
-        raise _wrong(path, f"it has {size} bytes, and its header says that it has {header_bytes} itself")
+        raise _wrong(path, f"it has {size} bytes, and its header states a length of {header_bytes}")
     read_into(head := bytearray(header_bytes))
     places = _parse_header(path, bytes(head), size - 8 - header_bytes)
+    # Before the allocation, which Linux would grant and then end the process for.
     if size > (free := psutil.virtual_memory().available):
         raise CheckpointError(
             f"{path} has {size / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of the machine's memory are free"
@@ -113,7 +114,7 @@ def _read_tensors(path: Path, file: FileIO, size: int) -> dict[str, Tensor]:
 
 
 def _parse_header(path: Path, head: bytes, data_bytes: int) -> dict[str, tuple[torch.dtype, list[int], int, int]]:
-    """Return the dtype, the shape, and the first and the last offset of each tensor, which together are all data."""
+    """Return the dtype, shape, first and last offset of each tensor, which together cover all data."""
     try:
         header = json.loads(head)
     except (ValueError, RecursionError) as error:
@@ -137,6 +138,7 @@ def _parse_header(path: Path, head: bytes, data_bytes: int) -> dict[str, tuple[t
             raise _wrong(path, f"{name} of shape {shape} as {code} has {end - begin} bytes")
         places[name] = dtype, shape, begin, end
     expected = 0
+    # The format allows neither gaps nor overlaps, which would hide data or alias tensors.
     for name, (_, _, begin, end) in sorted(places.items(), key=lambda item: item[1][2:]):
         if begin != expected:
             raise _wrong(path, f"the bytes of {name} begin at {begin} instead of {expected}")

@@ -21,8 +21,8 @@ from redrafter.grammar.source import GrammarSource
 from redrafter.sandbox.child import bounded_work, limit_memory, memory
 from redrafter.sandbox.frames import receive_frame, send_frame
 
-# White space between the tokens of JSON, unless a schema's own "x-guidance" says otherwise. It is bounded, since a
-# model that likes to indent might do so for ever.
+# White space between the tokens of JSON, unless a schema's own "x-guidance" overrides it. It is bounded, since a model
+# may indent forever otherwise.
 WHITESPACE = r"( |\r?\n[ \t]{0,40})"
 
 
@@ -72,12 +72,14 @@ class CompiledGrammar:
         )
         first = llguidance.LLMatcher(self.vocabulary, _to_llguidance(self._source), log_level=0, limits=parser_limits)
         probe = first.deep_copy()
+        # Two tokens: some limits are exceeded only after the first one.
         for _ in range(2):
             mask = int.from_bytes(probe.compute_bitmask(), "little")
             if probe.is_error():
                 raise _error(probe.get_error())
             if not mask:
                 raise _error("no text of this vocabulary follows it")
+            # The lowest allowed id.
             probe.try_consume_tokens([(mask & -mask).bit_length() - 1])
         return first
 
@@ -157,13 +159,12 @@ class GrammarState:
         ends: Ids that end the text.
         text: The tokens of the text.
         matcher: llguidance's matcher, which has consumed the text up to its end, and drafts while masks are computed.
-        ended: Whether the text has an end token.
-        error: Why the grammar could not be followed further, on one line; from there on only an end is allowed. None
-            while all is well.
+        ended: Whether the text contains an end token.
+        error: Why the grammar was given up, on one line; from then on only an end is allowed. None without an error.
     """
 
     def __init__(self, grammar: CompiledGrammar, ends: Collection[int]) -> None:
-        """Begin an empty text; its `ends` are allowed where the grammar may end, and alone where it must."""
+        """Begin an empty text; its `ends` are allowed where the grammar may end, and required where it must."""
         self.grammar, self.ends = grammar, frozenset(ends)
         self._stops = self.ends | set(grammar.vocabulary.eos_tokens)  # in no text of the grammar
         self._empty_mask = bytes(4 * -(-max(grammar.vocabulary.vocab_size, max(ends) + 1) // 32))
@@ -176,7 +177,7 @@ class GrammarState:
         self._restart()
 
     def advance(self, text: Sequence[int]) -> None:
-        """Move to the end of `text`, all tokens generated so far; most often it continues the text known before."""
+        """Move to the end of `text`, all tokens generated so far, which usually continues the known text."""
         begun = time.process_time() - self._cpu_seconds
         text = list(text)
         if text[: len(self.text)] != self.text:
@@ -201,6 +202,7 @@ class GrammarState:
         """
         begun = time.process_time() - self._cpu_seconds
         children: list[list[int]] = [[] for _ in tokens]
+        # In descending order, so that children are visited in ascending order from the stack.
         for node in range(len(tokens) - 1, 0, -1):
             children[parents[node]].append(node)
         masks: dict[int, bytes] = {}
@@ -211,9 +213,11 @@ class GrammarState:
             token = tokens[node]
             if depth and self.error is None:
                 mask = masks[parents[node]]
+                # A node that its parent's mask forbids needs no mask: it cannot be drawn.
                 allowed = token >> 3 < len(mask) and mask[token >> 3] >> (token & 7) & 1
                 if token in self._stops or not allowed:
                     continue
+                # Nodes are visited depth first, so the matcher returns only to the parent.
                 self._roll_back(text_length + depth - 1)
                 self._consume([token])
             masks[node] = self._mask()
@@ -239,13 +243,13 @@ class GrammarState:
             self._renew()
 
     def _renew(self, recompile: bool = False) -> None:
-        # Some of llguidance's limits count all that a matcher ever did, rejected drafts included: a new one has
-        # consumed this text and nothing else. Others count what all texts of the compiled grammar did.
+        # Some of llguidance's limits count everything that a matcher ever did, including rejected drafts: a new one has
+        # consumed only this text. Others count what all texts of the compiled grammar did.
         if recompile:
             self.grammar.renew(self._age)
         self.matcher, self._age = self.grammar.start(), self.grammar.age
         if self.matcher.try_consume_tokens(self._consumed) < len(self._consumed):
-            self.matcher.compute_bitmask()  # which sets the error
+            self.matcher.compute_bitmask()  # sets the error
             if self.matcher.is_error() and not recompile:
                 return self._renew(recompile=True)
             self._give_up("it does not allow what was written")
@@ -279,7 +283,7 @@ class GrammarState:
         mask = bytearray(self.matcher.compute_bitmask()[:size].ljust(size, b"\0"))
         if self.matcher.is_error():
             return None
-        # An end token that the grammar itself names would end the text in the middle of it.
+        # An end token that the grammar itself names would end the text before the grammar does.
         for token in self._stops:
             mask[token >> 3] &= ~(1 << (token & 7))
         if self.matcher.is_accepting():
@@ -292,7 +296,7 @@ class GrammarState:
         return bytes(mask)
 
 
-COMPILE_NICENESS = 10  # of a compilation, so that texts that are being generated go first
+COMPILE_NICENESS = 10  # of a compilation, so that texts being generated have precedence
 
 
 def prepare(end: bytearray, tokenizer: bytearray) -> Callable[[socket.socket], None]:
@@ -311,15 +315,15 @@ def prepare(end: bytearray, tokenizer: bytearray) -> Callable[[socket.socket], N
 def _follow(connection: socket.socket, vocabulary: Any) -> None:
     """Compile the grammar that is sent, then answer questions about its texts until the connection is closed.
 
-    The first message is `+` and the bytes that the compiled grammar takes, or `-` and an error message. Then come
-    frames of JSON: the numbers of texts to be forgotten, and questions. A question is a text's number, the ids that end
+    The first message is `+` and the size of the compiled grammar in bytes, or `-` and an error message. Then come
+    frames of JSON: the numbers of texts to be dropped, and questions. A question is a text's number, the ids that end
     it, how many of the tokens sent before are still part of it, the tokens after those up to the root of a tree, the
     tree's tokens, the index of each one's parent, and how many levels need masks. The answers are a frame of JSON, with
-    whether each text has ended, its error, and the nodes that its grammar allows and the bytes of a mask of them; and
-    one of all masks. No pickles: a grammar that broke into this process must not get into the program.
+    whether each text has ended, its error, the nodes that its grammar allows and the size of their masks; and one of
+    all masks. No pickles: a grammar that compromised this process must not reach the program.
     """
     held = memory()[1]
-    # Before anything of a client is read: its grammar is parsed within the limit too.
+    # Before any input of a client is read, so that its grammar is parsed within the limit too.
     limit_memory(limits.MAX_PROCESS_BYTES)
     source = GrammarSource(*json.loads(receive_frame(connection)))
     try:
@@ -342,6 +346,7 @@ def _follow(connection: socket.socket, vocabulary: Any) -> None:
                 if number not in states:
                     states[number] = GrammarState(grammar, ends)
                 state = states[number]
+                # A mismatch means a lost message: no answer is better than one for another text.
                 if known > len(state.text):
                     raise EOFError("the program refers to tokens that it has not sent")
                 state.advance([*state.text[:known], *new])

@@ -34,7 +34,7 @@ class GrammarProcess(SandboxedProcess):
 
     Attributes:
         lock: Held from a question to its answer.
-        order: Threads that take the locks of several processes take them in this order.
+        order: Number by which threads that need several locks sort them.
         memory: Bytes that the compiled grammar takes.
         forgotten: Numbers of dropped texts, which the next question reports to the process.
     """
@@ -77,8 +77,10 @@ class GrammarProcess(SandboxedProcess):
 
     def ask(self, questions: Sequence[Question]) -> None:
         """Send questions; the caller holds the lock until it has called `answers`."""
+        # Popped one by one: other threads append without the lock.
         forgotten = [self.forgotten.popleft() for _ in range(len(self.forgotten))]
         try:
+            # Twice the processor time, as the process may share a core.
             self.connection.settimeout(ANSWER_SLACK_SECONDS + 2 * step_cpu_seconds(len(questions)))
             send_frame(self.connection, json.dumps((forgotten, questions)).encode())
         except OSError:
@@ -101,7 +103,7 @@ class GrammarProcess(SandboxedProcess):
         return answers
 
     def forget(self, text: int) -> None:
-        """Let the process forget a text: now, or with the next question if another thread is asking one."""
+        """Drop a text in the process: now, or with the next question if another thread is asking one."""
         if not self.owned:
             return  # this process is a fork; the text is its parent's
         self.forgotten.append(text)
@@ -115,7 +117,7 @@ class GrammarProcess(SandboxedProcess):
 def zygote_for(tokenizer: Any) -> Zygote:
     """Return the zygote of a tokenizer, a new one if there is none or it has died."""
     if sys.platform == "win32":
-        raise MissingDependencyError("grammars need sockets that Windows has not: use Linux or macOS")
+        raise MissingDependencyError("grammars need Unix sockets, which Windows lacks: use Linux or macOS")
     if find_spec("llguidance") is None:
         raise MissingDependencyError(f"grammars need llguidance: {how_to_install('guided')}")
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -137,7 +139,7 @@ def zygote_for(tokenizer: Any) -> Zygote:
 
 
 def _unreadable(why: str) -> ArgumentError:
-    return ArgumentError(f"grammar: no grammar can be written with this tokenizer: {' '.join(why.split()):.300}")
+    return ArgumentError(f"grammar: this tokenizer cannot be used for grammars: {' '.join(why.split()):.300}")
 
 
 class Grammar:
@@ -208,7 +210,7 @@ class Grammar:
         return cls(GrammarSource.of(spec), tokenizer)
 
     def restore(self) -> None:
-        """Compile the grammar again if its process has ended, for texts that begin from now on."""
+        """Compile the grammar again if its process has ended, for texts that begin later."""
         if not self.process.alive:
             self.process = GrammarProcess(self._tokenizer)
             self.process.compile(self.source)
@@ -219,9 +221,9 @@ class TextTree(NamedTuple):
 
     Attributes:
         text: All tokens generated so far.
-        tokens: Tokens of the tree, root first; the root is the last token of the text.
+        tokens: Tokens of the tree, beginning with the root, which is the last token of the text.
         parents: Index of each node's parent.
-        levels: How many levels of the tree need masks.
+        levels: Number of levels of the tree that need masks.
     """
 
     text: list[int]
@@ -237,19 +239,19 @@ class GuidedText:
         ends: Ids that end the text, in ascending order.
         process: The process of the grammar.
         number: The text's number in the grammar's process.
-        ended: Whether the text has an end token.
-        error: Why the grammar could not be followed further, on one line; from there on only an end is allowed. None
-            while all is well.
+        ended: Whether the text contains an end token.
+        error: Why the grammar was given up, on one line; from then on only an end is allowed. None without an error.
     """
 
     def __init__(self, grammar: Grammar, ends: Collection[int]) -> None:
-        """Begin an empty text; its `ends` are allowed where the grammar may end, and alone where it must."""
+        """Begin an empty text; its `ends` are allowed where the grammar may end, and required where it must."""
         self.ends = sorted({token for token in ends if token >= 0})
         if not self.ends:
             raise ArgumentError("a grammar needs a token that ends the text: give eos_token_id")
         self.process: GrammarProcess = grammar.process
         self.ended = False
         self.error: str | None = None
+        # Unique in the program, as texts of several engines may share a process.
         self.number = next(_text_numbers) & 0x7FFFFFFF
         self._sent: list[int] = []
         self._asked = False
@@ -259,10 +261,11 @@ class GuidedText:
             self.process.forget(self.number)
 
     def question(self, tree: TextTree) -> Question:
-        """Return the question for the masks of a tree, with the part of the text that the process does not know yet.
+        """Return the question for the masks of a tree, with the part of the text that is new to the process.
 
-        The question must be sent: the process is then taken to know the whole text.
+        It must be sent, as later questions assume that the process knows the whole text.
         """
+        # A preempted sequence may have been drawn differently, so the text is sent again from the start.
         if tree.text[: len(self._sent)] != self._sent:
             self._sent = []
         known, self._asked = len(self._sent), True
@@ -271,11 +274,11 @@ class GuidedText:
         return self.number, self.ends, known, new, tree.tokens, tree.parents, tree.levels
 
     def read_answer(self, answer: Answer | None, nodes: int) -> Masks:
-        """Take over what an answer says of the text, and return its masks.
+        """Update the text from an answer, and return its masks.
 
         Args:
-            answer: The answer; None if the process has ended, which is an error of the text: only an end is allowed at
-                all nodes then.
+            answer: The answer; None if the process has ended, which is an error of the text: then only an end is
+                allowed at all nodes.
             nodes: Nodes of the tree.
         """
         if answer is not None:
@@ -283,7 +286,7 @@ class GuidedText:
             return masks
         if self.error is None:
             self.error = (
-                f"grammar: given up after {len(self._sent)} tokens: its process ended, as it does where a step takes "
+                f"grammar: given up after {len(self._sent)} tokens: its process has ended, as when a step takes "
                 "too long or too much memory"
             )
         mask = sum(1 << token for token in self.ends).to_bytes(self.ends[-1] // 8 + 1, "little")
@@ -293,12 +296,12 @@ class GuidedText:
 def compute_masks(requests: Sequence[tuple[GuidedText, TextTree]]) -> list[Masks]:
     """Return the masks of allowed next tokens for several texts, at the nodes that their grammars allow.
 
-    All processes are asked before any answer is waited for, so they work at the same time.
+    All processes receive their questions before any answer is awaited, so they work in parallel.
     """
     groups: dict[GrammarProcess, list[int]] = {}
     for index, (text, _) in enumerate(requests):
         groups.setdefault(text.process, []).append(index)
-    order = sorted(groups, key=lambda process: process.order)  # or else two threads might wait for each other
+    order = sorted(groups, key=lambda process: process.order)  # otherwise two threads could deadlock
     masks: list[Masks] = [{}] * len(requests)
     with ExitStack() as locks:
         try:
@@ -311,7 +314,7 @@ def compute_masks(requests: Sequence[tuple[GuidedText, TextTree]]) -> list[Masks
                     text, tree = requests[index]
                     answer = None if answers is None else answers[position]
                     masks[index] = text.read_answer(answer, len(tree.tokens))
-        except BaseException:  # as by Ctrl-C: the answer to a question was not read
+        except BaseException:  # such as Ctrl-C: an answer that was not read would be taken for a later one
             for process in order:
                 process.end()
             raise

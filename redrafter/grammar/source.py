@@ -8,7 +8,7 @@ from redrafter.errors import ArgumentError
 from redrafter.grammar.limits import MAX_GRAMMAR_CHARS, MAX_SCHEMA_DEPTH
 
 KINDS = ("json_schema", "json_object", "regex", "lark", "ebnf", "choice")
-MAX_JSON_CHARS = 6 * MAX_GRAMMAR_CHARS  # of a grammar in JSON whose every character is escaped
+MAX_JSON_CHARS = 6 * MAX_GRAMMAR_CHARS  # of a grammar as JSON with every character escaped
 
 
 class GrammarSource(NamedTuple):
@@ -17,7 +17,7 @@ class GrammarSource(NamedTuple):
     Attributes:
         kind: The notation; "llguidance" is llguidance's own.
         text: The grammar in that notation.
-        around: A grammar in Lark around it, whose rules have it as `@answer`; empty for none.
+        around: A Lark grammar that refers to this one as `@answer`; empty for none.
     """
 
     kind: Literal["json_schema", "regex", "lark", "ebnf", "llguidance"]
@@ -33,6 +33,7 @@ class GrammarSource(NamedTuple):
         """
         mapping = spec
         if isinstance(spec, str):
+            # Checked before parsing, whose memory grows with the text.
             if len(spec) > MAX_JSON_CHARS:
                 raise ArgumentError(f"grammar: it has {len(spec)} characters as JSON, {MAX_JSON_CHARS} are the most")
             try:
@@ -69,6 +70,7 @@ class GrammarSource(NamedTuple):
             raise ArgumentError(f"grammar: choice takes a list of texts, at least one, got {_shorten(texts)}")
         size = 5 * len(texts)  # the quotes, spaces and `|` around each text
         for text in texts:
+            # The sum is checked at each text, so that a huge list is refused early.
             size += len(text) if isinstance(text, str) else 0
             _check_length(size)
             checked_text(text)
@@ -76,7 +78,7 @@ class GrammarSource(NamedTuple):
 
 
 def checked_text(value: object) -> str:
-    """Return a text as it is, or raise `ArgumentError` if it is too long or cannot be encoded in UTF-8."""
+    """Return a text unchanged; raises `ArgumentError` if it is too long or cannot be encoded in UTF-8."""
     if not isinstance(value, str):
         raise ArgumentError(f"grammar: a text is needed, got {_shorten(value)}")
     _check_length(len(value))
@@ -95,9 +97,10 @@ def _check_length(characters: int) -> None:
 def _check_schema(schema: object) -> None:
     """Raise `ArgumentError` for a schema that is nested too deeply or would be too long as JSON.
 
-    At most `MAX_GRAMMAR_CHARS` parts of it are looked at. Lone surrogates, which JSON can express and UTF-8 cannot, are
+    At most `MAX_GRAMMAR_CHARS` parts of it are checked. Lone surrogates, which JSON can express and UTF-8 cannot, are
     refused as well.
     """
+    # Level by level, not by recursion, which a deeply nested schema would exhaust.
     level: list[object] = [schema]
     size = 0
     for _ in range(MAX_SCHEMA_DEPTH + 1):
@@ -120,12 +123,13 @@ def _check_schema(schema: object) -> None:
 
 
 def _min_json_length(part: object) -> int:
-    """Return the least number of characters that this part has in JSON, without those of the parts within it."""
+    """Return the minimum number of characters of this part as JSON, without the parts inside it."""
     if isinstance(part, str):
         return len(part) + 2
     if isinstance(part, bool):
         return 4
     if isinstance(part, int):
+        # Three decimal digits for ten bits: printing a huge integer would take quadratic time.
         return 1 + max(part.bit_length() - 1, 0) * 3 // 10
     if isinstance(part, dict):
         return max(2, 4 * len(part))
@@ -133,7 +137,7 @@ def _min_json_length(part: object) -> int:
 
 
 def _shorten(value: object) -> str:
-    """Return the beginning of a value, for an error message; it may be of any size and depth."""
+    """Return the beginning of a value, for an error message; the value may have any size and depth."""
     if isinstance(value, str):
         return f"{value[:80]!r:.80}"
     if isinstance(value, dict | list | tuple | set):

@@ -1,1 +1,1 @@
-"""Tensor parallelism: one model over several processes, each of which runs the same program on its part."""
+"""Tensor parallelism: one model over several processes, which run the same program, each on its shard."""

@@ -1,8 +1,8 @@
-"""Replace what transformers does for tensor parallelism by layers of our own.
+"""Replace transformers' layers for tensor parallelism by layers of our own.
 
-transformers reads each rank's part of every weight, which saves memory and time, and wraps forwards of modules so that
-they speak of distributed tensors. What stays here are the parts, as plain tensors in plain layers: these can be fused,
-compiled and captured in a CUDA graph as those of a model in one process, and collectives are few and in known places.
+transformers loads only each rank's shard of every weight, which saves memory and time, and wraps forwards of modules to
+use distributed tensors. Only its shards are kept, as plain tensors in plain layers: these can be fused, compiled and
+captured in a CUDA graph like those of a model in one process, and collectives are few and explicit.
 """
 
 import re
@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from redrafter.errors import UnsupportedError
 from redrafter.parallel.ranks import ALONE, Ranks
 
-# Styles of transformers' plans, by what becomes of a module that has them.
+# Styles of transformers' plans, grouped by how a module with the style is replaced.
 _LOCAL = ("colwise", "packed_colwise")
 _SUMMED = {"rowwise": False, "rowwise_split_input": True, "rowwise_rep": True}  # and whether the input is whole
 _GATHERED = ("colwise_gather_output", "colwise_rep")
@@ -25,7 +25,7 @@ _AS_IT_IS = ("replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "lo
 
 
 class SplitLinear(nn.Module):
-    """A linear layer of which each rank computes a part; its output is the same on every rank, bit for bit.
+    """A linear layer of which each rank computes a shard; its output is the same on every rank, bit for bit.
 
     Attributes:
         ranks: The ranks.
@@ -33,7 +33,7 @@ class SplitLinear(nn.Module):
     """
 
     def __init__(self, layer: nn.Linear, weight: nn.Parameter, bias: nn.Parameter | None, ranks: Ranks):
-        """Make the layer of this rank: `layer` is the whole one, for its sizes and mode; the others are of its part."""
+        """Make this rank's layer: `layer` is the whole one, for its sizes and mode; weight and bias are this rank's."""
         super().__init__()
         self.ranks, self.in_features, self.out_features = ranks, layer.in_features, layer.out_features
         self.part = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
@@ -43,16 +43,16 @@ class SplitLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """This rank's part of the weight, whose dtype and device models look at."""
+        """This rank's shard of the weight, whose dtype and device models read."""
         return self.part.weight
 
 
 class SummedLinear(SplitLinear):
-    """A linear layer whose input features are split: the outputs of all ranks are added.
+    """A linear layer with split input features: the outputs of all ranks are added.
 
     Attributes:
         bias: Added once, after the sum, `[O]`; None for none.
-        splits: Whether the input has the features of all ranks, `[..., I]`, of which this one takes its own.
+        splits: Whether the input has the features of all ranks, `[..., I]`, from which this rank takes its own.
     """
 
     def __init__(self, layer: nn.Linear, weight: nn.Parameter, bias: nn.Parameter | None, ranks: Ranks, splits: bool):
@@ -66,24 +66,26 @@ class SummedLinear(SplitLinear):
         if self.splits:
             # Each rank takes the features that its columns of the weight multiply.
             x = x.narrow(-1, self.first, self.part.in_features)
+        # The bias is added after the sum, or each rank would add it once.
         out = self.ranks.sum(self.part(x))
         return out if self.bias is None else out + self.bias
 
 
 class GatheredLinear(SplitLinear):
-    """A linear layer whose output features are split: the outputs of all ranks are put side by side."""
+    """A linear layer with split output features: the outputs of all ranks are concatenated."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the whole layer, `[..., O]`."""
-        padding = -(-self.out_features // self.ranks.size) - self.part.out_features  # the last rank may have fewer rows
+        # the last rank may have fewer features
+        padding = -(-self.out_features // self.ranks.size) - self.part.out_features
         return self.ranks.join_last(pad(self.part(x), (0, padding)))[..., : self.out_features]
 
 
 def use_local_shards(model: Any) -> Ranks:
-    """Let a causal LM that transformers has split compute by layers of our own, and return its ranks.
+    """Replace the layers of a causal LM that transformers has split by our own, and return its ranks.
 
-    Collective for a split model: call it on every rank. A model in one process is left as it is. `UnsupportedError` is
-    raised where it is split in a way that is not known here.
+    Collective for a split model: call it on every rank. A model in one process is unchanged. Raises `UnsupportedError`
+    for an unknown kind of split.
     """
     for module in model.modules():
         if isinstance(module, SplitLinear):
@@ -94,9 +96,9 @@ def use_local_shards(model: Any) -> Ranks:
     modules = [(name, x, plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))) for name, x in model.named_modules()]
     for _, module, style in modules:
         if style is not None:
-            vars(module).pop("forward", None)  # transformers' wrapper, which hides the class's own
-    tables: dict[int, nn.Parameter] = {}  # embedding tables, whole, by id of the parameter that was split
-    for _, module, style in modules:  # first: a head may share a table's weight
+            vars(module).pop("forward", None)  # removes transformers' wrapper, which hides the class's forward
+    tables: dict[int, nn.Parameter] = {}  # whole embedding tables, by id of the split parameter
+    for _, module, style in modules:  # before other modules, as a head may share a table's weight
         if style in _WHOLE:
             split = module.weight
             with torch.no_grad():
@@ -113,17 +115,18 @@ def use_local_shards(model: Any) -> Ranks:
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "to_local"):
             raise UnsupportedError(
-                f"{name} of {type(model).__name__} is split, and no rule of its plan says what computes with it: load "
-                "the model by name with tp_size"
+                f"{name} of {type(model).__name__} is split, and its plan has no rule for the module that uses it: "
+                "load the model by name with tp_size"
             )
     return ranks
 
 
 def _replace(model: Any, name: str, module: Any, style: str, ranks: Ranks) -> None:
-    """Replace a module, which has this rank's parts of its weights, by one that computes what its style says."""
+    """Replace a module with this rank's shards by one that implements its style."""
     if style in _SUMMED_OUTPUT:
         module.register_forward_hook(lambda _, args, output: ranks.sum(output))
     elif style == "moe_identity_expert":
+        # Every rank adds the identity expert's output to a sum over ranks.
         module.register_forward_pre_hook(lambda _, args: (args[0] / ranks.size, *args[1:]))
     elif style in _AS_IT_IS or style in _WHOLE:
         return
@@ -139,7 +142,7 @@ def _replace(model: Any, name: str, module: Any, style: str, ranks: Ranks) -> No
         count = -(-rows // ranks.size)
         # The last ranks may have fewer rows, or none.
         first = min(count * ranks.rank, rows)
-        # Parameters are whole where they are an embedding table's too.
+        # A parameter that is also an embedding table is whole here.
         both: tuple[Any, Any] = (module.weight, module.bias)
         weight, bias = (x if x is None or len(x) != rows else _parameter(x[first : first + count], x) for x in both)
         model.set_submodule(name, GatheredLinear(module, weight, bias, ranks))

@@ -19,21 +19,21 @@ from redrafter.parallel.launched import launched_processes
 
 T = TypeVar("T")
 
-TIMEOUT = timedelta(minutes=10)  # for which a rank waits for the others before it fails
-# Collectives as operators, which torch.compile traces and a CUDA graph holds.
+TIMEOUT = timedelta(minutes=10)  # after which a rank that waits for the others fails
+# Collectives as operators, which torch.compile can trace and a CUDA graph can contain.
 _OPS = torch.ops._c10d_functional  # noqa: SLF001 -- torch's public functions return another kind of tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """The processes that compute one model together. All run the same program, so each calls what the others call.
+    """The processes that compute one model together. All run the same program and call the same methods in order.
 
     Attributes:
         rank: Number of this process, from 0.
         size: Number of processes; 1 for a model in one process, where every method returns its argument.
         group: The process group of tensors on the model's device; None in one process.
         host_group: The process group of Python objects; None in one process.
-        peers: The processes of the other ranks on this machine, by rank.
+        peers: Processes of the other ranks on this machine, by rank.
     """
 
     rank: int = 0
@@ -46,7 +46,7 @@ class Ranks:
     def of_world(cls) -> "Ranks":
         """Return all processes of torch.distributed. Collective: call it on every rank."""
         rank, size = dist.get_rank(), dist.get_world_size()
-        # Python objects travel between hosts: NCCL would need them on the GPU, and wait for its work.
+        # Python objects use the host: NCCL would need them on the GPU, and wait for its work.
         host_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         return cls(rank, size, dist.group.WORLD, host_group, _find_peers(rank, size, host_group))
 
@@ -57,7 +57,7 @@ class Ranks:
         return _OPS.wait_tensor(_OPS.all_reduce(x.contiguous(), "sum", self.group.group_name))
 
     def join_last(self, x: Tensor) -> Tensor:
-        """Return every rank's `x`, `[..., N]` each, side by side in the order of ranks, `[..., size * N]`."""
+        """Return every rank's `x`, `[..., N]` each, concatenated in the order of ranks, `[..., size * N]`."""
         if self.size == 1:
             return x
         gathered = _OPS.all_gather_into_tensor(x.contiguous()[None], self.size, self.group.group_name)
@@ -65,10 +65,10 @@ class Ranks:
         return parts.movedim(0, -2).flatten(-2)  # [size, ..., N] to [..., size * N]
 
     def of_first(self, *tensors: Tensor) -> list[Tensor]:
-        """Return rank 0's tensors, which have the same shapes and dtypes on every rank, in one message."""
+        """Return rank 0's tensors, which have the same shapes and dtypes on every rank, by one collective."""
         if self.size == 1:
             return list(tensors)
-        # The widest dtype first, so that each tensor begins at a multiple of its width.
+        # The widest dtype first, so that each tensor starts at a multiple of its element size.
         order = sorted(range(len(tensors)), key=lambda index: -tensors[index].element_size())
         packed = torch.cat([tensors[index].contiguous().view(-1).view(torch.uint8) for index in order])
         packed = _OPS.wait_tensor(_OPS.broadcast(packed, 0, self.group.group_name))
@@ -88,7 +88,7 @@ class Ranks:
         return values[0]
 
     def minimum(self, number: int) -> int:
-        """Return the least of every rank's `number`."""
+        """Return the minimum of every rank's `number`."""
         if self.size == 1:
             return number
         least = torch.tensor(number, dtype=torch.long)
@@ -100,10 +100,10 @@ class Ranks:
 
         Args:
             value: Value to compare.
-            what: Its name in the message.
+            what: Name of the value in the message.
 
         Raises:
-            MismatchError: They have not, so that they would take different steps.
+            MismatchError: The values differ, so the ranks would take different steps.
         """
         if self.size == 1:
             return
@@ -132,15 +132,16 @@ def _find_peers(rank: int, size: int, group: Any) -> dict[int, psutil.Process]:
     dist.all_gather_object(processes, (machine, mine.pid, mine.create_time()), group=group)
     found = {}
     for other, (node, pid, created) in enumerate(processes):
-        with suppress(psutil.NoSuchProcess):  # it is in another container, whose machine has the same name
+        with suppress(psutil.NoSuchProcess):  # it runs in another container on the same machine
             process = psutil.Process(pid)
+            # The creation time guards against a reused process id.
             if other != rank and node == machine and process.create_time() == created:
                 found[other] = process
     return found
 
 
 def _has_ended(process: psutil.Process) -> bool:
-    """Return whether a process has ended, also while nobody has asked how."""
+    """Return whether a process has ended, even if its parent has not waited for it."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -148,13 +149,13 @@ def _has_ended(process: psutil.Process) -> bool:
 
 
 def join_ranks(size: int) -> None:
-    """Open the connections between the processes that torchrun has started, unless they are open.
+    """Connect the processes that torchrun has started, unless they are connected.
 
     Args:
-        size: How many processes the program asks for.
+        size: Number of processes that the program needs.
 
     Raises:
-        ArgumentError: There are others than that, or they cannot reach each other.
+        ArgumentError: Their number is different, or they cannot connect.
     """
     world = dist.get_world_size() if dist.is_initialized() else launched_processes()
     if world != size:
@@ -173,6 +174,7 @@ def join_ranks(size: int) -> None:
         )
     device = torch.device("cuda", local) if on_gpu else None
     if on_gpu:
+        # Before the group is opened, as NCCL takes the current device.
         torch.cuda.set_device(local)
     try:
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT, device_id=device)

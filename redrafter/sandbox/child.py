@@ -1,7 +1,7 @@
 """The zygote: a small process that prepares what all work of one kind needs, and forks a child for each piece of it.
 
-It imports no torch, has one thread and holds no model, so a fork takes a millisecond and shares what was prepared. A
-child ends when the other end of its socket is closed, and the kernel ends it at the limits that it sets itself.
+It imports no torch, has one thread and no model, so a fork takes a millisecond and shares what was prepared. A child
+ends when the other end of its socket is closed, and the kernel ends it at the limits that it sets itself.
 """
 
 import fcntl
@@ -22,19 +22,19 @@ from redrafter.sandbox.frames import receive_frame, send_frame
 def main(descriptor: int, module: str, count: int) -> None:
     """Prepare one kind of work, then fork a process for each connection received, until the program closes its socket.
 
-    The descriptor is of a Unix socket to the program. A module's function `prepare` takes as many frames of it as are
-    counted, and returns what a child does with its connection. An empty frame is sent once all is prepared; otherwise
-    `import` or `reading`, by what failed, and a message.
+    The descriptor is a Unix socket to the program. The module's function `prepare` receives `count` frames, and returns
+    the function that a child runs with its connection. An empty frame reports success; otherwise the frame is `import`
+    or `reading`, by the kind of failure, and a message.
     """
-    # Signals for the program are ignored: when it stops, it ends the children by closing their sockets, once their
-    # work is not needed any more. The program's process group is left but not its session, since niceness counts among
-    # the processes of one session.
+    # The program's signals are ignored: when it stops, it ends the children by closing their sockets, once their work
+    # is no longer needed. The process leaves the program's process group but not its session, since niceness applies
+    # among the processes of one session.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.setpgrp()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # other systems have none
-        file.write("1000")  # children are ended, and not the model, when memory runs out
+        file.write("1000")  # so that children are ended before the model when memory runs out
     control = socket.socket(fileno=descriptor)
     try:
         frames = [receive_frame(control) for _ in range(count)]
@@ -42,7 +42,7 @@ def main(descriptor: int, module: str, count: int) -> None:
             run = importlib.import_module(module).prepare(*frames)
         except ImportError as error:
             return send_frame(control, b"import", str(error).encode(errors="replace"))
-        except Exception as error:  # of a library that documents no class of errors
+        except Exception as error:  # the library documents no class of errors
             return send_frame(control, b"reading", str(error).encode(errors="replace"))
         send_frame(control)
         del frames
@@ -53,7 +53,7 @@ def main(descriptor: int, module: str, count: int) -> None:
 
 def _fork_for_each_connection(control: socket.socket, run: Callable[[socket.socket], None]) -> None:
     gc.collect()
-    gc.freeze()  # pages that no process writes to stay shared
+    gc.freeze()  # so that collections in children do not write to shared pages
     while True:
         _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not descriptors:
@@ -66,7 +66,7 @@ def _fork_for_each_connection(control: socket.socket, run: Callable[[socket.sock
             if child:
                 control.close()
                 null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, 2)  # Rust would write a trace of its calls to stderr when memory runs out
+                os.dup2(null, 2)  # Rust would print a backtrace to stderr when memory runs out
                 os.close(null)
                 try:
                     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -79,7 +79,7 @@ def _fork_for_each_connection(control: socket.socket, run: Callable[[socket.sock
 
 
 def limit_memory(count: int) -> None:
-    """Let this process reserve at most so many bytes in addition to those that it has reserved, on Linux."""
+    """Let this process reserve at most this number of bytes in addition to those already reserved, on Linux."""
     if reserved := memory()[0]:
         resource.setrlimit(resource.RLIMIT_AS, (reserved + count, reserved + count))
 
@@ -95,18 +95,19 @@ def memory() -> tuple[int, int]:
 
 @contextmanager
 def bounded_work(cpu_seconds: float, connection: socket.socket | None = None) -> Iterator[None]:
-    """Let the kernel end this process after some processor time in the context, or once nobody waits for it.
+    """Let the kernel end this process after some processor time in the context, or once no one waits for it.
 
-    The other end of the connection waits and sends nothing. The process ends when that is closed, even while Python is
-    blocked; there is None where the work is too short for that.
+    The other end of the connection waits and sends nothing. The process ends when that end is closed, even while Python
+    is blocked in a library; None for work too short to need this.
     """
     flags = 0
     if connection is not None:
         flags = fcntl.fcntl(connection, fcntl.F_GETFL)
         fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+        # The kernel then sends SIGIO when the other end closes, whose default action ends the process.
         fcntl.fcntl(connection, fcntl.F_SETFL, flags | os.O_ASYNC)
         watch = select.poll()
-        watch.register(connection, 0)  # no event but the closing of the other end
+        watch.register(connection, 0)  # reports only the closing of the other end
         if watch.poll(0):
             raise EOFError("the other side is gone")
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)

@@ -8,13 +8,14 @@ MAX_FRAME_BYTES = 1 << 30
 
 
 def send_frame(to: socket.socket, *parts: bytes) -> None:
-    """Send a frame of the parts, one after the other, or raise `OSError` where the other end is closed."""
+    """Send a frame of the parts in order; raises `OSError` if the other end is closed."""
     to.sendall(b"".join((_LENGTH.pack(sum(map(len, parts))), *parts)))
 
 
 def receive_frame(source: socket.socket) -> bytearray:
-    """Receive a frame and return its content, or raise `EOFError` where the other end is closed."""
+    """Receive a frame and return its content; raises `EOFError` if the other end is closed."""
     [size] = _LENGTH.unpack(_receive(source, _LENGTH.size))
+    # A damaged or hostile length must not allocate gigabytes.
     if size > MAX_FRAME_BYTES:
         raise EOFError("this is no frame")
     return _receive(source, size)

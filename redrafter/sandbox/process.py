@@ -1,8 +1,8 @@
-"""This side: a zygote for each kind of work, replaced if it has died, and the processes that it forks.
+"""This side: a zygote for each kind of work, restarted if it has died, and the processes that it forks.
 
-It is not multiprocessing's forkserver, whose children inherit only imported modules and import the program's main
-module: a script without a main guard, or one read from stdin, would fail; and each process of a grammar would read the
-vocabulary again, which takes 2.8 s for 128,000 tokens, where a fork of a zygote that has read it takes 13 ms.
+multiprocessing's forkserver does not serve here: its children inherit only imported modules and import the program's
+main module, so a script without a main guard, or one read from stdin, would fail; and each process of a grammar would
+read the vocabulary again, which takes 2.8 s for 128,000 tokens, where a fork of a zygote that has read it takes 13 ms.
 """
 
 import os
@@ -22,7 +22,7 @@ from redrafter.errors import ReDrafterError
 from redrafter.sandbox.frames import receive_frame, send_frame
 
 ZYGOTE_PROGRAM = "from redrafter.sandbox.child import main; main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))"
-# One thread needs one arena of memory and one worker. Rust's messages are read as one line, without a backtrace.
+# One thread needs one memory arena and one worker. Rust's messages are read as one line, without a backtrace.
 ZYGOTE_ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
     "RAYON_NUM_THREADS": "1",
@@ -37,7 +37,7 @@ _starting = threading.Lock()
 
 
 class NotPreparedError(ReDrafterError):
-    """A zygote could not prepare its kind of work; `missing` says whether that was for want of a package."""
+    """A zygote could not prepare its kind of work; `missing` is true if a package is missing."""
 
     def __init__(self, message: str, missing: bool = False):
         super().__init__(message)
@@ -48,7 +48,7 @@ def start_interpreter(program: str, *words: str, **options: Any) -> "tuple[socke
     """Run a program in a fresh interpreter, with options of `Popen`, and return a socket to it and its process.
 
     `sys` is imported; `sys.argv` has the descriptor of the socket's other end, then the words. Modules are found on
-    this program's path and not in its working directory.
+    this program's path, not in its working directory.
     """
     ours, theirs = socket.socketpair()
     with theirs:
@@ -91,7 +91,7 @@ class Zygote:
 
     @property
     def alive(self) -> bool:
-        """Return whether it can fork for this process; it cannot for a process that was forked from this one."""
+        """Return whether it can fork for this process; impossible for a fork of this process."""
         return self._finalizer.alive and self._owner == os.getpid() and self._process.poll() is None
 
     def fork(self) -> socket.socket | None:
@@ -99,6 +99,7 @@ class Zygote:
         ours, theirs = socket.socketpair()
         ours.settimeout(FORK_TIMEOUT_SECONDS)
         try:
+            # The zygote reads one descriptor per message, so two threads must not interleave theirs.
             with theirs, self._sending:
                 socket.send_fds(self._control, [b"+"], [theirs.fileno()])
             receive_frame(ours)
@@ -113,7 +114,7 @@ class Zygote:
 
 
 def zygote_of(key: Any, start: Callable[[], Zygote]) -> Zygote:
-    """Return the zygote of an object, by `start` if there is none or it has died. It ends with the object."""
+    """Return the zygote of an object, started by `start` if there is none or it has died. It ends with the object."""
     with _starting:
         zygote = _zygotes.get(key)
         if zygote is None or not zygote.alive:
@@ -125,7 +126,7 @@ class SandboxedProcess:
     """A process for one piece of work, and the `connection` to it. It ends with this object, or by `end`."""
 
     def __init__(self, find_zygote: Callable[[], Zygote]) -> None:
-        """Fork from the zygote that is found, which is a new one if the last one has died."""
+        """Fork from the zygote, which is restarted if it has died."""
         for _ in range(2):  # a second time if the zygote has died
             zygote = find_zygote()
             connection = zygote.fork()
@@ -139,7 +140,7 @@ class SandboxedProcess:
 
     @property
     def alive(self) -> bool:
-        """Return whether this process can ask the other one; a process forked from this one cannot."""
+        """Return whether this process can query the other one; impossible for a fork of this process."""
         if self.ended or not self.owned:
             return False
         watch = select.poll()
@@ -160,7 +161,7 @@ class SandboxedProcess:
 
 
 def _end(control: socket.socket, process: "subprocess.Popen[bytes]", owner: int) -> None:
-    control.close()  # in a fork of the owner, its copy alone
+    control.close()  # in a fork of the owner, closes only its copy
     if os.getpid() == owner:
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
@@ -168,7 +169,7 @@ def _end(control: socket.socket, process: "subprocess.Popen[bytes]", owner: int)
 
 
 def _close(connection: socket.socket, owner: int) -> None:
-    if os.getpid() == owner:  # a fork of it closes its copy alone
+    if os.getpid() == owner:  # in a fork of the owner, only its copy is closed
         with suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
     connection.close()

@@ -364,7 +364,7 @@ def test_what_a_user_can_mend_exits_with_2_and_one_line(tmp_path, capsys):
     fails(f"not finite at step 2{named}; lower --lr", *wild)
     fails(f"context of {CONTEXT}; make --length {CONTEXT} or less", "--length", str(CONTEXT + 1))
     (tmp_path / "file").write_text("mine")
-    fails("file is no directory that can be written to", "--output", str(tmp_path / "file" / "out"))
+    fails("file is not a writable directory", "--output", str(tmp_path / "file" / "out"))
     fails("--output needs a directory's name", "--output", "/")
     fails("--output needs a directory's name", "--output", "n" * 250)
     rows = [{"input_ids": [1, 8, 9], "loss_mask": [0, 1, 1]}, {"input_ids": [1, 8, 9999], "loss_mask": [0, 1, 1]}]
