@@ -56,6 +56,7 @@ def prepare_folder(folder: str) -> Path:
                 f"own (chmod 700 {folder})"
             )
         trial = path / f".{uuid4().hex}"
+        # A trial file, since permissions do not tell of read-only or full file systems.
         os.close(os.open(trial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         trial.unlink()
         for left in path.glob(f"{PREFIX}*{OPEN}"):
@@ -75,11 +76,13 @@ def _finish_left(path: Path) -> None:
     file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
         try:
+            # The lock ends with the process that holds it, however that ended.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return  # another server still writes this file
         end = 0
         if os.fstat(file).st_size:
+            # A server that was killed may have left part of a row at the end.
             with mmap(file, 0, access=ACCESS_READ) as rows:
                 end = rows.rfind(b"\n") + 1
         os.ftruncate(file, end)
@@ -132,9 +135,11 @@ class Capture:
         if delta.finish is None:
             return
         recorded, sequence.recorded = sequence.recorded, None
+        # A cancelled or failed sequence is not what the model would have written in full.
         if delta.finish not in ("stop", "length") or len(recorded) < MIN_WRITTEN or self._closed:
             return
         try:
+            # This is the receiving thread of all sequences, so it must not wait for the disk.
             self._waiting.put_nowait((sequence.prompt, recorded, sequence.adapter or "model"))
         except queue.Full:
             self._lose("the disk is slower than the engine")
@@ -148,6 +153,7 @@ class Capture:
 
     def _lose(self, reason: object) -> None:
         self.lost += 1
+        # One warning per failure, not one per sequence.
         if not self._failing:
             _LOG.warning(
                 "served texts cannot be captured in %s: %s; they are lost until that is over, and serving continues",
@@ -158,6 +164,7 @@ class Capture:
 
     def _write_rows(self) -> None:
         while True:
+            # A file is also finished by age, so that readers get the rows of a quiet server.
             left = None if self._file is None else max(self._began + FILE_SECONDS - time.monotonic(), 0.0)
             try:
                 row = self._waiting.get(timeout=left)
@@ -198,6 +205,7 @@ class Capture:
             if written < len(row):  # the disk is full: truncate the partial row
                 raise OSError(28, os.strerror(28))
         except OSError:
+            # Readers expect whole lines.
             os.ftruncate(self._file, self._size)
             raise
         self._size += len(row)
@@ -239,6 +247,7 @@ class Capture:
         sizes = {file: file.stat().st_size for file in files}
         held = sum(sizes.values())
         for file in files:
+            # Leave room for the file that is opened next, at its largest.
             if held + self._most // FILES <= self._most:
                 return
             file.unlink(missing_ok=True)

@@ -54,6 +54,7 @@ def listen(options: ServeOptions) -> socket.socket:
         listening.listen(2048)
     except OSError as error:
         listening.close()
+        # EACCES and EADDRINUSE on Linux and macOS concern the port, other errors the address.
         flag = "--port" if error.errno in (13, 98, 48) else "--host"
         raise ArgumentError(
             f"cannot listen on {options.host}:{options.port}: {error.strerror}; choose another {flag}"
@@ -103,6 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         added: list[Any] = [read_options(extension.options, args) for extension in extensions()]
         if args.print_config:
             shown = {name: value for group in (load, draft, *added, options) for name, value in asdict(group).items()}
+            # Printed options end up in logs and issues.
             if any([shown.pop("api_key"), shown.pop("operator_key")]):
                 print("redrafter: the API keys are not shown", file=sys.stderr)
             print(json.dumps(shown, indent=2))
@@ -111,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_paths(options, load, draft, *added)
         for path in parse_lora_modules(options.lora_modules).values():
             check_adapter(path, "--lora-modules")
+        # Checked before the model loads, which may take minutes.
         missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
         if missing:
             raise ArgumentError(f"{', '.join(missing)} is missing: {how_to_install('serve')}")
@@ -120,6 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             Traces(options.otlp_traces_endpoint).close()  # report missing packages before a model is loaded
         launchers = (extension.launcher(group) for extension, group in zip(extensions(), added, strict=True))
         launch = next(filter(None, launchers), _serve)
+        # Only the first rank serves HTTP; the others repeat its steps.
         if process_rank() > 0 and launch is _serve:
             worker = import_libraries("redrafter.serve.engine_process.worker")
             keys = collect_keys(options.api_key, options.api_key_file)  # all ranks must draft alike
@@ -169,6 +173,7 @@ def _serve(request: LoadEngine, keys: ApiKeys, operators: ApiKeys) -> None:
     options = request.options
     if options.capture is not None:
         prepare_folder(options.capture)  # report errors before the model loads
+    # Listen first, so that a port in use is reported before the model loads and probes get an answer meanwhile.
     with listen(options) as listening, closing(EngineProcess(request)) as engine:
         url = address(options, listening)
         process = ServerProcess(options, listening)

@@ -65,6 +65,7 @@ class ControlTokens:
 
     def mark_message(self, message: Mapping[str, Any], marker: str) -> dict[str, Any]:
         """Return a message as chat templates read it, with `marker` inserted into control tokens that it spells."""
+        # An assistant's earlier messages may contain marks of thoughts and calls, which are not special tokens.
         pattern = self._special_pattern if message["role"] == "assistant" else self._any_pattern
 
         def mark_text(text: str) -> str:
@@ -114,6 +115,7 @@ class ControlTokens:
         middle = text.strip()
         if not middle:
             return text
+        # Templates strip texts and join them with marks, so a control token could also form across the edge.
         sizes = range(1, min(self._longest, len(middle)) + 1)
         inner = len(middle) < self._longest and any(middle in name[1:] for name in self._all)
         before = marker if inner or any(middle[:size] in self._ends for size in sizes) else ""
@@ -133,6 +135,7 @@ class ControlTokens:
         original_ids = {names.get(token["content"], token["content"]): token["id"] for token in added}
         for token in added:
             token["content"] = names.get(token["content"], token["content"])
+        # With their names changed, control tokens in a text no longer match; ids are mapped back afterwards.
         _rename(spec["model"], names)
         tokenizer = Tokenizer.from_str(json.dumps(spec))
         copied_ids = {name: tokenizer.token_to_id(name) for name in original_ids}

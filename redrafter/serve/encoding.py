@@ -39,6 +39,7 @@ class TextEncoder:
             self._backend = tokenizer
         elif isinstance(tokenizer, PreTrainedTokenizerFast):
             derived = takewhile(lambda kind: kind is not PreTrainedTokenizerFast, type(tokenizer).__mro__)
+            # A subclass that overrides encoding must be called; otherwise its Rust tokenizer gives the same ids faster.
             if not any({"__call__", "_encode_plus"} & {*vars(kind)} for kind in derived):
                 self._backend, self._splits_special = tokenizer.backend_tokenizer, tokenizer.split_special_tokens
 
@@ -127,4 +128,5 @@ class EncodingThreads:
                     await asyncio.gather(work, return_exceptions=True)  # wait until its thread is free
                     raise
         finally:
+            # A client waits as long as its large prompt took, so that it gets at most half of its turns.
             loop.call_later(seconds if large else 0, own.release)

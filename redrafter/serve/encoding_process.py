@@ -33,6 +33,7 @@ def prepare(spec: bytearray, options: bytearray) -> Callable[[socket.socket], No
     def run(connection: socket.socket) -> None:
         adds_special = receive_frame(connection) == b"1"
         text = receive_frame(connection).decode()
+        # The event loop and the engine share these cores.
         os.nice(NICENESS)
         limit_memory(BYTES + BYTES_PER_CHARACTER * len(text))
         with bounded_work(CPU_SECONDS + CPU_SECONDS_PER_CHARACTER * len(text), connection):

@@ -46,6 +46,7 @@ def prepare(limits: bytearray) -> Callable[[socket.socket], None]:
         payloads = [receive_frame(connection) for _ in range(int(receive_frame(connection)))]
         try:
             with bounded_work(OPEN_CPU_SECONDS, connection):
+                # The header alone gives the size, which bounds the time and memory of the decoding below.
                 images = _open(payloads, pixels)
             seconds = OPEN_CPU_SECONDS + CPU_SECONDS_PER_PIXEL * sum(image.width * image.height for image in images)
             with bounded_work(seconds, connection):
@@ -68,6 +69,7 @@ def _open(payloads: Sequence[bytearray], pixels: int) -> list[Any]:
             raise _Refusal(f"an image is no base64: {error}", None) from error
         image = _read(lambda: Image.open(io.BytesIO(data), formats=FORMATS))  # noqa: B023  # called at once
         width, height = image.size
+        # A small file may decompress to gigabytes.
         left -= width * height
         if left < 0:
             what = f"{width * height} pixels, and a request's images may have {pixels} together"

@@ -64,6 +64,7 @@ class ImageReader:
                     try:
                         return await asyncio.shield(work)
                     except asyncio.CancelledError:
+                        # This makes the thread's read fail; it would otherwise continue until its timeout.
                         process.end()
                         await asyncio.gather(work, return_exceptions=True)  # wait until its thread is free
                         raise
@@ -79,6 +80,7 @@ class ImageReader:
         self._held[client] += size
         try:
             async for written in deltas:
+                # With the first tokens the engine has the pixels.
                 self._held[client] -= size
                 size = 0
                 yield written
@@ -139,6 +141,7 @@ class ImageReader:
         from PIL import Image
 
         payloads = [url[DATA_URL.match(url).end() :] for url in urls]  # type: ignore[union-attr]
+        # Four characters of base64 are three bytes, less up to two of padding.
         if (size := max(map(len, payloads)) // 4 * 3) > self.options.max_image_size + 2:
             what = f"{size} bytes; an image may have {self.options.max_image_size} (--max-image-size)"
             raise ApiError(400, f"an image is too large: {what}", "messages", "image_too_large")

@@ -77,6 +77,7 @@ def start_logging(form: str, level: str) -> None:
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
     threshold = getattr(logging, level.upper())
     root, ours = logging.getLogger(), logging.getLogger("redrafter")
+    # Libraries' warnings take the same form, so that log collectors can parse every line.
     root.handlers = ours.handlers = [handler]
     root.setLevel(max(threshold, logging.WARNING))
     ours.setLevel(threshold)
@@ -113,11 +114,13 @@ def log_requests(app: ASGIApp) -> ASGIApp:
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await app(scope, receive, send)
+        # The identifier is echoed in a header and the log, so it must not contain control characters.
         sent = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         printable = "".join(char for char in sent if " " <= char <= "~")
         request_id = printable[:MAX_ID_CHARACTERS].strip() or uuid.uuid4().hex
         address = str((scope.get("client") or ("unknown",))[0])
         method, path = scope["method"], scope["raw_path"].decode("latin-1")  # still percent-encoded, so without spaces
+        # If the client disconnects there is no answer, hence no status but this one.
         status, began = 499, time.perf_counter()
         facts = scope["facts"] = {"id": request_id, "client": address}
 
@@ -134,6 +137,7 @@ def log_requests(app: ASGIApp) -> ASGIApp:
             status = 500  # an outer layer sends this status
             raise
         finally:
+            # Probes and metrics are read every few seconds and would fill the log.
             if method == "POST" or status >= 400:
                 seconds = time.perf_counter() - began
                 if facts["client"] != address:  # the client is the name of a key

@@ -82,6 +82,7 @@ class Metrics:
         """Count a delta of a sequence."""
         now = time.perf_counter()
         self._written.inc(len(delta.tokens))
+        # With max_tokens=0 only the prompt is read, and no token follows.
         if sequence.first_token_at is None and (delta.tokens or delta.finish == "length"):
             sequence.first_token_at = now
             self._prompt.inc(len(sequence.prompt))
@@ -101,6 +102,7 @@ class Metrics:
                 counts = 1, own, max(delta.accepted - delta.copied, 0)
                 for counter, count in zip(self._by_drafter, counts, strict=True):
                     counter.labels(self._model, str(self._engine.load.drafter)).inc(count)
+            # Accepted drafts form a path, so all positions up to its length count.
             for position in range(delta.accepted):
                 self._accepted_by_position[position].inc()
         if sequence.adapter is not None:

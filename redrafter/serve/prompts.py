@@ -77,6 +77,7 @@ class ChatTemplate:
         """Return whether the template renders a later system message at its position."""
         roles = ("system", "user", "assistant", "system", "user")
         texts = [f"the text number {number} to look for" for number in range(len(roles))]
+        # Some templates move or drop system messages after the first, which only rendering shows.
         talk = [{"role": role, "content": _content(text, self)} for role, text in zip(roles, texts, strict=True)]
         try:
             written = self.render(talk, None)
@@ -203,12 +204,14 @@ class Prompts:
                 messages = [{"role": "system", "content": _content(description, template)}, *messages]
                 with_tools = self._render(messages, None, variables, marker)
             text = with_tools
+        # Checked before encoding, which takes time and memory in proportion to the text.
         self._check_size(text, "messages")
         inputs: dict[str, Any] | None = None
         if reader is not None:
             text, inputs = reader.place(text, urls, decoder)
         text, ids = self._control.encode(text, marker)
         thinking: Thinking = "over"
+        # The template may have opened a thought at the end of the prompt, so the answer begins inside it.
         if (marks := self.thoughts) is not None and request.continue_final_message:
             thinking = "open" if marks.after(request.messages[-1].text) == "open" else "over"
         elif marks is not None:
@@ -245,6 +248,7 @@ class Prompts:
             prompt = self._encoder.encode(prompt, param, add_special_tokens=True)
         if not prompt:
             raise ApiError(400, "the prompt is empty", param)
+        # Out-of-range ids would read past the embedding table on the device.
         if (bad := next((token for token in prompt if token >= self.vocabulary), None)) is not None:
             raise ApiError(400, f"token id {bad} is out of range: there are {self.vocabulary} ids", param)
         if len(prompt) >= self.context:
@@ -258,6 +262,7 @@ class Prompts:
             raise ApiError(
                 400, f"the prompt holds {error.object[error.start]!a}, half of a character", param
             ) from error
+        # A long text is encoded in chunks until it is clearly too long, instead of as a whole.
         size, count = CHUNK_CHARACTERS * self.context, 0
         for begin in range(0, len(text), size) if len(text) > size else ():
             count += len(self._encoder.encode(text[begin : begin + size], param))
@@ -271,6 +276,7 @@ class Prompts:
 
 def _template_message(message: Message, template: ChatTemplate) -> dict[str, Any]:
     """Return a message as chat templates read it: call arguments as objects, content as a string or as parts."""
+    # OpenAI renamed the system role; most templates know only the old name.
     role = "system" if message.role == "developer" and "developer" not in template.text else message.role
     content: Any = _content(message.text, template)
     if message.images:

@@ -150,6 +150,7 @@ class Server:
         """Load a LoRA adapter from a local directory, and serve it as a model of this name, or raise `ApiError`."""
         if name in self.adapters or name == self.model:
             raise ApiError(400, f"The lora adapter '{name}' has already been loaded.", "lora_name")
+        # In a thread, since the path may be on a network file system.
         if not await asyncio.to_thread(os.path.isdir, path):
             raise ApiError(404, f"No adapter found for '{path}': it is no directory of the server", "lora_path")
         try:
@@ -158,6 +159,7 @@ class Server:
             raise
         except ReDrafterError as error:
             raise ApiError(400, str(error), "lora_path") from error
+        # Listed only once the engine has it.
         self.adapters[name] = path
 
     async def unload_adapter(self, name: str) -> None:
@@ -269,6 +271,7 @@ class Server:
             how = "leave it out, or start the server with --scheduling-policy priority"
             raise ApiError(400, f"Got priority {request.priority} but {why}: {how}", "priority")
         client, name = str(facts.get("client", "")), request.model or self.model
+        # With several keys, clients do not share cached prefixes: timing would reveal other clients' prompts.
         owner = client if len(self.keys) > 1 else ""
         salt = json.dumps([owner, request.cache_salt]) if owner or request.cache_salt else None
         # The engine itself rejects an adapter that is unloaded after this check.
@@ -403,6 +406,7 @@ def load_server(
     if tokenizer.chat_template:
         control = ControlTokens(tokenizer, ChatTemplate(tokenizer).text)
         control.prepare()
+    # Everything that does not need the engine is prepared while it loads.
     facts = process.wait_until_loaded()
     images: ImageReader | str = Server.images
     if facts.image_inputs and not options.max_images:
@@ -452,6 +456,7 @@ def _chat_grammar(
     lark = LarkWriter(special, form.parsers[0])
     if forced := forced_tools(request):
         return lark.source(form.after_thought(lark, marks, thinking, form.write_forced(lark, forced)))
+    # A requested format already constrains the text, so strict calls do not apply.
     if grammar is None and (strict := strict_tools(request)):
         text = form.write_text(lark, strict, several=request.parallel_tool_calls is not False)
         return lark.source(form.after_thought(lark, marks, thinking, text))

@@ -57,6 +57,7 @@ class Traces:
 
         Raises `ArgumentError` for environment settings that the SDK rejects.
         """
+        # OpenTelemetry appends the path only to endpoints from its environment variable.
         if urlsplit(endpoint).path in ("", "/"):
             endpoint = endpoint.rstrip("/") + TRACES_PATH
         try:
@@ -125,6 +126,7 @@ class Traces:
             "gen_ai.request.n": len(choices),
             "gen_ai.request.choice.count": len(choices),
         }
+        # Spans need wall-clock times, but the request's arrival was taken from the monotonic clock.
         before = time.perf_counter() - choices[0].arrived_at  # seconds since its arrival
         began = time.time_ns() - round(1e9 * before)
         span = self._tracer.start_span(SPAN_NAME, kind=SpanKind.SERVER, start_time=began, attributes=about)

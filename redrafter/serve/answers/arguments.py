@@ -52,6 +52,7 @@ def schema_types(schema: Any, root: Any) -> set[str]:
         values: list[Any] = [schema["const"]] if "const" in schema else []
         if isinstance(enum := schema.get("enum"), list):
             values += enum
+        # An untyped `enum` or `const` still decides how a written value is parsed.
         if declared is None:
             types.update(next(kind for kind in JSON_TYPES if isinstance(value, JSON_TYPES[kind])) for value in values)
         for keyword in ("anyOf", "oneOf", "allOf"):
@@ -83,6 +84,7 @@ def as_json(written: str, types: set[str] | None) -> str | None:
 
     If `types` is None, any JSON is accepted.
     """
+    # Models that were trained on Python write True, False and None in JSON too.
     written = _PYTHON_NAMES.get(written, written)
     try:
         value = json.loads(written, parse_constant=_refuse_constant)
@@ -91,6 +93,7 @@ def as_json(written: str, types: set[str] | None) -> str | None:
     if types is None:
         return written
     kind = next(kind for kind in JSON_TYPES if isinstance(value, JSON_TYPES[kind]))
+    # JSON Schema counts 2.0 as an integer, which callers may not parse as one.
     if kind == "number" and "number" not in types and "integer" in types and value.is_integer():
         return f"{int(value)}"
     return written if kind in types or (kind == "integer" and "number" in types) else None
@@ -100,12 +103,14 @@ def python_as_json(source: str) -> str:
     """Return a Python expression as JSON: the value of a literal, or the source as a string if it is not a literal."""
     if (written := as_json(source, None)) is not None:
         return written
+    # `ast.literal_eval` needs much time and stack for long or nested sources, so only short plain literals reach it.
     other, count = _LITERAL_TOKEN.subn("", source)
     try:
         value = source if other or count > MAX_LITERAL_TOKENS else ast.literal_eval(source)
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return json.dumps(source, ensure_ascii=False)
+    # A lone surrogate cannot be encoded as UTF-8; escaped, it can be sent.
     return json.dumps(value) if _LONE_SURROGATE.search(text) else text
 
 

@@ -60,11 +60,13 @@ class _NamedArguments(ChatReader, ABC):
             return False
         opening = "{"
         while True:
+            # Arguments are reported as soon as each is complete, so that clients can stream them.
             yield from self._skip(SPACE)
             ended = yield from self._skip_literal(self.end)
             if not ended and not (yield from self._read_key()):
                 if opening == "{":
                     return False
+                # A call that has begun was already sent and cannot become text again: close it, or mark it as cut.
                 self.cut = self._ends_here()
                 if self.cut:
                     self._at = len(self.text)
@@ -113,6 +115,7 @@ class MistralCalls(ChatReader):
         begin = self._at
         yield from self._find(_NAME_END)
         name = self.text[begin : self._at]
+        # The model's own identifier is dropped: answers give each call a new one.
         if name in self._tools and (yield from self._skip_literal("[CALL_ID]")):
             yield from self._find(_NAME_END)
         yield from self._skip_literal("[ARGS]")
@@ -212,6 +215,7 @@ class PythonicCalls(_NamedArguments):
         """Move to the comma or the bracket that ends a value. Return False if the text ends first."""
         depth = 0
         while (yield from self._find(_PYTHON)):
+            # A bracket or comma ends the argument only outside nested values.
             mark = self.text[self._at]
             if depth == 0 and mark in ",)]}":
                 return True
@@ -228,6 +232,7 @@ class PythonicCalls(_NamedArguments):
         """Return the grammar of a call whose arguments are in the order of the schema."""
         # Rules for the remaining arguments, with and without one before them, from the last argument to the first.
         first = later = '")"'
+        # Built from the last argument to the first, since each rule refers to the rest; `first` has no comma before it.
         for argument in reversed([*lark.arguments(tool, _PLAIN_NAME)]):
             value = cls._write_value(lark, tool, argument.schema)
             name = json.dumps(f"{argument.name}=") if argument.name is not None else f'{lark.free_name(tool)} "="'
@@ -315,6 +320,7 @@ class XmlCalls(_NamedArguments):
         elif complete := (yield from self._skip_json(end)) or (yield from self._find_mark(ends, _nothing)):
             written = self.text[begin : self._at]
             self._add(before + (as_json(written.strip(), types) or json.dumps(written, ensure_ascii=False)))
+        # A template writes a line break before its end mark, which is not part of the value.
         if complete:
             yield from self._skip_literal("\n")
             yield from self._skip_literal(end)
@@ -324,6 +330,7 @@ class XmlCalls(_NamedArguments):
         """Move past an object or list that `end` follows; its strings may contain `end` too. Stay if there is none."""
         begin = self._at
         yield from self._skip(SPACE)
+        # Only objects and arrays may contain the end mark inside their strings, so only these are parsed.
         if begin < self._tried or not (yield from self._has_more()) or self.text[self._at] not in "{[":
             self._at = begin
             return False
@@ -419,6 +426,7 @@ class HarmonyMessages(ChatReader):
                 if told_apart:
                     self._begin_thought(begin)
                 if recipient is None:
+                    # Only thoughts are stripped at the start: an answer may begin with spaces on purpose.
                     if thought:
                         yield from self._skip(SPACE)
                     self._from = self._at
@@ -426,6 +434,7 @@ class HarmonyMessages(ChatReader):
                     return True
             for end in self.ends:
                 yield from self._skip_literal(end)
+            # A thought without an end mark of its own ends with its message.
             if self.thought_spans and self.thought_spans[-1][1] > self._at:
                 self._end_thought()
             if recipient is None or recipient[1] in self._tools:

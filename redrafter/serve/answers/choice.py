@@ -90,12 +90,15 @@ class Choice(ServedSequence):
         text, begin = "", len(self.lines)
         for delta in deltas:
             if delta.finish == "error":
+                # The engine found the request invalid, so the client is at fault; anything else is a server error.
                 if isinstance(delta.error, ArgumentError):
                     raise ApiError(400, f"{delta.error}")
                 named = isinstance(delta.error, ReDrafterError)
+                # Messages of foreign exceptions may contain paths or prompts, so clients do not see them.
                 raise ApiError(500, f"{delta.error}" if named else "the engine failed")
             shown = delta.tokens
             self.token_count += len(shown)
+            # The end token counts as usage but is not part of the text.
             if delta.finish == "stop" and shown and shown[-1] in self.stop_token_ids:
                 shown = shown[:-1]
             self.lines += [
@@ -104,9 +107,11 @@ class Choice(ServedSequence):
             ]
             self.logprob += sum(logprob for logprob, _ in delta.logprobs or ())
             self.finish = delta.finish or self.finish
+            # Accepted drafts come first in a step; decoding them apart marks their characters.
             accepted = delta.accepted if self._marks_drafts else 0
             self._decode(shown[:accepted], True)
             self._decode(shown[accepted:], False)
+            # The detokenizer holds back bytes of an incomplete character until no more can follow.
             if delta.finish is not None:
                 self._hold(self._detokenizer.finish(), False)
             text += self._release()
@@ -128,6 +133,7 @@ class Choice(ServedSequence):
         """Move the held characters that are certain to the text, and return them. At the end, all of them are."""
         found = [(index, stop) for stop in self._stops if (index := self._held.find(stop)) >= 0]
         if found:
+            # The earliest stop string wins, whatever their order in the request.
             end, self.stop = min(found)
             ready, self._held = self._held[:end], ""
         else:
@@ -183,6 +189,7 @@ def usage_and_metrics(choices: Sequence[Choice]) -> dict[str, Any]:
 
 def count_usage(choices: Sequence[Choice], prompts: Collection[Choice]) -> dict[str, Any]:
     """Return the usage so far: prompt tokens of `prompts`, and completion tokens of `choices`."""
+    # A prompt counts once, however many choices continue it.
     read, written = sum(len(choice.prompt) for choice in prompts), sum(choice.token_count for choice in choices)
     thoughts = [choice.reasoning_tokens for choice in choices if choice.reasoning_tokens is not None]
     return {
@@ -229,6 +236,7 @@ def speculation_metrics(stats: Sequence[Stats]) -> dict[str, Any]:
     return {
         "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
         "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+        # Steps that accepted at least d drafts, less those that accepted more.
         "acceptance_histogram": [a - b for a, b in zip(reached, [*reached[1:], 0], strict=True)],
         "num_spec_steps": steps,
         "num_accepted_draft_tokens": accepted,

@@ -59,6 +59,7 @@ class CompletionChoice(Choice):
         texts, offsets, logprobs = list[str](), list[int](), list[float | None]()
         tops: list[dict[str, float] | None] = []
         tokenizer = self._tokenizer
+        # Offsets refer to the returned text, which begins with the echoed prompt.
         if self._echoes and first:
             detokenizer, end = Detokenizer(tokenizer), 0
             for token in self.prompt:
@@ -120,6 +121,7 @@ class ChatChoice(Choice):
         reads_calls: bool = True,
     ):
         tools = {tool.function.name: tool.function.parameters for tool in request.callable_tools if reads_calls}
+        # Special tokens that the reader looks for must stay in the text; all others are hidden.
         seen = form.marks if tools or form.has_channels else ()
         seen += (thoughts.begin, thoughts.end) if thoughts is not None else ()
         hidden = {token for token, content in special.items() if not any(content in mark for mark in seen)}
@@ -157,6 +159,7 @@ class ChatChoice(Choice):
         message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
         calls: list[dict[str, Any]] = []
         arguments: list[list[str]] = []
+        # Deltas of the stream are merged, so that both kinds of answers come from one parser.
         for delta, _ in self._reader.push(self.text, last=True):
             for call in delta.pop("tool_calls", ()):
                 if "id" in call:
@@ -169,6 +172,7 @@ class ChatChoice(Choice):
             call["function"]["arguments"] = "".join(pieces)
         if calls:
             message["tool_calls"] = calls
+        # OpenAI's clients expect a string unless the answer consists of calls.
         elif "reasoning_content" not in message:
             message["content"] = message["content"] or ""
         logprobs = self._logprobs_field(self.lines)
@@ -180,6 +184,7 @@ class ChatChoice(Choice):
         `text` is the new text of choice `index`, and `lines` its new tokens with log-probabilities, if requested.
         """
         first, deltas = not self.shown, self._reader.push(text, last=self.finish is not None)
+        # A first chunk with the role, log-probabilities and the finish reason are sent even without text.
         if not deltas and (first or lines or self.finish is not None):
             deltas = [({}, [])]
         entries = []
@@ -237,10 +242,12 @@ async def collect_answer(
         choice.append(gained)
     written, kept = best
     chosen = list(choices)
+    # `best_of` wrote more sequences than are returned: keep the likeliest of each prompt.
     if written != kept:
         groups = (choices[begin : begin + written] for begin in range(0, len(choices), written))
 
         def mean_logprob(choice: Choice) -> float:
+            # Per token, since a sum would favor short sequences.
             return choice.logprob / max(choice.token_count, 1)
 
         chosen = [best for group in groups for best in sorted(group, key=mean_logprob, reverse=True)[:kept]]
@@ -263,6 +270,7 @@ async def stream_answer(
     head, indices = _head(choices[0].chunk_kind, choices[0].prefix, model), dict(zip(choices, count(), strict=False))
     async for choice, gained in deltas:
         text, lines = choice.append(gained)
+        # A chunk without content only costs bandwidth, except the first, which tells clients that the answer has begun.
         if text or lines or choice.finish or not choice.shown:
             entries = choice.format_chunks(indices[choice], text, lines)
             so_far = count_usage([choice], [choice]) if options.continuous_usage_stats else None
@@ -288,6 +296,7 @@ async def raise_cuts_as_errors(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIt
     try:
         async for chunk in chunks:
             yield chunk
+    # Headers are sent by now, so an error can only be a last event in the stream.
     except Stopped as error:
         raise ApiError(503, str(error)) from error
     except ApiError:

@@ -191,6 +191,7 @@ class LarkWriter:
             and all(isinstance(key, str) for key in required)
         ):
             raise self.refuse(tool, "another type than an object")
+        # Each argument may copy the definitions of the whole schema.
         self._spend(tool, size * len({*properties, *required}))
         more = schema.get("additionalProperties", "properties" not in schema)
         for key in dict.fromkeys([*properties, *required]):
@@ -232,6 +233,7 @@ class LarkWriter:
         options = []
         types = schema_types(argument.schema, tool.parameters)
         head, *rest = self._pieces(end)
+        # Without strings the value is JSON, which needs no exclusions.
         whole = bool(types) and "string" not in types
         branches = [argument.schema] if whole else self._branches(tool, argument.schema)
         scalars = [None if whole or schema.get("type") == "string" else scalar_terminals(schema) for schema in branches]
@@ -249,6 +251,7 @@ class LarkWriter:
                 bare = [] if end.startswith("\n") else [r"/\n(?s:.*)/", r"/(?s:.*)\n/"]
                 parts, may_be_empty = self._text(tool, schema, types, mark, bool(bare))
                 looks = [f"/{_BLANK}{LOOKS_LIKE[kind]}{_BLANK}/" for kind in sorted(types - {"string"})]
+                # A string that looks like another allowed type would be parsed as that type.
                 if "enum" not in schema:
                     parts.append(_without(mark, others=[*bare, *looks, *numbers]))
             if head.startswith("<"):
@@ -275,6 +278,8 @@ class LarkWriter:
                     or len(listed) > (1 if keyword == "allOf" else 64)
                 ):
                     raise self.refuse(tool, f"{keyword!r} {f'beside {others[0]!r} ' if others else ''}for a text")
+                # `oneOf` forbids values that two options allow; a grammar cannot count, so options must have distinct
+                # types.
                 if keyword == "oneOf":
                     kinds = [kind for option in listed for kind in schema_types(option, tool.parameters) or {"string"}]
                     if len(kinds) > len({*kinds} - ({"integer"} if "number" in kinds else set())):
@@ -288,6 +293,7 @@ class LarkWriter:
             if ("enum" in schema and "const" in schema) or not isinstance(schema.get("enum", []), list):
                 raise self.refuse(tool, "an 'enum' that is no list or stands beside 'const'")
             values = schema["enum"] if "enum" in schema else [schema["const"]]
+            # Strings are written without quotes and other values as JSON, so they need separate branches.
             kinds = [kind for kind in listed if kind != "string"]
             texts = [value for value in values if isinstance(value, str) and (not listed or "string" in listed)]
             others = [value for value in values if not isinstance(value, str)] if kinds or not listed else []
@@ -319,6 +325,7 @@ class LarkWriter:
         if "enum" in schema:
             if beside := [keyword for keyword in ("pattern", "format") if keyword in schema]:
                 raise self.refuse(tool, f"{beside[0]!r} beside the values of a text")
+            # A value with the end mark in it would be cut there.
             texts = [text for text in schema["enum"] if mark not in text and not (bare and text != text.strip("\n"))]
             texts = [text for text in texts if not others or as_json(text.strip(), others) is None]
             if not (texts := [text for text in texts if least <= len(text) <= most]):
@@ -342,9 +349,11 @@ class LarkWriter:
             raise self.refuse(tool, f"the pattern {str(pattern)[:80]!r}")
         choice, ends = scanned
         begins = pattern.startswith("^")
+        # An anchor would belong to one alternative only, which the rewritten pattern cannot express.
         if (begins or ends) and choice:
             raise self.refuse(tool, f"'^' or '$' beside '|' in the pattern {pattern[:80]!r}")
         body = pattern[begins : len(pattern) - ends]
+        # JSON Schema searches for a pattern anywhere; lexemes match as a whole.
         return f"/{'' if begins else '(?s:.*)'}({escape_pattern(body)}){'' if ends else '(?s:.*)'}/"
 
 

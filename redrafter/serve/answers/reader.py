@@ -110,6 +110,7 @@ class ChatReader:
             return f"({lark.mark(cls.opening)} {calls} | {text})"
         marks = (cls.opening, *(mark for mark in begins if mark != cls.opening))
         called = f"{lark.up_to(*marks, bare=cls.bare)} {calls}"
+        # `bare` beginnings are only possible at the start of an answer, so later calls need a mark.
         if several:
             called += f" ({lark.up_to(*marks)} {calls})* {lark.free(*begins)}"
         return f"({called} | {text})"
@@ -152,6 +153,7 @@ class ChatReader:
     def _read(self) -> Steps:
         if self._marks is not None and self._thinking != "over":
             yield from self._read_thoughts(self._marks)
+        # Without tools nothing can begin a call: all text is content, at once.
         while not self._tools:
             self._report(len(self.text), False)
             if self._last:
@@ -163,6 +165,7 @@ class ChatReader:
         begin, end = self.wrapper
         while (yield from self._read_until(self.begins, False)):
             yield from self._skip_literal(begin)
+            # The wrapper's end mark belongs to the calls that were read; elsewhere it is text.
             if (yield from self._read_calls()) and end:
                 yield from self._skip(SPACE)
                 if (yield from self._skip_literal(end)):
@@ -173,6 +176,7 @@ class ChatReader:
         if self._thinking == "possible":
             yield from self._skip(SPACE)
             if not (yield from self._skip_literal(marks.begin)):
+                # The answer begins without a thought: spaces before it are content.
                 self._at = self._from
                 return False
         self._begin_thought(0)
@@ -209,6 +213,7 @@ class ChatReader:
         called = False
         while True:
             yield from self._skip(self.between if called else self.before)
+            # Separators between calls are not content.
             if called:
                 self._from = self._at
             if not (yield from self._has_more()) or not (yield from self._read_call()):
@@ -234,6 +239,7 @@ class ChatReader:
         self._at += 1
         while True:
             yield from self._skip(SPACE + ",")
+            # A reported call cannot be taken back, so malformed JSON ends it; an unreported one becomes text.
             if not (yield from self._has_more()) or self.text[self._at] not in '"}':
                 self.cut = reported and self._at == len(self.text)
                 return reported
@@ -249,6 +255,7 @@ class ChatReader:
                 self.cut = reported
                 return reported
             begin = self._at
+            # With the name known, arguments are streamed while they are written.
             if key in ('"arguments"', '"parameters"') and name is not None and not reported:
                 reported = True
                 self._begin(name)
@@ -268,6 +275,7 @@ class ChatReader:
             if key in ('"arguments"', '"parameters"'):
                 arguments = self.text[begin : self._at]
         self._at += 1
+        # The arguments came before the name, or there are none.
         if not reported and name is not None:
             self._begin(name)
             self._add(arguments)
@@ -325,6 +333,7 @@ class ChatReader:
         """Move past a JSON value. Return False if the text ends before its end."""
         first, depth = self.text[self._at], 0
         if first not in '"{[':
+            # A number or name may also end with the text.
             return (yield from self._find(_SCALAR_END)) or True
         while True:
             if not (yield from self._find(_NESTED)):
@@ -346,6 +355,7 @@ class ChatReader:
         """
         while (yield from self._find(pattern)):
             self._at += 1
+            # The character after a backslash is skipped, even a quote.
             if self.text[self._at - 1] != "\\":
                 return True
             if not (yield from self._has_more()):
@@ -360,6 +370,7 @@ class ChatReader:
         """
         pattern = re.compile("|".join(map(re.escape, marks)))
         while (match := pattern.search(self.text, self._at)) is None:
+            # The end of the text may be the beginning of a mark, so it is not reported yet.
             partial = 0
             for mark in marks:
                 sizes = range(len(mark) - 1, partial, -1)

@@ -68,6 +68,7 @@ def scalar_terminals(schema: dict[str, Any]) -> list[str] | None:
 
 def escape_pattern(pattern: str) -> str:
     """Convert a schema's regular expression to Lark's form between slashes, with ASCII digits and letters."""
+    # JSON Schema uses ECMAScript's classes, which are ASCII; the classes of the grammar engine are Unicode.
     written = {
         "\\d": "[0-9]",
         "\\D": "[^0-9]",
@@ -95,6 +96,7 @@ def scan_pattern(pattern: str) -> tuple[bool, bool] | None:
             in_class = character != "]"
         else:
             in_class = character == "["
+            # Only an alternative at the top level changes the meaning of anchors.
             depth += (character == "(") - (character == ")")
             choice |= character == "|" and depth == 0
             if depth < 0:
@@ -116,6 +118,7 @@ def _follow(root: Any, reference: str) -> Any:
 
 def resolve(schema: Any, root: Any) -> dict[str, Any]:
     """Replace a reference to a part of `root` by that part, and return the schema."""
+    # A bound, since references may form a cycle.
     for _ in range(32):
         if schema is True:
             return {}
@@ -129,6 +132,7 @@ def resolve(schema: Any, root: Any) -> dict[str, Any]:
 
 def standalone(schema: Any, root: Any) -> dict[str, Any]:
     """Return a part of a schema as a self-contained schema, with everything that it refers to in `$defs`."""
+    # Definitions are renumbered, since a part of the schema has another root than its references assume.
     numbers: dict[str, str] = {}
     todo: list[str] = []
 

@@ -76,6 +76,7 @@ class ServedSequence:
         The engine handles end tokens and length limits; stop strings need the text, so they are found here.
         """
         stop = None if self.find_stop is None else self.find_stop(delta.tokens)
+        # The engine wrote past the stop string before it was found: cut tokens and counts alike.
         if stop is not None and delta.finish != "error":
             kept = stop + 1
             logprobs = None if delta.logprobs is None else delta.logprobs[:kept]
@@ -83,6 +84,7 @@ class ServedSequence:
             copied = max(delta.copied - (delta.accepted - accepted), 0)  # copied drafts are at the end of a path
             cut = replace(delta, tokens=delta.tokens[:kept], accepted=accepted, copied=copied)
             delta = replace(cut, logprobs=logprobs, finish="stop")
+        # The first token comes from the prompt, not from a step with drafts.
         if self.written and delta.tokens:
             self.stats.count(delta.drafted, delta.accepted, len(delta.tokens), delta.copied, delta.copies)
         self.written += len(delta.tokens)
@@ -227,6 +229,7 @@ class EngineClient:
         stream = DeltaStream(asyncio.get_running_loop(), request.numbers, sequences)
         self._streams.add(stream)
         try:
+            # Registered before sending, since the engine may answer at once in the receiving thread.
             self._texts.update(
                 (number, (stream, sequence)) for number, sequence in zip(request.numbers, sequences, strict=True)
             )
@@ -235,6 +238,7 @@ class EngineClient:
             while left:
                 deltas: defaultdict[Any, list[SequenceDelta]] = defaultdict(list)
                 received = await stream.receive()
+                # Pixels were sent with the request; keeping them would hold memory as long as the sequence runs.
                 if request.images:
                     request.images.clear()
                 for sequence, delta in received:
@@ -244,6 +248,7 @@ class EngineClient:
                     yield sequence, new
         finally:
             self._streams.discard(stream)
+            # The client left or failed: free its slots in the engine.
             if not stream.ended:
                 self._channel.send(Cancel(stream.numbers))
 
@@ -287,6 +292,7 @@ class EngineClient:
         except Exception:
             _LOG.exception("the connection to the engine failed: nothing is served any more")
         self._draining = True
+        # Waiting clients would wait forever unless every stream fails now.
         if not self._stopping:
             ended = self._process.describe_end()
             reason = f"{self._failure or ended}: nothing is served any more"
@@ -305,12 +311,14 @@ class EngineClient:
                 _wake([stream])
         else:
             self.load = message.load
+            # A cancelled sequence may still be in messages that the engine sent before it knew.
             for number, (reused, queued, scores) in message.prompts.items():
                 if number in self._texts:
                     _, sequence = self._texts[number]
                     sequence.reused, sequence.queued = reused, queued
                     sequence.prompt_scores = scores or sequence.prompt_scores
             written = {self._append(number, delta) for number, delta in message.deltas if number in self._texts}
+            # Once per message and event loop: each wakeup of a loop costs a system call.
             _wake(stream for stream in written if not stream.woken)
 
     def _append(self, number: int, delta: SequenceDelta) -> DeltaStream:
@@ -330,6 +338,7 @@ class EngineClient:
             del self._texts[number]
         if sequence.ended and by_engine is None:  # a stop string or an error here, which the engine does not know of
             self._channel.send(Cancel((number,)))
+        # A client that does not read would otherwise let the queue grow without bound.
         if stream.abandoned:
             stream.fail(SlowConsumerError(f"{stream.pending} tokens were written that nobody took: cancelled"))
             self._channel.send(Cancel(stream.numbers))

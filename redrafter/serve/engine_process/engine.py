@@ -169,6 +169,7 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
             submit([1 + row % 7] * length, 2, kind[row > 0])
         finish()
 
+    # Rows that decode until cancelled, so that each prefill is merged with their steps.
     def prefill_beside(rows: int, lengths: Sequence[int], kind: Sequence[SamplingParams]) -> None:
         """Prefill prompts of these lengths one after the other, in steps with `rows` rows."""
         for row in range(rows):
@@ -202,6 +203,7 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
             write(min(2, limits.max_batch_size), length, frequent[0])
     _LOG.info("captured %d steps in %.1f s", len(scheduler.batch.captured_steps), time.monotonic() - began)
     scheduler.limits, scheduler.batch.policy = limits, policy
+    # Clients must not see hits on, or copies of, the prompts above.
     scheduler.memory.forget_prefixes()
     if scheduler.finished is not None:
         scheduler.finished.clear()

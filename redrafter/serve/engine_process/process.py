@@ -66,6 +66,7 @@ def main(descriptor: int) -> None:
 
     Signals for the server are ignored: it ends this process by closing the connection, once its sequences have ended.
     """
+    # A terminal sends these to all processes, but the server decides when the engine stops.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=descriptor)
@@ -75,6 +76,7 @@ def main(descriptor: int) -> None:
         watch = select.poll()
         watch.register(connection, 0)  # reports only that the other end has closed
         watch.poll()
+        # A regular stop also closes the connection, and ends the process by itself in this time.
         time.sleep(ORPHAN_SECONDS)
         os._exit(1)
 
@@ -124,6 +126,7 @@ class _EngineServer:
         self._loop = asyncio.get_running_loop()
         self._features = scheduler.engine.target.features
 
+        # The engine's thread must not touch asyncio objects directly.
         def end() -> None:
             self._call(self._done.set)
 
@@ -159,10 +162,12 @@ class _EngineServer:
 
     def _handle(self, message: Submit | Cancel | ChangeAdapters | ChangeEngine) -> None:
         if isinstance(message, Cancel):
+            # The client no longer waits for its grammar.
             if (task := self._compiling.get(message.numbers)) is not None:
                 task.cancel()
             self._worker.cancel(message.numbers)  # the task may already have submitted them
         elif isinstance(message, ChangeAdapters | ChangeEngine):
+            # asyncio holds tasks only weakly, so a reference must be kept.
             task = asyncio.ensure_future(asyncio.to_thread(self._change, message))
             self._changing.add(task)
             task.add_done_callback(self._changing.discard)
@@ -260,6 +265,7 @@ class Grammars:
         if source not in self._begun:
             semaphore = self._clients.setdefault(client, asyncio.Semaphore(MAX_COMPILATIONS_PER_CLIENT))
             async with semaphore:  # joining a running compilation needs no permit
+                # Looked up after the wait: another request may have compiled it meanwhile.
                 if (kept := self._kept.get(source)) is not None and kept.process.alive:
                     self._kept.move_to_end(source)
                     return kept
@@ -286,6 +292,7 @@ class Grammars:
         compilation = self._begun[source]
         compilation.waiting += 1
         try:
+            # Others may wait for the same task, so one cancelled request must not cancel it.
             return await asyncio.shield(compilation.task)
         finally:
             compilation.waiting -= 1
@@ -300,6 +307,7 @@ class Grammars:
             try:
                 grammar = await self._in_thread(lambda: Grammar(source, self._tokenizer, process))
             except ArgumentError as error:
+                # Clients retry: a grammar that takes long to refuse would keep the compilers busy.
                 self._refused[source] = time.monotonic(), str(error)
                 self._refused.move_to_end(source)
                 while len(self._refused) > MAX_REMEMBERED_REFUSALS:
@@ -311,6 +319,7 @@ class Grammars:
         self._living.add(grammar)
         self._kept[source] = grammar
         self._kept.move_to_end(source)
+        # The last grammar stays even if it is too large, since a request is about to use it.
         held_bytes = sum(grammar.process.memory for grammar in self._kept.values())
         while len(self._kept) > MAX_KEPT_GRAMMARS or (held_bytes > MAX_KEPT_BYTES and len(self._kept) > 1):
             held_bytes -= self._kept.popitem(last=False)[1].process.memory

@@ -151,6 +151,7 @@ class EngineProcess:
             code = self._process.wait(timeout=END_SECONDS)
         except subprocess.TimeoutExpired:
             return "the engine has failed, and its process does not end"
+        # `Popen` reports the signal's number as a negative code.
         if code < 0:
             name = signal.Signals(-code).name
             hint = ", as the system ends one that takes too much memory" if -code == signal.SIGKILL else ""

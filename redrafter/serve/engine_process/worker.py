@@ -86,12 +86,14 @@ class Worker:
         """
         images = None if request.images is None else ImageInputs(request.images)
         adapters = self.scheduler.engine.target.adapters
+        # Held before anything else, so that it cannot be unloaded between the check and the first step.
         adapter = None if request.adapter is None else adapters.hold(request.adapter, len(request.numbers))
         try:
             sequences = {
                 number: TokenSequence(
                     prompt,
                     request.max_new_tokens,
+                    # Each sequence of a request draws from its own stream of random numbers.
                     replace(request.params, seed=request.params.seed + index, grammar=grammar),
                     partial(self._write, number),
                     client=request.client,
@@ -197,6 +199,7 @@ class Worker:
     def _round_failed(self, error: Exception, count: int) -> None:
         """Log an error that ended sequences; raise it, which ends the engine, if later rounds would fail too."""
         if not isinstance(error, ReDrafterError):
+            # A round may report several failures, but counts once.
             self._failed_rounds += not self._failed
             self._failed = True
         if ends_device(error) or self._failed_rounds >= MAX_FAILED_ROUNDS:
@@ -208,6 +211,7 @@ class Worker:
     def _make_changes(self) -> None:
         while self._changes:
             change, done = self._changes.popleft()
+            # The device must be idle and its tokens read before weights or caches change.
             self.scheduler.settle()
             self._report()  # earlier tokens count for the drafter that was active then
             outcome: EngineChange | ReDrafterError = change
@@ -247,6 +251,7 @@ class Worker:
             scheduler.asleep,
             self._drafter,
         )
+        # Rounds without news send nothing, since each message wakes the server.
         if self._deltas or load != self._load:
             self._send(Written(self._deltas, self._prompts, load))
             self._deltas, self._prompts, self._load = [], {}, load
@@ -296,9 +301,11 @@ class SharedWorker(Worker):
         """Receive rank 0's messages and apply them; return False when the rounds should end. Collective."""
         if self._ranks.rank == 0:
             if self.scheduler.idle and not self._heard and not self._stopping:
+                # Bounded, since the other ranks wait in a collective meanwhile, which has a timeout.
                 self._work.wait(IDLE_SECONDS)
             self._work.clear()
         heard = [self._heard.popleft() for _ in range(len(self._heard))]
+        # All ranks must apply the same messages before the same step, or their schedules diverge.
         messages, self._stopping = self._ranks.from_first((heard, self._stopping))
         for message in messages:
             if isinstance(message, Cancel):

@@ -95,6 +95,8 @@ def error_answer(error: ApiError, path: str) -> JSONResponse:
 def add_guards(app: Starlette, policy: AccessPolicy, max_body_bytes: int) -> None:
     """Add the middleware that checks every request of an application. Bodies may have `max_body_bytes` bytes."""
     # The middleware that is added last runs first.
+    # Starlette runs the middleware added last first: logging sees every request, and keys are checked before bodies are
+    # read.
     app.add_middleware(BodyLimits, max_bytes=max_body_bytes)
     app.add_middleware(access_control, policy=policy)
     if policy.origins:
@@ -137,6 +139,7 @@ def check_access(scope: Scope, policy: AccessPolicy) -> None:
         # Request smuggling: a proxy that trusts the other header would split requests differently (RFC 9112, 6.1).
         what = "the request has Content-Length and Transfer-Encoding: send one of them"
         raise ApiError(400, what, headers={"Connection": "close"})
+    # Another name may be DNS rebinding by a page in a browser on this network.
     if b"host" in headers and path not in HEALTH_PATHS:
         host = host_of(headers[b"host"].decode("latin-1"))
         if not policy.knows_host(host):
@@ -146,6 +149,7 @@ def check_access(scope: Scope, policy: AccessPolicy) -> None:
         if origin not in policy.origins and "*" not in policy.origins:
             what = f"pages of {origin or 'another site'} may not ask here; --allowed-origins says which may"
             raise ApiError(403, what)
+    # The key's number names the client in logs and limits; the key itself is never logged.
     name = policy.keys.client(*_sent_keys(headers))
     if name is not None:
         scope["facts"]["client"] = name
@@ -156,6 +160,7 @@ def check_access(scope: Scope, policy: AccessPolicy) -> None:
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     is_json = kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
     if scope["method"] == "POST" and not is_json:
+        # Browsers send other types across sites without a preflight request, so a page could post without permission.
         by_browser = b"origin" in headers or b"sec-fetch-site" in headers
         if by_browser or kind not in (b"", b"application/x-www-form-urlencoded"):  # `curl -d` defaults to this type
             raise ApiError(415, "the body must be JSON, sent with the header Content-Type: application/json")
@@ -205,6 +210,7 @@ def host_of(header: str) -> str:
 
 
 def _is_foreign(headers: Headers) -> bool:
+    # Pages cannot set this header; older browsers do not send it, so `Origin` is compared with `Host` for them.
     site = headers.get(b"sec-fetch-site")
     if site is not None:
         return site not in OWN_SITES
@@ -231,6 +237,7 @@ class BodyLimits:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         request = scope["request"] = JsonRequest(self, scope, receive)
+        # A declared size is refused before any of the body is read; chunked bodies are counted as they come.
         length = dict(scope["headers"]).get(b"content-length", b"")
         try:
             request.check_length(int(length) if length.isdigit() else 0)
@@ -256,6 +263,7 @@ class BodyLimits:
         """Parse a body and return its value; large bodies are parsed one at a time."""
         if len(body) <= SMALL_BODY_BYTES:
             return parse(body)
+        # Parsing holds the GIL, so large bodies are parsed one at a time, with pauses for other requests.
         while (left := self._busy_until - time.monotonic()) > 0:
             await asyncio.sleep(min(left, POLL_SECONDS))
         self._busy_until, began = math.inf, time.monotonic()
@@ -290,6 +298,7 @@ class JsonRequest(Request):
         """Return the next message of the request, or raise `ApiError` once its body exceeds the limits."""
         if self._whole:
             return await self._receive_any()
+        # A deadline for the whole body: a timeout per part would let a client send one byte at a time.
         left = self._deadline - asyncio.get_running_loop().time()
         try:
             message = await asyncio.wait_for(self._receive_any(), max(left, 0.01))
@@ -325,6 +334,7 @@ def check_structure(body: bytes, max_bytes: int) -> None:
 
     Characters within strings count too, since finding the strings would cost more than it saves.
     """
+    # Each entry becomes a Python object of many times its size, so entries are bounded before parsing.
     if (count := body.count(b",")) > max_bytes // BYTES_PER_COMMA:
         raise ApiError(413, f"the body holds {count} commas; at most {max_bytes // BYTES_PER_COMMA}")
     if (count := sum(map(body.count, (b"[", b"{", b":")))) > max_bytes // BYTES_PER_CONTAINER:
@@ -341,6 +351,7 @@ def _loads(body: bytes) -> Any:
         text = body.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ApiError(400, "the body is not UTF-8") from None
+    # A lone surrogate is valid JSON, but tokenizers and UTF-8 cannot encode it.
     if b"\\ud" in body.lower() and _LONE.search(_PAIR.sub(b"-", body.replace(b"\\\\", b"-"))):
         raise ApiError(400, "the body holds half a character: a surrogate that stands alone")
 

@@ -107,6 +107,7 @@ class ServerProcess:
             await asyncio.sleep(0.01)
         self._listening.listen(BACKLOG_CONNECTIONS)  # uvicorn sets it to the number accepted at once
         try:
+            # Health probes are answered while the model loads in a thread.
             began, loading = time.monotonic(), asyncio.ensure_future(asyncio.to_thread(load))
             while not (await asyncio.wait([loading], timeout=LOADING_LOG_SECONDS))[0]:
                 _LOG.info("still %s after %.0f s", self._doing(), time.monotonic() - began)
@@ -130,6 +131,7 @@ class ServerProcess:
             return await self._app(scope, receive, send)
         if scope["type"] != "http":
             return
+        # Alive though not ready: an orchestrator must not restart a server for slow loading.
         if scope["path"] == "/v1/health/live":
             return await Response()(scope, receive, send)
         refusal = ApiError(503, f"the model is still {self._doing()}", code="loading")
@@ -143,6 +145,7 @@ class ServerProcess:
             _LOG.info("stopped while the model was being loaded")
             logging.shutdown()
             os._exit(0)  # the loading thread would delay a regular exit
+        # A second signal ends the grace period.
         if self._ending is not None:
             return self._drop()
         self._loaded.drain()
@@ -220,6 +223,7 @@ def _end_by_force_after(seconds: float, code: int) -> None:
     def end() -> None:
         _LOG.info("ended by force: a thread did not end in time")
         logging.shutdown()
+        # Interpreter shutdown would wait for the very thread that hangs.
         os._exit(code)
 
     timer = threading.Timer(seconds, end)
@@ -290,6 +294,7 @@ class Connection(H11Protocol):
             self.transport, self._refused = transport, True
             self.loop.call_later(PARTING_SECONDS, transport.abort)
             return
+        # With a small buffer, slow clients are noticed early and hold little memory.
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         if hasattr(transport, "max_size"):
             transport.max_size = READ_BUFFER_BYTES
@@ -318,6 +323,7 @@ class Connection(H11Protocol):
             self.transport.close()
             return
         if not self._begun and not self._asking:
+            # A keep-alive connection has sent the first bytes of its next request.
             self._connections.await_request(self, HEADERS_SECONDS)
         self._begun = True
         super().data_received(data)
@@ -375,6 +381,7 @@ def open_file_limit() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         return 1 << 30 if soft == hard else soft
+    # Each connection needs a file descriptor, and the usual soft limit is 1,024.
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard

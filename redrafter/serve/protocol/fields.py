@@ -176,6 +176,7 @@ class Strict(BaseModel):
     def _drop_nulls(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
+        # Clients send null for fields that they do not set; OpenAI treats both alike.
         given = {name: value for name, value in limit_entries(body).items() if value is not None}
         for name in given.keys() & OTHER_NAMES.keys() - cls.model_fields.keys():
             for field in OTHER_NAMES[name]:

@@ -359,6 +359,7 @@ class ChatRequest(_Request):
             raise ValueError(f"tools have the name {twice[0]!r} twice: give each a name of its own")
         if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
             raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}; the tools are {names}")
+        # Each constrains the whole answer, so two could contradict each other.
         grammars = (
             self.structured_outputs is not None,
             self.response_format is not None and self.response_format.type != "text",

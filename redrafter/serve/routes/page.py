@@ -11,6 +11,7 @@ from fastapi.responses import HTMLResponse
 def page(name: str, status: int = 200) -> HTMLResponse:
     """Return a page whose security policy allows only its own script and style, and requests to its own server."""
     text = files("redrafter.serve.routes").joinpath(name).read_text(encoding="utf-8")
+    # The page shows text of the model, which may contain HTML: only its own scripts may run.
     policy = {
         "default-src": "'none'",
         "script-src": _hashes("script", text),

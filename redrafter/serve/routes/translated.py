@@ -76,6 +76,7 @@ class PartWriter(ABC):
             self.finish = choice["finish_reason"] or self.finish
             self.stop = choice.get("stop_reason") or self.stop
             delta = choice.get("delta")
+            # A complete answer is read as a stream of one chunk.
             if delta is None:
                 message = choice["message"]
                 calls = [call | {"index": index} for index, call in enumerate(message.get("tool_calls") or ())]
