@@ -78,6 +78,7 @@ class TrainingIdentity:
         accumulate = self.options["accumulate"]
         assert isinstance(accumulate, int)
         batches = saved.processes * accumulate
+        # Each process must take the same number of batches per step.
         if batches % self.processes:
             raise ArgumentError(
                 f"{path} was made with {batches} batches in a step, which {self.processes} processes cannot share "
@@ -254,6 +255,7 @@ def restore_random_state(accelerator: Accelerator, states: Sequence[dict[str, An
 
     With another number of processes the states are ignored: only a caller's own batches draw from the generators.
     """
+    # With another number of processes no saved state belongs to a process, so all draw anew.
     if states and len(states) != accelerator.num_processes:
         return
     state = states[accelerator.process_index]

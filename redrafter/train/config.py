@@ -259,6 +259,7 @@ class TrainConfig:
             highest = MAX_VALUES.get(name, 1 << 31)
             if type(value) in (int, float) and value > highest and name not in ("epochs", "minutes"):
                 raise ArgumentError(f"{flag(name)} must be at most {highest}, got {value}")
+        # A recipe sets sizes that these options also determine.
         if self.recipe is not None and not RECIPES[self.recipe].options.keys().isdisjoint(FORM_OPTIONS):
             others = {
                 "--drafter": self.drafter is not None,
@@ -309,6 +310,7 @@ def parse(argv: Sequence[str] | None) -> TrainConfig:
     """Parse the arguments of the command; None parses `sys.argv[1:]`."""
     args = build_parser().parse_args(argv)
     recipe = getattr(args, "recipe", None)
+    # Options given on the command line override the recipe's.
     for name, value in RECIPES[recipe].options.items() if recipe is not None else ():
         if not hasattr(args, name):
             setattr(args, name, value)

@@ -50,6 +50,7 @@ def chunk_loss(
         objective: Weights of the loss function.
     """
     distill, reach, beams = objective
+    # In FP32: 16-bit softmax over a large vocabulary loses the small probabilities.
     log_q = logits.log_softmax(dim=-1, dtype=torch.float32)
     log_p = teacher[position].log_softmax(dim=-1, dtype=torch.float32)
     q, p = log_q.exp(), log_p.exp()
@@ -118,12 +119,14 @@ class HeadLoss(torch.autograd.Function):
         Returns the loss `[]`, and the counts `attempted` and `correct` of `ChunkLoss`, `[K]` each.
         """
         device = x.device.type
+        # Custom autograd functions do not see autocast, so the dtype is applied by hand.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.dtype
         x_low, head_low = x.to(dtype), head.to(dtype)
         x_gradient = torch.empty_like(x_low)
         head_gradient = torch.zeros_like(head) if ctx.needs_input_grad[1] else None  # None: the head is frozen
         loss, steps = weight.new_zeros(()), x.shape[1]
         attempted, correct = (torch.zeros(steps, dtype=torch.long, device=x.device) for _ in range(2))
+        # Gradients are computed here, in chunks: keeping all logits for the backward pass would not fit into memory.
         for first in range(0, len(x), chunk):
             part = slice(first, first + chunk)
             logits = einsum(x_low[part], head_low, "c k r, v r -> c k v")

@@ -97,6 +97,7 @@ def train(
             if config.save_every and clock.step % config.save_every == 0:
                 trainer.save()
     trainer.read_meter()
+    # The last step may have been validated already.
     if clock.step not in clock.state.tokens_per_step:
         trainer.run_validation()
     # The caller saves `drafter` itself, not the trained copy.
@@ -219,6 +220,7 @@ class Trainer:
         """
         clock, state = self.clock, self.clock.state
         seconds = clock.seconds if first_step is None else first_step
+        # The first step's speed counts only this run's tokens and time.
         tokens = state.tokens - (0 if first_step is None else self.tokens_before)
         return Progress(
             step=state.step,
@@ -244,6 +246,7 @@ class Trainer:
         """Validate, and save the drafter if it is the best so far. Collective: call it on every rank."""
         if self.validate is None:
             return
+        # A validation of broken weights would cost minutes before the error is reported.
         self.meter.check_finite()
         with self.clock.timed("validating", paused=True):
             self.gather_drafter()
@@ -256,12 +259,14 @@ class Trainer:
                 keep = is_best and self.config.validate_every and accelerator.is_main_process
                 if keep and self.checkpoints is not None:
                     self.checkpoints.save_best(self.drafter, state)
+            # Other processes would run into the timeout of the next collective while the main one validates.
             self.accelerator.wait_for_everyone()
 
     def save(self) -> None:
         """Write a checkpoint. Collective: call it on every rank."""
         if self.checkpoints is None:
             return
+        # A checkpoint after a failed step could not be resumed from.
         self.meter.check_finite()
         self._note_time()
         with self.clock.timed("saving", paused=True):
@@ -297,6 +302,7 @@ class Trainer:
             if self.accelerator.scaler is not None and saved["scaler"] is not None:
                 self.accelerator.scaler.load_state_dict(saved["scaler"])
             restore_random_state(self.accelerator, random_states)
+        # torch raises many types for states of other shapes or versions.
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise CheckpointError(f"{resumed.path} is of another training: {first_line(error)}; delete it") from error
 

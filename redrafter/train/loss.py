@@ -106,6 +106,7 @@ class Unroll(nn.Module):
         last = len(labels) - 1  # steps past the end have weight 0, but their index must stay in range
         position = (anchors[:, None] + torch.arange(1, config.draft_len + 1, device=device)).clamp(max=last)  # [A, K]
         label = labels[(position + 1).clamp(max=last)]
+        # The base may be in another dtype than the trained weights, which are FP32.
         features, embedding = (x.to(drafter.dtype) for x in (teacher_output.hidden, teacher_output.embedding))
         teacher = teacher_output.logits
         if drafter.draft_ids is not None:

@@ -62,6 +62,7 @@ def save_drafter(
         (folder / "README.md").write_text(card, encoding="utf-8")
         (folder / RECORD_FILE).write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
+    # Written under another name and renamed, so that no reader sees part of a drafter.
     write_folder(output, fill)
 
 
@@ -171,6 +172,7 @@ def make_provenance(
         "seconds": round(result.seconds, 3),
         "tokens_per_second": round(result.tokens / result.seconds, 1) if result.seconds > 0 else None,
         "seconds_beside": {activity: round(seconds, 3) for activity, seconds in result.seconds_by_activity.items()},
+        # JSON has no NaN.
         "loss": result.loss if math.isfinite(result.loss) else None,
         "accuracy": [part if math.isfinite(part) else None for part in result.accuracy],
         "tokens_per_step": {str(step): value for step, value in sorted(result.tokens_per_step.items())},
@@ -180,6 +182,7 @@ def make_provenance(
 def source_revision() -> str | None:
     """Return the commit of this library's checkout, with -dirty if it was modified; None outside a checkout."""
     checkout = Path(redrafter.__file__).resolve().parents[1]
+    # An installed package is in no checkout, and git would report the revision of a directory above it.
     if not (checkout / ".git").exists():
         return None
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -198,6 +201,7 @@ def describe_files(sources: Sequence[str]) -> list[SourceFile]:
         if path.is_file():
             digest = hashlib.sha256()
             with open(path, "rb") as file:
+                # Data files may be larger than memory.
                 for block in iter(partial(file.read, 1 << 20), b""):
                     digest.update(block)
             description["bytes"], description["sha256"] = path.stat().st_size, digest.hexdigest()

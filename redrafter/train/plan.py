@@ -160,6 +160,7 @@ def build_without_weights(config: TrainConfig) -> tuple[PreTrainedModel, Trainab
     saved: Any = base_config.get_text_config(decoder=True).dtype or base_config.dtype or torch.float32
     dtype = saved if config.dtype == "auto" else getattr(torch, config.dtype)
     try:
+        # Parameters on the meta device have shapes but take no memory.
         with torch.device("meta"):
             base: Any = AutoModelForCausalLM.from_config(
                 base_config, trust_remote_code=config.trust_remote_code, dtype=dtype
@@ -207,12 +208,14 @@ def _memory(
     device = torch.device("cpu" if config.cpu or not torch.cuda.is_available() else "cuda")
     predictions = config.chunk or config.draft_len * chunk_anchors(vocabulary, config.draft_len, device)
     chunk = 4 * vocabulary * min(predictions, config.draft_len * positions)
+    # Selecting a part of the vocabulary copies the base's logits.
     reduced = vocabulary if drafter_config.draft_vocab_size is not None else 0
     spread = processes if config.shard_drafter else 1
     parts = {
         "base": base.num_parameters() * item_bytes / (processes if config.shard_base else 1),
         "drafter's weights": 4 * drafter_size / spread,
         "their gradients": 4 * trained / spread,
+        # Two FP32 moments per parameter.
         "AdamW's state": 8 * trained / spread,
         "the base's logits": positions * (drafter_config.vocab_size + reduced) * item_bytes,
         **drafter.unroll_bytes(config.batch_size, row, config.draft_len),
@@ -315,6 +318,7 @@ def validation_prompts(
             f"{config.validate or ', '.join(config.data)}: no prompt of 1 to {max_tokens} tokens to validate on; give "
             "--validate other rows and --validate-prompts more than 0, or leave these and --validate-every out"
         )
+    # Validation on trained prompts overstates acceptance, which a note reports.
     trained = set(map(_prompt_of, _training_rows(config))) if chosen else set()
     return ValidationPrompts(chosen, len(held_out), sum(_prompt_of(row) in trained for row in held_out))
 

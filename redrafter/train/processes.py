@@ -111,6 +111,7 @@ def launcher_refused() -> bool:
     try:
         check_launcher()
     except UnsupportedError as error:
+        # There is no accelerator yet to tell which process prints.
         state = PartialState(cpu=True)
         if state.is_main_process:
             print_message("error", error)
@@ -160,6 +161,7 @@ def watch_processes(accelerator: Accelerator) -> Iterator[None]:
         watch.stop(FAILED)
         raise
     except BaseException:
+        # A collective fails on all processes when one is lost; wait to learn whether this is such an error.
         watch.lost.wait(ERROR_SECONDS)
         if watch.lost.is_set():  # the lost process caused this error; the thread reports it and exits
             watch.thread.join()
@@ -195,6 +197,7 @@ class _Watch:
             while selector.get_map():
                 for key, _ in selector.select():
                     rank, word = key.data, b""  # empty if the process has exited
+                    # A reset connection also means that the process has exited.
                     with suppress(OSError):
                         word = self.connections[rank].recv(1)
                     said[rank] = word or said[rank]

@@ -220,6 +220,7 @@ class LossMeter:
         and is collective.
         """
         self.check_finite()
+        # Sums are gathered only when shown: each gather is a collective and waits for the device.
         loss, weight, *counts = self.accelerator.gather(self._sums[None]).sum(dim=0).tolist()
         if weight == 0:
             return

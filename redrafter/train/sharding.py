@@ -126,6 +126,7 @@ def load_sharded(load: Callable[[], PreTrainedModel], accelerator: Accelerator) 
                 raise UnsupportedError(
                     f"{type(model).__name__} does not hold its {count} layers in a list; no --shard-base"
                 )
+            # Per layer, so that only one layer's weights are gathered at a time.
             for layer in stack:
                 fully_shard(layer, mesh=mesh)
             layers = {id(weight) for weight in stack.parameters()}

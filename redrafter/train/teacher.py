@@ -102,6 +102,7 @@ class Teacher:
         begins = torch.ones_like(segment, dtype=torch.bool)
         begins[:, 1:] = segment[:, 1:] != segment[:, :-1]
         position = index - torch.where(begins, index, 0).cummax(dim=1).values  # [B, T]
+        # A packed row holds several texts, which must not attend to each other.
         same = (segment[:, :, None] == segment[:, None, :]) & (index[:, None] >= index)  # [B, T, T]
         query, key = position[:, :, None], position[:, None, :]
         masks: dict[str, Tensor] = {}

@@ -98,6 +98,7 @@ def train_from_files(config: TrainConfig, log: Callable[[str], object]) -> None:
         session = TrainingSession(config, accelerator, tokenizer, console)
         start_trackers(config, accelerator)
         result = session.train()
+        # With a sharded base every process takes part in its forwards, also when choosing the tree.
         if main or config.shard_base:
             session.finish(result)
         accelerator.wait_for_everyone()
@@ -167,6 +168,7 @@ class TrainingSession:
                 progress=self.console.show_progress,
             )
         except NotFiniteLossError as error:
+            # The order of windows is deterministic, so the failed step's rows can be found again.
             by_batch = self.windows.window_indices(*self._batch_arguments(error.step, error.process))
             window_numbers = chain.from_iterable(islice(by_batch, self.accumulate))
             rows = describe_bad_rows(window_numbers, self.windows, self.tokenizer)
@@ -232,6 +234,7 @@ class TrainingSession:
         check_same_start(accelerator, checkpoints, resumed)
         if resumed is not None:
             checkpoints.identity = replace(identity, processes=resumed.identity.processes)
+        # All must have read the checkpoints before the main process removes any.
         accelerator.wait_for_everyone()
         if resumed is None and accelerator.is_main_process:
             checkpoints.remove_all()
@@ -248,6 +251,7 @@ class TrainingSession:
         else:
             self.config = size_form(target.model.config, config)  # so that training.json records the derived sizes
             drafter = new_drafter(target.model, self.config, self._draft_ids())
+        # Recorded so that loading can refuse another base.
         drafter.config.base_model = self.base
         drafter.config.base_embedding_norms = embedding_norms(target.embedding)
         drafter.config.trained_draft_len = config.draft_len

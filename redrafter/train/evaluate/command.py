@@ -75,6 +75,7 @@ def evaluate(pair: Pair, options: EvaluateOptions, suite: Suite | None = None) -
             raise ArgumentError(f"--shapes {beams}x{depth} has {whole} nodes; at most {MAX_NODES} can be measured")
     trees = options.trees(search)
     if options.explain:
+        # The explained tree comes first, since the explanation refers to `trees[0]`.
         trees = list(dict.fromkeys([options.explained_tree(search, engine.target.device), *trees]))
     target = engine.target
     max_tokens = _max_prompt_tokens(options, target.fixed_rope_context)
@@ -95,7 +96,7 @@ def evaluate(pair: Pair, options: EvaluateOptions, suite: Suite | None = None) -
     results = []
     if suite is not None:
         for temperature in options.temperatures:
-
+            # `temperature` is bound as a default: a closure would see the loop's last value.
             def answer(prompts: list[list[int]], seed: int, temperature: float = temperature) -> Texts:
                 what = f"temperature {temperature:g}, after {seed - options.seed} turns"
                 return write(prompts, temperature, seed, what)
@@ -110,6 +111,7 @@ def evaluate(pair: Pair, options: EvaluateOptions, suite: Suite | None = None) -
         prompts = source.of_lengths(options.prompt_lengths)
     else:
         prompts = PromptChoice.whole(source.by_category(max_tokens))
+    # Loaded before the base generates, so that errors in the data are reported first.
     others = OtherTexts.load(pair, options, max_tokens) if options.explain else None
     for temperature, length in product(options.written_temperatures, prompts.by_length):
         chosen = prompts.by_length[length]
@@ -134,6 +136,7 @@ def run_checked(args: argparse.Namespace, words: Sequence[str]) -> int:
     if options.adapter is not None:
         merge_adapter(pair.engine.model, options.adapter)
     if suite is not None:
+        # Questions of a suite are chat turns.
         require_template(pair.tokenizer, pair.name, asked.chat_template)
     document = evaluate(pair, options, suite) | {"command": shlex.join(["redrafter", "evaluate", *words])}
     print(*format_report(document), sep="\n")

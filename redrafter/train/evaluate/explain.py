@@ -170,6 +170,7 @@ def explain_temperature(
     sizes = torch.tensor(list(categories.values()))
     category = torch.arange(len(sizes)).repeat_interleave(sizes)[steps.text]  # [S]
     probability, context, accepted = describe_drafts(steps, base_probabilities(target, texts), shape.depth)
+    # A step at the end of a text cannot emit more tokens than are left.
     emitted = int((steps.accepted + 1).minimum(steps.left).sum())
     bounds = torch.tensor(CONTEXTS) + 1
     return {
@@ -322,6 +323,7 @@ def trace_steps(drafter: ReplayableDrafter, target: Target, texts: Texts, shape:
     The drafter must be in eval mode, on the target's device and in its dtype.
     """
     # The second shape verifies all nodes: if it accepts more, the node budget caused the miss.
+    # The whole lattice is counted too, to tell drafts that the node budget cut from those never drafted.
     shapes, rows = [shape, replace(shape, node_budget=shape.lattice)], list[list[int]]()
 
     def trace(at: Positions) -> Tensor:
@@ -365,14 +367,17 @@ def base_probabilities(target: Target, texts: Texts) -> list[Tensor]:
     """
     found: dict[int, Tensor] = {}
     with Teacher(target.model) as teacher:
+        # Logits of a whole text are kept at once, so texts are grouped by the memory that these take.
         for group in group_texts(texts, target.vocab_size):
             tokens = pad_sequence([torch.tensor(texts.tokens[i]) for i in group], batch_first=True)  # [B, T]
             logits = teacher.read_batch(tokens.to(target.device)).logits  # [B, T, V]
             for row, index in enumerate(group):
                 length = len(texts.tokens[index])
+                # The likelihood at the temperature at which the text was sampled; greedy texts count as T=1.
                 scores = logits[row, : length - 1].float() / (texts.temperature or 1.0)
                 own = tokens[row, 1:length, None].to(target.device)
                 probability = scores.softmax(dim=-1).gather(1, own)[:, 0].cpu()
+                # The first token has no prediction.
                 found[index] = torch.cat([torch.ones(1), probability])
     return [found[index] for index in range(len(texts.tokens))]
 
@@ -383,8 +388,10 @@ def _ranks(drafter: ReplayableDrafter, target: Target, at: Positions) -> Tensor:
     -1 marks tokens outside the drafter's vocabulary and positions past the end of the text.
     """
     tokens, ranks = at.state.tokens[:, :-1], list[Tensor]()  # [A, K+1]
+    # Tokens outside of the drafter's head have no rank.
     label = drafter.index_ids()[tokens.clamp(min=0)].where(tokens >= 0, -1)
     depth = tokens.shape[1] - 1
+    # A single beam that follows the text itself: ranks are relative to the correct prefix.
     proposer = drafter.proposer(target, 1, depth, 1 + depth, None, False)
     expand = proposer.scores(at.state, at.sampler, at.noise, at.context)
     for k in range(depth):

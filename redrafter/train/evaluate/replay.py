@@ -79,6 +79,7 @@ def count_accepted(drafter: ReplayableDrafter, target: Target, at: Positions, sh
         expand = proposer.scores(state, at.sampler, at.noise, at.context)
         lattice = proposer.grow(state, at.sampler, expand, partial(_record, scores))
         score = torch.cat(scores, dim=1)  # [A, N]
+        # A node's acceptance does not depend on the rest of the tree, so one search serves all smaller trees.
         path = accept(lattice, state.tokens.gather(1, lattice.depth + 1), depth)  # [A, K+1]
         drawn = torch.arange(depth, device=score.device) < path.accepted[:, None]  # [A, K]
         for column in columns:
@@ -98,6 +99,7 @@ def _kept(lattice: Tree, score: Tensor, shape: TreeShape) -> Tensor:
     """Return the mask of nodes that a shape keeps of its lattice, a prefix of `lattice`: `[A, shape.lattice]`."""
     count = shape.lattice
     if shape.node_budget is None:
+        # Without a budget, only the ancestors of the final beams are verified.
         return lattice.ancestors[:, count - shape.beams : count, :count].any(dim=1)
     if shape.beams == 1:  # rounding may put a node of a chain above its parent
         return (torch.arange(count, device=score.device) < shape.node_budget).expand(len(score), -1)
@@ -115,6 +117,7 @@ def group_texts(texts: Texts, vocabulary: int) -> Iterator[list[int]]:
     """Group the indices of texts of similar length into batches for the base."""
     # Similar lengths in one batch keep padding small; the logits dominate memory.
     group: list[int] = []
+    # Texts of about the same length share a batch, to keep padding small.
     for index in sorted(range(len(texts.tokens)), key=lambda index: len(texts.tokens[index])):
         logit_bytes = (len(group) + 1) * len(texts.tokens[index]) * vocabulary * 4
         if group and (len(group) == MAX_BATCH_TEXTS or logit_bytes > MAX_BATCH_BYTES):
@@ -134,6 +137,7 @@ def read_positions(
     """
     depth, device = max(shape.depth for shape in shapes), target.device
     tokens = pad_sequence([torch.tensor(texts.tokens[i]) for i in group], batch_first=True, padding_value=-1)  # [B, T]
+    # -1 only marks padding; the model needs valid ids there.
     ids = tokens.clamp(min=0).to(device)
     with Teacher(target.model, drafter.layers_read(target)) as teacher:
         read = teacher.read_batch(ids)
@@ -326,6 +330,7 @@ def choose_tree(
     Returns the statistics of the tree on greedy texts, and a line about the choice.
     """
     shapes = candidates(drafter, draft_len)
+    # A served drafter is used both ways, so neither alone decides on the tree.
     greedy, sampled = (texts.measure_all(drafter, shapes, written) for written in (texts.texts, texts.sampled(seed)))
     pairs = zip(greedy, sampled, strict=True)
     measured = {shape: (a.tokens_per_step, b.tokens_per_step) for shape, (a, b) in zip(shapes, pairs, strict=True)}

@@ -83,6 +83,7 @@ def make_report(
 def _describe_result(result: TextsResult) -> dict[str, Any]:
     spans, first = dict[str, slice](), 0
     for category, count in result.categories.items():
+        # Texts are stored in the order of their categories.
         spans[category] = slice(first, first + count)
         first += count
     trees = []
@@ -277,6 +278,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
                 points = [(depth, rate) for depth, rate in enumerate(steps["acceptance"], 1) if rate is not None]
                 per_step = steps["tokens_per_step"]
                 label = tree["tree"] if per_step is None else f"{tree['tree']}: {per_step:.2f} tokens per step"
+                # Trees without a node budget verify more drafts, so they are drawn apart.
                 style = "o--" if tree["nodes"] is None else "o-"
                 axes.plot(
                     [depth for depth, _ in points], [rate for _, rate in points], style, markersize=4, label=label
@@ -300,6 +302,7 @@ def _misses(counts: StepCounts) -> dict[str, int]:
 def advise(explanation: Explanation) -> Iterator[str]:
     """Yield lines with findings and suggested commands, for the highest temperature."""
     measured = explanation["temperatures"]
+    # The highest temperature has the most misses to explain.
     last = max(measured, key=lambda one: one["temperature"])
     if last["all_steps"]["steps"]:
         yield from _advise_on_misses(explanation, last["all_steps"], last["temperature"])
@@ -336,6 +339,7 @@ def _advise_on_misses(explanation: Explanation, counts: StepCounts, temperature:
     }
     misses = _misses(counts)
     total = sum(misses.values())
+    # The largest cause first.
     for name, count in sorted(misses.items(), key=lambda item: -item[1]):
         if count >= NAMED_SHARE * total and count:
             yield f"{count / total:.0%} of the misses at temperature {temperature:g} are {causes[name]}"
@@ -367,6 +371,7 @@ def _data(explanation: Explanation) -> str:
         explanation["data_temperature"],
         explanation["data"],
     )
+    # Only texts of the same temperature compare: sampled tokens are harder to guess than greedy ones.
     own = next(one["best_guess"][0] for one in explanation["temperatures"] if one["temperature"] == temperature)
     if trained is None or own is None:
         return "training data: no text is long enough to compare; give another file: --data FILE"

@@ -72,6 +72,7 @@ def write_texts(
     end a text; None uses those of the generation config. `batch_size` prompts are decoded at once, and `report` is
     called after each batch with the number of completed texts.
     """
+    # Written without drafts, so that texts do not depend on the measured drafter.
     engine = Engine(target, PlainProposer(), options)
     ends = sorted(end_tokens(target.model) if end_ids is None else end_ids)
     # Sort by length to keep padding small; results are stored by the original index.
@@ -118,6 +119,7 @@ def answer_suite(
     for category, questions in suite.categories.items():
         dialogues, before = Dialogues(questions, tokenizer, most), sum(turns.values())
         turns[category] = 0
+        # A turn's prompt contains the answers before it, so turns are generated one after another.
         while prompts := dialogues.next_prompts():
             parts.append(write(prompts, seed + before + turns[category]))
             turns[category] += len(prompts)
@@ -207,6 +209,7 @@ class PromptSource:
         """
         found: dict[str, list[tuple[Row, int]]] = {}
         for category, rows in self._rows_by_category():
+            # Rows are encoded one by one until there are enough, since long texts take time to tokenize.
             random.Random(self.seed).shuffle(rows)
             remaining = len(rows) if self.count is None else self.count
             for row in rows:
@@ -229,7 +232,9 @@ class PromptSource:
         )
         bos = self.tokenizer.bos_token_id
         by_length: dict[int | None, list[list[int]]] = {
-            length: [cut_prompt(ids, length, bos) for ids in whole.by_length[None]] for length in kept
+            # All lengths end with the same tokens, so that only the left context differs.
+            length: [cut_prompt(ids, length, bos) for ids in whole.by_length[None]]
+            for length in kept
         }
         left_out = tuple(sorted(set(lengths) - set(kept)))
         return PromptChoice(whole.categories, by_length, left_out, longest if left_out else None)
@@ -340,6 +345,7 @@ def read_training_texts(
     for index in choice.sample(range(len(windows)), min(TRAINING_TEXTS, len(windows))):
         span = slice(int(windows.offsets[index]), int(windows.offsets[index + 1]))
         ids, end = windows.tokens[span].tolist(), 0
+        # Each answer of a conversation is one text; what precedes it is its prompt.
         for learnt, run in groupby(windows.mask[span].tolist()):
             begin, end = end, end + len(list(run))
             if learnt:

@@ -123,6 +123,7 @@ def make_task(
         MismatchError: The row's ids are not of this base's tokenizer.
     """
     # A hash rather than a generator: each row's draws are independent of other rows, shards and restarts.
+    # Random numbers follow the row's number alone, so that shards, batches and resumed runs give the same answers.
     digest = hashlib.blake2b(f"{config.seed}/{number}".encode(), digest_size=24).digest()
     task_seed, which, share = (int.from_bytes(digest[start : start + 8], "big") for start in (0, 8, 16))
     beginning = MIN_BEGINNING_TOKENS + share % (MAX_BEGINNING_TOKENS - MIN_BEGINNING_TOKENS + 1)
@@ -199,6 +200,7 @@ class AnswerWriter:
         self._log_progress()
 
     def _open_tasks(self, coming: Iterator[tuple[int, Row, bool]]) -> None:
+        # A pool of several batches, so that rows of about the same length can be batched.
         while len(self.open) < POOL_BATCHES * self.size and (new := next(coming, None)) is not None:
             number, row, chosen = new
             self.input += 1
@@ -252,9 +254,11 @@ class AnswerWriter:
 
     def _halve_batch(self, batch: Sequence[Task], reason: str) -> None:
         """Halve the batch size; record a single row that does not fit into memory as failed."""
+        # Captured graphs hold memory of the large batch.
         self.pair.engine.drop_graphs()
         if self.pair.engine.target.device.type == "cuda":
             torch.cuda.empty_cache()
+        # Halving cannot help a single row: record it as failed and continue.
         if len(batch) == 1:
             batch[0].done = True
             self.settle([_error(batch[0].number, batch[0].row, f"out of memory: {reason}")])
@@ -378,6 +382,7 @@ def _render(row: Row, chat: list[dict[str, str]], marker: str, tokenizer: PreTra
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if marker not in text:
         raise CheckpointError("the chat template leaves the assistant's last turn out")
+    # Only the text after the last answer is new: earlier turns are already in the tokens, as the base wrote them.
     return ids_after(text[text.rindex(marker) :], len(marker), tokenizer)
 
 

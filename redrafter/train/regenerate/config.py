@@ -117,6 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return merge_command(words[1:])
         config = parse(words)
         check_paths(config)
+        # Before torch is imported and a model is loaded.
         check_output(Path(str(config.output)), "--output", config.overwrite)
         code: int = import_libraries("redrafter.train.regenerate.command").run_checked(config)
         return code

@@ -132,6 +132,7 @@ class Journal:
                         f"{self.path}: not JSON, so no run left it there: {line[:60]!r}; delete it"
                     ) from error
                 if self._end == 0:
+                    # The first line holds the settings of the run.
                     self._check(record.get("settings", {}))
                 self._note(record, self._end)
                 self._end += len(line)
@@ -219,6 +220,7 @@ class _Shard:
             raise CheckpointError(
                 f"shard {path}: {path.name}.json is not a summary of redrafter regenerate: {first_line(error)}"
             ) from error
+        # An output may have been truncated or edited since.
         for suffix, count in (("", counts["success"]), (".errors.jsonl", counts["errors"])):
             if sum(1 for _ in shard.rows(suffix)) != count:
                 raise CheckpointError(
