@@ -126,6 +126,7 @@ def read_object(file: str | Path, *, json5: bool = False) -> dict[str, object]:
     except (ValueError, RecursionError) as error:
         if not json5:
             raise ArgumentError(f"{file} is not JSON: {error}") from error
+        # JSON is tried first: the json5 package is optional and slower.
         try:
             from json5 import loads
 
@@ -163,6 +164,7 @@ def convert_value(
     name = key.replace("-", "_")
     option = known.get(aliases.get(name, name))
     if option is None:
+        # Flags of options that default to true are spelled --no-X, but a file gives X itself.
         positive = name.removeprefix("no_")
         if name != positive and positive in known and known[positive].hint is bool:
             hint = f'; write "{positive}": false'

@@ -115,6 +115,7 @@ def parse_draft_target_config(text: str) -> tuple[int, str | None, str | None, b
             '--draft-target-model-config must look like "[4,[0],[1],False]": draft length, devices of the draft model, '
             f"devices of the target, acceptance by odds; got {text!r}"
         ) from None
+    # torchrun assigns the devices itself, so the lists can only be checked.
     processes = launched_processes()
     drafts_on, target_on = devices
     if processes > 1:
@@ -153,6 +154,7 @@ def load_engine(method: str, model: str | Target, options: LoadOptions, draft: D
     use = {item.name: vars(options)[item.name] for item in fields(EngineOptions)}
     load: dict[str, Any] = {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
     load["device"], load["tp_size"] = options.device, launched_processes()
+    # A loaded target has been quantized already.
     load["quantization"] = options.quantization if isinstance(model, str) else None
     if method == PLAIN:
         engine = Engine(bind(model, **load), PlainProposer(), EngineOptions(**use))

@@ -146,6 +146,7 @@ def format_command(words: Sequence[str], options: "DataclassInstance") -> str:
             line += [flag(item.name), format_value(value)]
         else:
             parts = value if isinstance(value, tuple) else (value,)
+            # Without folders, since the command is published in model cards.
             if item.metadata.get("path"):
                 parts = tuple(os.path.basename(os.path.abspath(part)) for part in parts)
             elif item.name == "model":

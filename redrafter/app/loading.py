@@ -122,6 +122,7 @@ class Pair:
         arguments: dict[str, Any] = {
             "max_new_tokens": options.max_new_tokens,
             "do_sample": sampling,
+            # Drawn here, so that it is known and the run can be repeated.
             "seed": secrets.randbits(61) if options.seed is None else options.seed,
             "speculate": options.speculate,
         }
@@ -132,6 +133,7 @@ class Pair:
         arguments |= {name: values[name] for name in (*NUMBERS, "logit_bias") if values.get(name) is not None}
         if options.adapter is not None:
             arguments["adapter"], path = split_adapter(options.adapter)
+            # The engine keeps adapters between batches.
             if arguments["adapter"] not in self.engine.adapters:
                 weights = read_adapter(path)
                 self.engine.target.adapters.load(arguments["adapter"], weights, 1, weights.rank)

@@ -43,6 +43,7 @@ def run_command(command: Callable[[], int]) -> int:
             code = command()
         sys.stdout.flush()
         return code
+    # The shell's convention: 128 plus the signal's number, here SIGINT.
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -57,6 +58,7 @@ def run_command(command: Callable[[], int]) -> int:
             raise
         message = f"{error.name} is not installed; type: {how_to_install()}"
     except OSError as error:
+        # Without a file's name the user cannot act on the message, so the traceback is shown.
         if error.filename is None:
             raise
         message = f"{error.filename}: {error.strerror}"
@@ -118,6 +120,7 @@ def run_rank(name: str, command: Callable[[], int]) -> int:
             with redirect_stdout(said), redirect_stderr(said):
                 code = run()
         except Exception:
+            # torchrun kills the other ranks at the first exit, and rank 0 should print its error first.
             time.sleep(SILENT_SECONDS)
             raise
         if code == 2:

@@ -66,10 +66,13 @@ def open_session(key: str | None) -> ClientSession:
         if context.trace_request_ctx is not None:
             context.trace_request_ctx.sent = time.perf_counter()
 
+    # Times count from when the request was sent, without the time to connect.
     trace = TraceConfig()
     trace.on_request_headers_sent.append(note_sent)
+    # Compression would delay and merge the chunks of a stream.
     headers = {"User-Agent": "redrafter", "Content-Type": "application/json", "Accept-Encoding": "identity"}
     return ClientSession(
+        # The load's concurrency is the limit, not aiohttp's default of 100 connections.
         connector=TCPConnector(limit=0),
         cookie_jar=DummyCookieJar(),
         headers=headers if key is None else headers | {"Authorization": f"Bearer {key}"},

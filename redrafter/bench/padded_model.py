@@ -115,6 +115,7 @@ def pad_model(
     small, large = model.config.hidden_size, shape.hidden_size
     # Padding scales the mean square by small / large, so scale epsilon alike.
     config.rms_norm_eps = model.config.rms_norm_eps * small / large
+    # The padded head masks added ids, so it cannot be the embedding.
     config.tie_word_embeddings = False
     with torch.device("meta"):  # costs nothing; `_random_on` allocates
         padded: Any = LlamaForCausalLM(config)
@@ -180,6 +181,7 @@ def pad_drafter(
         config.head_rank = r * hidden_size // d if head_rank is None else head_rank
     for name in ("hidden_size", "vocab_size", *(["head_rank"] if r else [])):
         _check_grows(name, getattr(drafter.config, name), getattr(config, name))
+    # As in the model: padding lowers the mean square, so epsilon is lowered alike.
     config.rms_norm_eps = drafter.config.rms_norm_eps * d / hidden_size
     config.draft_vocab_size = drafter.lm_head.out_features
     config.base_embedding_norms = None  # padding changes the embedding rows that identify a base

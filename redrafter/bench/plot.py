@@ -65,6 +65,7 @@ def _draw_steps(axes: Any, steps: Sequence[dict[str, Any]]) -> None:
         names.append(f"{'speculative' if step['speculative'] else 'plain'}\n{step['batch_size']} x {step['context']}")
         bottom = 0.0
         for part, color in PART_COLORS.items():
+            # The rest is a difference of measurements and may be slightly negative.
             height = max(step[f"{part}_ms"] or 0.0, 0.0)
             axes.bar(x, height, bottom=bottom, color=color, label=part if x == 0 else None)
             bottom += height

@@ -120,11 +120,13 @@ def _parts(
     measured: list[StepParts] = []
     for asked in (None, *options.context):
         for rows in options.batch_sizes:
+            # Tuning may turn speculation off at this batch size, and the two ways are the same step.
             speculative = work.proposer(rows, True) is not work.proposer(rows, False)
             for speculate in (False, True) if speculative else (False,):
                 way = "speculative" if speculate else "plain"
                 with report.section(f"parts of a {way} step, batch {rows}, context {asked or 'of the prompts'}"):
                     parts = measure_parts(work, bandwidth, rows, asked, speculate=speculate)
+                    # Only the prompts' own context was timed end to end.
                     if asked is None and rows in speedups:
                         speed = speedups[rows]["speculative"] if speculate else speedups[rows]["plain"]
                         parts["host_gap_ms"] = speed["step_wall_ms"] - parts["step_ms"]

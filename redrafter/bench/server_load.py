@@ -50,6 +50,7 @@ class Completion:
             if error := event.get("error"):
                 raise RequestFailedError(f"in the stream: {error.get('message') if isinstance(error, dict) else error}")
             if event.get("choices"):
+                # Chunks without text count too: servers send tokens of incomplete characters so.
                 self.chunk_times.append(now)
                 choice = event["choices"][0]
                 if text := choice.get("text") or choice.get("delta", {}).get("content"):
@@ -123,7 +124,9 @@ class Load:
             "max_tokens": self.max_new_tokens,
             "temperature": self.temperature,
             "seed": self.seed + index,
+            # Texts of equal length make servers comparable.
             "ignore_eos": True,
+            # Prompts repeat, so a server's prefix cache would skip their prefill.
             "cache_salt": uuid4().hex,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -233,6 +236,7 @@ async def run_load(
 
     async with open_session(server.key) as session:
         first = await drive(concurrency) if warm_up else []
+        # Long prompts may fail at the warm-up and are no reason to stop.
         if first and all(completion.error and not completion.too_long for completion in first):
             raise LoadError(f"no request was answered; the first: {first[0].error}")
         # After warm-up, so that neither connections nor first-request work is timed.

@@ -54,6 +54,7 @@ class ChatLoad:
             messages += turn
             completion = yield json.dumps(body).encode()
             completion.turn = number
+            # Later turns refer to an answer that does not exist.
             if completion.error is not None:
                 return
             messages.append({"role": "assistant", "content": completion.text})
@@ -144,6 +145,7 @@ def run_server_suite(
                             server,
                             replace(load, questions=questions, speculate=way),
                             concurrency,
+                            # Only the first category of a server meets cold connections.
                             warm_up=not by_category,
                         )
                         for way in ((False, True) if server.kind == OWN_KIND else (None,))

@@ -117,6 +117,7 @@ def measure_speedup(work: Workload, rows: int, repeats: int) -> Speedup:
     if work.device.type == "cuda":
         # After warm-up: compiling and capturing allocate more than steps do.
         torch.cuda.reset_peak_memory_stats(work.device)
+    # In turn, so that clock frequency and other load affect both ways alike.
     plain, fast = run_in_turn([way(False), way(True)], batches, repeats, alternate=True)
     stats = fast.stats
     return {
@@ -224,6 +225,7 @@ def measure_steady_state(work: Workload, rows: int, waves: int) -> SteadyState:
     prompts = [work.prompts[index % len(work.prompts)] for index in range(rows * waves)]
 
     def measure(speculate: bool) -> SteadySpeed:
+        # The first call warms up.
         work.run_batch(prompts, speculate)
         run = work.run_batch(prompts, speculate)
         return {
@@ -276,9 +278,11 @@ def measure_rivals(work: Workload, names: Sequence[str], assistant: str | None) 
             rival["first_request_s"] = first.seconds
             if not work.temperature:  # compare greedy texts only; a sampling baseline draws different noise
                 rival["same_texts"] = sum(run.tokens[0] == text for run, text in zip(rest, plain, strict=True))
+        # A baseline of another library must not end the benchmark.
         except Exception as error:
             rival["error"] = f"{type(error).__name__}: {first_line(error)}"
         yield rival
+        # The next baseline may need the memory of this one's cache.
         if work.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -144,6 +144,7 @@ class StandingBatch:
         torch.cuda.synchronize(self.device)
         waited = None
         mode = torch.cuda.get_sync_debug_mode()
+        # In this mode torch raises an error wherever the host would wait for the GPU.
         torch.cuda.set_sync_debug_mode("error")
         try:
             self.captured.replay()
@@ -282,6 +283,7 @@ def random_drafter(drafter: DrafterModel, ids: int) -> DrafterModel:
     config.draft_vocab_size = None if ids == config.vocab_size else ids
     if hasattr(config, "own_head"):
         config.own_head = True
+    # Random weights suffice: the time of a head depends on its shape alone.
     with torch.device("meta"):
         make: Any = type(drafter)
         module: Any = make(config)

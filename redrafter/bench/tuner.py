@@ -125,6 +125,7 @@ class Tuner:
         self._deadline = math.inf if self.seconds is None else began + self.seconds
         for plain in self._timed(plain_proposer, 1.0, self.sizes):
             self.report(f"batch {plain.batch}: plain decoding takes {plain.step_ms:.2f} ms a step")
+        # Larger batches did not fit into memory even without a tree.
         self.sizes = [timing.batch for timing in self.timings]
         if not self.sizes:
             raise ArgumentError("not even the smallest batch fits into memory: give shorter --prompts")
@@ -163,6 +164,7 @@ class Tuner:
                 step_ms = self.step_ms(sized, size)
             except NO_MEMORY:
                 self.report(f"a batch of {size} does not fit into memory")
+                # Sizes are sorted, so no larger one fits either.
                 break
             timed.append(Timing(size, shape_of(sized), tokens_per_step, step_ms))
             self.timings.append(timed[-1])
@@ -287,6 +289,7 @@ def deeper(own: SearchProposer, timings: Sequence[Timing], length: int) -> list[
     are not worth measuring. Each has the nodes of such a tree, or all nodes of its lattice.
     """
     deepest = max(_extents(timing)[1] for timing in timings)
+    # Only trees that were chosen at the greatest depth may gain from a greater one.
     sizes = set[tuple[int, int]]()
     for shape in choose(timings).values():
         if shape is not None and shape.depth == deepest and shape.shared_nodes is None:

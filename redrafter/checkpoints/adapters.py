@@ -58,6 +58,7 @@ def read_adapter(path: str | Path) -> LoraWeights:
     config = read_json(folder / CONFIG_FILE)
     _check_config(path, config)
     pairs = _pairs(path, _read_tensors(folder)).items()
+    # In FP32, and with the scaling folded into B, so that no precision is lost and no factor is needed later.
     layers = {name: (a.float(), b.float() * _scaling(path, config, name, len(a))) for name, (a, b) in pairs}
     for name, pair in layers.items():
         if not all(bool(tensor.isfinite().all()) for tensor in pair):
@@ -81,6 +82,7 @@ def _check_config(path: str | Path, config: Mapping[str, Any]) -> None:
         raise _unsupported(
             path, f"init_lora_weights={beginning!r} changes the model's own weights (PEFT can save it as plain LoRA)"
         )
+    # An unknown setting that is on may change what the adapter computes.
     for name, value in config.items():
         if name not in _NEUTRAL | _READ and value:
             meaning = f", {_MEANINGS[name]}" if name in _MEANINGS else ""

@@ -121,6 +121,7 @@ def load_model(
         _check_no_load_keywords(kwargs)
         with _device_errors(device):
             return base_of(name) if device is None else base_of(name).to(device)
+    # Before transformers, whose error for a missing directory speaks of hub ids.
     (check_path if kwargs.get("local_files_only") else check_source)(str(name))
     _check_reserved_keywords(kwargs)
     if tp_size != 1:
@@ -144,18 +145,21 @@ def load_model(
     except Exception as error:
         raise _unknown_keyword_error(error, kwargs, caller) or load_error("model", name, error) from error
     model, info = loaded
+    # transformers only warns and initializes missing weights randomly.
     if info["missing_keys"]:
         if Path(name).is_dir() and (wrong_kind := wrong_kind_error(Path(name), "model")):
             raise wrong_kind
         raise CheckpointError(f"{name} is not whole: missing {', '.join(sorted(info['missing_keys'])[:5])}")
     if file is not None:
         model.name_or_path = model.config.name_or_path = str(name)
+        # A GGUF file has no generation config, and may have several end tokens.
         ends, config = read_header(file).ends, model.config.get_text_config(decoder=True)
         pad = ends[0] if ends and config.pad_token_id is None else config.pad_token_id
         model.generation_config = GenerationConfig(
             bos_token_id=config.bos_token_id, eos_token_id=ends if len(ends) > 1 else (*ends, None)[0], pad_token_id=pad
         )
     with _device_errors(device):
+        # Quantized layer by layer on the way to the device, which need not hold the whole model in 16 bits.
         if quantization is not None:
             quantize_model(model, str(name), device)
         if device is not None:
@@ -320,6 +324,7 @@ def check_splits(
     if any(key.rsplit(".", 1)[-1] == "k_proj" and style == "colwise" for key, style in plan.items()):
         heads = text.num_attention_heads
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        # Each rank needs whole heads of both kinds.
         common = gcd(heads, kv_heads)
         if common % tp_size:
             sizes = [str(size) for size in range(1, common + 1) if common % size == 0]
@@ -401,6 +406,7 @@ def quantize_model(model: Any, name: str, device: torch.device | str | None = No
             f"FP8 weights are multiplied in bfloat16 or float16, on a CPU in float32 too, and {name} has "
             f"{dtype_name(dtype)}: add dtype='bfloat16' (--dtype bfloat16)"
         )
+    # accelerate's hooks keep weights on the meta device until a layer runs.
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise UnsupportedError(
             f"{name} is moved to its device layer by layer, and is not in memory to be quantised: leave out "

@@ -77,11 +77,13 @@ def load_mtp(name: str, target: Target, revision: str | None = None) -> MTPDraft
                 f"{name} has {wanted.get(mine, mine)} of shape {tuple(tensors[mine].shape)} instead of "
                 f"{tuple(x.shape)}, so its MTP layer cannot be loaded: {_OTHERWISE}"
             )
+    # Assigned, since the module is on the meta device and dtypes may differ by tensor.
     drafter.load_state_dict(tensors, assign=True)
     for mine, x in (*drafter.named_parameters(), *drafter.named_buffers()):
         if x.is_meta:
             raise UnsupportedError(f"{target.name} computes {mine} of its layers when it is made: {_OTHERWISE}")
     drafter.eval().requires_grad_(False)
+    # A layer of an unknown model may need arguments that are not passed here: fail at loading, not while serving.
     _try(drafter, target)
     return drafter
 
@@ -119,6 +121,7 @@ def _make_block(
 ) -> nn.Module:
     """Return a decoder layer like that of the stack which has the tensors `begins...`, and is the last of these."""
     wrong, kinds = "", set[tuple[str, ...]]()
+    # From the last layer: in models whose layers differ, an MTP layer is mostly like the last ones.
     for index in reversed(range(len(stack))):
         if (kind := tuple(stack[index].state_dict())) in kinds:
             continue
@@ -165,6 +168,7 @@ def _join_experts(tensors: Mapping[str, Tensor], expected: Iterable[str]) -> dic
             continue
         parts = ("gate_proj", "up_proj") if what == "gate_up_proj" else (what,)
         experts: list[Tensor] = []
+        # Checkpoints store experts one by one, and transformers' layers read them as one tensor.
         while all(f"{place}.{len(experts)}.{part}.weight" in joined for part in parts):
             names = [f"{place}.{len(experts)}.{part}.weight" for part in parts]
             experts.append(torch.cat([joined.pop(part) for part in names]))
@@ -211,6 +215,7 @@ def _find(name: str, file: str, revision: str | None) -> Path | None:
 def _read(name: str, revision: str | None, wanted: Mapping[str, str], files: Mapping[str, str]) -> dict[str, Tensor]:
     """Return tensors by the drafter's names; `wanted` has the checkpoint's names, and `files` where these are."""
     tensors: dict[str, Tensor] = {}
+    # Each file is opened once, and only those with the MTP layer are downloaded.
     for file in sorted({files[theirs] for theirs in wanted.values()}):
         path = _find(name, file, revision)
         if path is None:

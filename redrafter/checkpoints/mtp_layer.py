@@ -123,6 +123,7 @@ def find_layer(names: Iterable[str]) -> FoundLayer | None:
         matches = [match["at"] for name in names if (match := re.fullmatch(form.marker, name))]
         if not matches:
             continue
+        # The lowest number is the first MTP layer.
         at = min(matches, key=lambda at: [int(number) for number in re.findall(r"\d+", at)])
         own = {
             f"{mine}.weight": f"{at}{theirs}.weight"

@@ -31,6 +31,7 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> PreT
             token = metadata.get(f"tokenizer.ggml.{key}_token_id")  # which some versions of transformers do not look at
             if token is not None:
                 setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(token))
+            # Batches need padding, and masks hide whichever token fills it.
             elif role == "pad_token":
                 tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -38,6 +39,7 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> PreT
 
 def _with_tokens_of_file(tokenizer: Any, size: int) -> PreTrainedTokenizerBase:
     # Where a file names no token for unknown text, transformers adds one of its own, whose id the model does not know.
+    # transformers may add tokens that the file's embedding table has no row for.
     if len(tokenizer) <= size:
         return tokenizer
     state = json.loads(tokenizer.backend_tokenizer.to_str())

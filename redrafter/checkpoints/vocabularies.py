@@ -87,6 +87,7 @@ def map_vocabularies(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTra
         for text, ids in target.by_bytes().items()
         for id, draft_id in zip(ids, draft_ids_of.get(text, ()), strict=False)
     } | _pair_special(tokenizer, draft_tokenizer, target, draft)
+    # Single bytes are in almost all vocabularies and say nothing about the overlap.
     sizes = [sum(len(text) > 1 for text in tokens.of_id.values()) for tokens in (target, draft)]
     shared = sum(len(target.of_id.get(id, b"")) > 1 for id in pairs)
     if shared < max(MIN_SHARED * min(sizes), 1):
@@ -177,6 +178,7 @@ class _TokenBytes:
             if byte is not None:
                 byte_ids.add(id)
                 of_id[id] = bytes([int(byte[1], 16)])
+            # SentencePiece writes spaces as a visible character.
             elif not byte_level:
                 of_id[id] = token.replace(SPACE, " ").encode()
             elif all(character in _BYTE_OF for character in token):

@@ -60,6 +60,7 @@ def _renamed(weights: Mapping[str, Tensor], target: Target, path: Path) -> Mappi
 
     transformers alone knows these names. It ignores tensors that it does not know, which are refused here.
     """
+    # transformers renames and merges checkpoint tensors as it loads, so it loads a second model from them.
     kind: Any = type(target.model)
     try:
         model, info = kind.from_pretrained(

@@ -56,6 +56,7 @@ def _run(argv: list[str]) -> int:
 
     def command() -> int:
         if args.command == "completion":
+            # Only completion needs the parsers of all commands, whose imports take time.
             scripts = {name: importlib.import_module(module).build_parser() for name, (module, _) in SCRIPTS.items()}
             print(completion_script(args.shell, {**parser.commands, **scripts}), end="")
             return 0

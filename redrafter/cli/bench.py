@@ -126,6 +126,7 @@ def _padded(load: LoadOptions, options: BenchOptions) -> Pair:
     """Load a small pair on the CPU, and pad it to the cost of a large model on the device."""
     assert options.pad_to is not None
     _, load, _ = check_options(load, NO_DRAFT_OPTIONS)
+    # The small pair is only copied into the padded one, which is quantized afterwards.
     unquantized = replace(load, device="cpu", tuning="none", quantization=None, draft_quantization=None)
     pair, shape = Pair.load(unquantized), SHAPES[options.pad_to]
     device, small = str(load.device), pair.engine
@@ -143,6 +144,7 @@ def _padded(load: LoadOptions, options: BenchOptions) -> Pair:
     with unmasked(model):
         target = Target(model)
     typed = TreeShape(load.num_beams, load.draft_len_per_beam, load.node_budget)
+    # A typed shape takes precedence over a tuned one.
     tuning = None if load.tuning == "none" or typed != TreeShape() else find_tuning(load.tuning, target, drafter)
     pair.engine = ReDrafter(target, drafter, small.shape, options=small.options, tuning=tuning)
     return pair

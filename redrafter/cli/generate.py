@@ -75,6 +75,7 @@ def run_checked(args: argparse.Namespace) -> int:
         headings = [f"[{row}/{count}] {line}" if count > 1 else None for row, line in enumerate(shown, 1)]
         return Printer(pair.tokenizer, headings, out, color=use_color(args.color, out))
 
+    # Warm up both ways, so that neither time includes compilation or capturing.
     if args.compare:
         short = replace(options, max_new_tokens=min(WARM_UP_TOKENS, options.max_new_tokens))
         for speculate in (True, False):

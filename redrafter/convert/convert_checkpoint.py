@@ -79,12 +79,14 @@ def convert(
 ) -> None:
     """Run a conversion; `log` receives each note for the user. An error leaves no output."""
     output = check_output(config)
+    # Everything is checked before the first byte is written.
     plan = plan_conversion(config)
     plan.check_space(output)
     lock, total = Lock(), plan.bytes_to_write(output)
     with tqdm(total=total, unit="B", unit_scale=True, disable=None if show_progress else True) as bar:
 
         def progress(count: int) -> None:
+            # tqdm is not safe across threads.
             with lock:
                 bar.update(count)
 

@@ -133,6 +133,7 @@ def _describe_target(config: Any) -> str:
         kind = "; it is an encoder-decoder" if config.is_encoder_decoder else ""
         return f"no: transformers has no causal LM of the type {config.model_type}{kind}"
     try:
+        # A forward on the meta device shows the shapes of the cache without weights.
         with torch.device("meta"), torch.no_grad():
             model: Any = loader.from_config(copy.deepcopy(config), dtype=torch.bfloat16).eval()
             name, text = type(model).__name__, model.config.get_text_config(decoder=True)

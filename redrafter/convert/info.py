@@ -73,6 +73,7 @@ def describe_files(directory: Path) -> dict[str, object] | None:
     if kind == "drafter":
         drafter = _describe_drafter(directory)
         return None if drafter is None else document | {"drafter": drafter, "unchecked": UNCHECKED}
+    # None lets the caller take the complete way, which imports torch and transformers.
     if kind not in ("model", "merged checkpoint") or find_gguf(directory) is not None:
         return None
     headers = read_headers(directory)

@@ -136,6 +136,7 @@ class ConversionPlan:
 
 def link_or_copy(source: Path, destination: Path, progress: Callable[[int], object], copy: bool) -> None:
     """Create a hard link to a file of weights, or copy the file if `copy` is set or links are not supported."""
+    # Small files are copied, since users edit them and a link would change the source too.
     if not copy and _is_weights(source):
         try:
             os.link(source.resolve(), destination)  # resolve first: the hub's cache consists of symbolic links
@@ -164,6 +165,7 @@ def add_shortlist(drafter: SourceDrafter, size: int, rank: int) -> SourceDrafter
         raise ArgumentError(f"--head-shortlist-rank must be from 1 to the head's width {head.shape[1]}, got {rank}")
     config.head_shortlist, config.head_shortlist_rank = size, rank
     config.check()
+    # The rough scores come from a low-rank approximation of the head itself, so no training is needed.
     rough = zip(("proj", "head"), low_rank_factors(head.read(0, head.length), rank), strict=True)
     added = {f"shortlist.{name}.weight": memory_tensor(head.name, weight.contiguous()) for name, weight in rough}
     return replace(drafter, config=config, tensors=drafter.tensors | added)
@@ -230,6 +232,7 @@ def plan_speculators(drafter: SourceDrafter, base: SourceBase | None, config: Co
         )
     layers = drafter.config.target_layers
     depth = None if base is None else getattr(base.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    # vLLM collects hidden states before each layer, so it never sees the last one's output.
     if layers is not None and depth is not None and layers[-1] == depth - 1:
         notes += (f"the head reads the output of the base's last layer, {layers[-1]}, which vLLM does not give",)
     tensors = eagle.to_speculators_tensors(_cast_floats(drafter.tensors, config.dtype), drafter.config)
@@ -361,6 +364,8 @@ def _config_with_base(config: AnyDrafterConfig, base: SourceBase | None) -> AnyD
     config = deepcopy(config)
     if base is not None:
         base.check_fits(config)
+        # With several tables, such as an untied head, only a name tells the embedding; if none does, the check is left
+        # out.
         if config.base_embedding_norms is None:
             tables = base.embedding_norms()
             names = [name for name in tables if "embed" in name] or list(tables)
@@ -376,6 +381,7 @@ def _config_with_base(config: AnyDrafterConfig, base: SourceBase | None) -> AnyD
 def _without_copies(drafter: SourceDrafter, base: SourceBase | None) -> SourceDrafter:
     """Remove a drafter's embedding table and head if they equal the base's, which the drafter then shares."""
     tables = {} if base is None else base.tensors
+    # A table equal to the base's would take memory twice when both are loaded.
     shared = [x for name, x in tables.items() if name.endswith((dflash.HEAD, eagle.EMBEDDING))]
     for name, flag in drafter.config.own_tables.items():
         own = drafter.tensors.get(name)

@@ -94,11 +94,13 @@ def _render(row: Row, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str,
     for index in answer_indices:
         prompt = apply_template(row, row.messages[:index], tokenizer, add_generation_prompt=True)
         answered = apply_template(row, row.messages[: index + 1], tokenizer)
+        # The answer's span is found by the prompt's length, which must be a prefix.
         if not answered.startswith(prompt):
             raise CheckpointError(
                 f"{row.where}: the chat template asks for the assistant's turn with {prompt[-40:]!r}, but does not "
                 "write that turn so; use one that does"
             )
+        # Some templates render earlier turns differently, such as without thoughts: then each answer is a document.
         if spans and not prompt.startswith(text):
             yield text, spans
             spans = []

@@ -55,6 +55,7 @@ def encode_texts(
             "from what they answer; use a base with a fast tokenizer, or rows of plain text"
         )
     bos = tokenizer.bos_token
+    # Templates write special tokens themselves, and a second BOS would change the text's meaning.
     has_special = [row.messages is not None or (bos is not None and text.startswith(bos)) for row, text in texts]
     encoded: list[tuple[list[int], list[Span]]] = [([], [])] * len(texts)
     for add_special in (False, True):

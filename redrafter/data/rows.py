@@ -127,6 +127,7 @@ def _read_file(path: Path) -> Iterator[tuple[str, Any]]:
     may_be_list = path.name.removesuffix(".gz").removesuffix(".xz").endswith(".json")
     for number, line in lines:
         if may_be_list and line.lstrip().startswith("["):
+            # A JSON list may extend over all lines.
             content = line + "".join(rest for _, rest in lines)
             for row, entry in enumerate(_parse_json(content, str(path)), start=1):
                 yield f"{path}:row {row}", entry
@@ -184,6 +185,7 @@ def _read_dataset(source: str) -> Iterator[tuple[str, Any]]:
 def parse_row(value: Any, where: str) -> Row:
     """Check a row; raise `CheckpointError` where it is malformed. `where` is its place for the message."""
     entry = {"prompt": value} if isinstance(value, str) else value
+    # Datasets fill missing fields of a row with null.
     entry = {key: value for key, value in entry.items() if value is not None} if isinstance(entry, dict) else {}
     kinds = [kind for kind in KIND_KEYS if kind in entry] or ["prompt"]
     if len(kinds) != 1 or not any(name in entry for name in (*kinds, "instruction", "input")):

@@ -81,6 +81,7 @@ def read_suite(name: str) -> Suite:
     for file, split in splits.items():
         for where, entry in read_entries([file]):
             question = _parse_question(entry, where)
+            # Categories of several splits may have equal names.
             if several:
                 question = replace(question, category=f"{split}/{question.category}")
             categories.setdefault(question.category, []).append(question)
@@ -172,6 +173,7 @@ class Dialogues:
             text = apply_template(question.row, messages, self._tokenizer, add_generation_prompt=True)
             prompt = list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
             if len(prompt) > self._most:
+                # Later turns contain this prompt, so they are too long as well.
                 self.skipped += 1 + len(turns)
             else:
                 asked.append((question, turns, messages))

@@ -61,6 +61,7 @@ class Windows:
         tokens, masks, offsets = array("i"), bytearray(), array("q", [0])
         self.origins: list[str] = []  # file and line of each window's document
         for document in documents:
+            # Each window of a split document begins with BOS, as every text does in generation.
             opening = [bos] if bos is not None and document.ids[:1] == [bos] else []
             room = length - len(opening)
             for first in range(len(opening), len(document.ids), room):
@@ -155,6 +156,7 @@ class Windows:
         """Return the windows of all rows, row after row, and the rows of each batch, processes taking turns."""
         random = torch.Generator().manual_seed((seed * SEED_STRIDE + epoch) % 2**63)
         windows = torch.randperm(len(self), generator=random)
+        # Sorted by length again, so that each slot gets a window of the length it was packed for.
         windows = windows[self.lengths[windows].argsort(descending=True, stable=True)][self._slots]
         order = torch.randperm(len(self.row_widths), generator=random)
         total = self.steps_per_epoch(size, multiple) * size * multiple
@@ -182,6 +184,7 @@ def assign_rows(sizes: list[int], room: int) -> list[int]:
     rows_by_room_left: list[list[int]] = [[] for _ in range(room + 1)]
     occupied = 0  # bit n is set where rows_by_room_left[n] is not empty
     for size in sizes:
+        # Best fit: the lowest set bit is the row with the least room that suffices, found in constant time.
         fits = occupied >> size
         if fits:
             left = size + (fits & -fits).bit_length() - 1

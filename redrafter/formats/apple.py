@@ -41,6 +41,7 @@ def _to_redrafter_name(name: str, layers: int) -> str:
     name = re.sub(r"^input_projs\.", "input_proj.", name)
     for head_list in HEAD_LISTS:
         if match := re.fullmatch(rf"{head_list}\.(\d+)\.(linear\.)?(weight|bias)", name):
+            # Apple numbers the residual layers and the head as entries of one list.
             number, linear, kind = match.groups()
             if linear:
                 return f"layers.{number}.linear.{kind}"
@@ -66,6 +67,7 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTen
     if missing := [key for key, size in least.items() if type(config.get(key)) is not int or config[key] < size]:
         raise CheckpointError(f"{directory / 'config.json'} does not say {', '.join(missing)}")
     layers, vocabulary = config["num_draft_layers"], config.get("vocab_size", -1)
+    # The config may lack the vocabulary's size, which the head's shape gives.
     head = next((x for name, x in tensors.items() if _to_redrafter_name(name, layers) == "lm_head.weight"), None)
     if not isinstance(vocabulary, int) or vocabulary < 1:
         if head is None:

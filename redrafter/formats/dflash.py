@@ -44,6 +44,7 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTen
         raise UnsupportedError(f"{where} has dflash_config.{unknown[0]}={settings[unknown[0]]!r}, which is not read")
 
     def value(name: str, default: Any = None) -> Any:
+        # Publishers write the same fields at either level.
         found = settings.get(name, config.get(name))
         return default if found is None else found
 
@@ -58,6 +59,7 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTen
     window, has = getattr(layer, "sliding_window", None), tensors.__contains__
     if window is not None and layer.model_type != "qwen3":
         window += 1  # transformers' bidirectional window does not count the position itself
+    # Without a head of its own, a drafter uses the base's, which has all ids.
     draft_vocab_size = config.get("draft_vocab_size") or layer.vocab_size if has(HEAD) else None
     whole = draft_vocab_size in (None, layer.vocab_size)
     vocab_size = getattr(layer, "vocab_size", None) or needed("vocab_size")
@@ -114,8 +116,10 @@ def _target_layers(value: Any, layers: int, config: Mapping[str, Any], directory
         ids = ascending(config.get(name), directory, name)
         if 0 in ids:
             raise UnsupportedError(f"{directory} reads the target's embeddings ({name}={ids}), which cannot be read")
+        # speculators counts a layer's input, which is the output of the layer before.
         return [layer - 1 for layer in ids]
     ids, count = value("target_layer_ids"), value("num_target_layers")
+    # The default of DFlash's own code: evenly spaced layers, without the first and the last ones.
     if ids is None and type(count) is int:
         last = max(layers - 1, 1)
         ids = [count // 2] if layers == 1 else [round(1 + i * (count - 4) / last) for i in range(layers)]

@@ -89,6 +89,7 @@ def _of_speculators(config: Mapping[str, Any], directory: Path) -> dict[str, Any
     if "transformer_layer_config" not in config:
         raise CheckpointError(f"{directory / 'config.json'} has no transformer_layer_config")
     ids = config.get(LAYER_IDS)
+    # Layer 0's input is the embedding, which targets here do not record.
     if ids is not None and 0 in ids:
         raise UnsupportedError(f"{directory} reads the target's embeddings ({LAYER_IDS}={ids}), which cannot be read")
     fields: dict[str, Any] = {
@@ -114,6 +115,7 @@ def _of_eagle(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
             )
     settings = dict(as_dict(config.get("eagle_config")))
     ids = settings.pop(LAYER_IDS, None)
+    # An unknown setting may change what the head computes.
     for name, value in settings.items():
         if name not in _EAGLE_CONFIG or value != _EAGLE_CONFIG[name]:
             raise UnsupportedError(f"{directory / 'config.json'} has eagle_config.{name}={value!r}, which is not read")
@@ -176,6 +178,7 @@ def draft_ids(
         if size is not None:
             raise CheckpointError(f"{directory} has no tensor d2t, which maps its {size} ids to the base's")
         return {}
+    # d2t holds differences: the base's id less the drafter's.
     offsets = tensors["d2t"].read(0, tensors["d2t"].length).long()
     ids = offsets + torch.arange(len(offsets))
     check_draft_ids(ids, size or vocab_size, vocab_size, directory, "d2t")

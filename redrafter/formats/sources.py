@@ -70,6 +70,7 @@ class SourceBase:
             return {file.name: file}  # which has the config and the tokenizer too
         files = {}
         for entry in sorted(self.directory.iterdir()):
+            # The shape file is written anew, with the new drafter's defaults.
             if entry.is_file() and entry.name != SHAPE_FILE and not entry.name.startswith("."):
                 files[entry.name] = entry
             elif entry.is_dir() and entry.name in MODEL_FOLDERS:
@@ -129,6 +130,7 @@ def open_base(directory: Path) -> SourceBase:
             for rank in trtllm.open_ranks(directory, config)
         ]
         base = SourceBase(directory, PretrainedConfig(), {}, config, ranks)
+        # Quantized tensors are only passed on, since their layout depends on the method.
         if base.quantization_method:
             return base
         tensors = trtllm.join_base(ranks, config, directory)
@@ -145,6 +147,7 @@ def open_base(directory: Path) -> SourceBase:
         }
         return SourceBase(directory, hf_config, tensors, gguf=header)
     with config_errors(directory, "model"):
+        # Conversion needs no code of the model.
         hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     return SourceBase(directory, hf_config, open_directory(directory))
 
@@ -291,8 +294,10 @@ def _open_tensors(directory: Path, *, whole: bool = False) -> dict[str, LazyTens
     file = next((directory / name for name in PICKLE_FILES if (directory / name).is_file()), None)
     if file is None or has_safetensors:
         return open_directory(directory, whole=whole)
+    # `torch.load` opens a path itself and would block on a FIFO.
     content = io.BytesIO(read_regular(file)) if whole else file
     try:
+        # Without mmap the whole file is held in memory, and only zip archives can be mapped.
         tensors = torch.load(content, map_location="cpu", weights_only=True, mmap=not whole and is_zipfile(file))
     except pickle.UnpicklingError as error:
         raise CheckpointError(

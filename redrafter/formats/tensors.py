@@ -71,9 +71,11 @@ def _file_tensor(name: str, header: Header) -> LazyTensor:
     file, shape, code = header
 
     def read(first: int, last: int) -> Tensor:
+        # Opened for each read, so that thousands of tensors do not keep file handles.
         with safe_open(file, framework="pt") as tensors:
             return tensors.get_slice(name)[first:last] if shape else tensors.get_tensor(name)
 
+    # Only reading fails, so that a file with an unknown dtype can still be described.
     def refuse(first: int, last: int) -> Tensor:
         raise UnsupportedError(f"{file}: {name} is stored as {code}, which is not known here")
 
@@ -98,6 +100,7 @@ def check_tensors(
         optional: Names that may be missing.
         source_name: Returns the source's name of a tensor of the model.
     """
+    # Shapes come from the module itself, without memory for its weights.
     with config_errors(directory, "model"), torch.device("meta"):
         state = make().state_dict()
     expected = {source_name(name): tuple(x.shape) for name, x in state.items()}
@@ -208,10 +211,12 @@ def write_safetensors(
         out.write(len(head).to_bytes(8, "little") + head)
         for name in order:
             tensor = tensors[name]
+            # Blocks bound the memory; `read_factor` counts how much more than its result a read holds.
             step = max(WRITE_BLOCK_BYTES * tensor.length // max(tensor.nbytes * tensor.read_factor, 1), 1)
             for first in range(0, tensor.length, step):
                 last = min(first + step, tensor.length)
                 block = tensor.read(first, last).contiguous()
+                # The header is written already, so another shape would corrupt the file.
                 if block.dtype != tensor.dtype or block.shape not in ((last - first, *tensor.shape[1:]), tensor.shape):
                     raise CheckpointError(
                         f"{tensor.name} holds {list(block.shape)} {block.dtype} where its header says "

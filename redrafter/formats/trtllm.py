@@ -111,6 +111,7 @@ def read_config(directory: Path) -> dict[str, Any]:
                 raise CheckpointError(f"{file}: {key} must be {_TYPE_NAMES[kind]}, got {value!r}")
     mapping = config.get("mapping") or {}
     for key in ("tp_size", "pp_size"):
+        # Bounded before a loop over ranks: the number comes from a file.
         if type(mapping.get(key, 1)) is not int or not 1 <= mapping.get(key, 1) <= MAX_RANKS:
             raise CheckpointError(f"{file}: mapping.{key} must be from 1 to {MAX_RANKS}, got {mapping[key]!r}")
     if mapping.get("pp_size", 1) != 1:
@@ -126,6 +127,7 @@ def open_ranks(directory: Path, config: Mapping[str, Any]) -> list[dict[str, Laz
     files = [directory / f"rank{rank}.safetensors" for rank in range(tp)]
     if missing := [file.name for file in files if not file.is_file()]:
         raise CheckpointError(f"{directory} has no {', '.join(missing[:4])}: its config.json says tp_size {tp}")
+    # A stale config would silently drop the remaining ranks' parts.
     if (directory / f"rank{tp}.safetensors").exists():
         raise CheckpointError(f"{directory} has a rank{tp}.safetensors, but its config.json says tp_size {tp}")
     ranks = [open_file(file) for file in files]
@@ -189,6 +191,7 @@ def to_pair_config(
         DRAFTER_CONFIG_KEY: drafter | {"greedy_search": defaults.greedy_search},
     }
     quantization = dict(pair.get("quantization") or {})
+    # The drafter is not quantized, so TensorRT-LLM must be told to leave its layers alone.
     if quantization.get("exclude_modules") is not None:
         modules = ["drafter", "drafter.layers", "drafter.lm_head"]
         modules += ["drafter.rnn_u", "drafter.rnn_w"] if config.rnn else []
@@ -225,6 +228,7 @@ def to_trtllm_config(config: PretrainedConfig, dtype: str, tp: int) -> dict[str,
         "embedding_sharding_dim": 0,
         "mapping": {"world_size": tp, "gpus_per_node": 8, "cp_size": 1, "tp_size": tp, "pp_size": 1},
         "quantization": {"quant_algo": None, "kv_cache_quant_algo": None, "exclude_modules": None},
+        # TensorRT-LLM ignores unknown keys, so the whole config survives the way back.
         BASE_CONFIG_KEY: {
             k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")
         },
@@ -234,6 +238,7 @@ def to_trtllm_config(config: PretrainedConfig, dtype: str, tp: int) -> dict[str,
 def to_hf_config(config: Mapping[str, Any], tied: bool, directory: Path) -> PretrainedConfig:
     """Convert TensorRT-LLM's config of a base to Hugging Face's; `tied` says that the head is the embedding table."""
     with config_errors(directory, "base"):
+        # Written by this project: nothing has to be derived.
         if values := config.get(BASE_CONFIG_KEY):
             hf_config: PretrainedConfig = AutoConfig.for_model(**values)
             hf_config.dtype = config["dtype"]
@@ -305,6 +310,7 @@ def split_base(
     for trtllm_name, (hf_names, how) in _rules_of(config.num_hidden_layers).items():
         if hf_names[0] not in tensors:
             continue  # a bias that the model does not have, or a tied head
+        # TensorRT-LLM fuses the three projections per rank: each rank's heads of q, k and v in a row.
         if how != "qkv":
             part[trtllm_name] = _split(tensors[hf_names[0]], how, rank, tp)
             continue
@@ -330,6 +336,7 @@ def join_base(
     sharding = config.get("embedding_sharding_dim", 0)
     if sharding not in (0, 1):
         raise CheckpointError(f"{directory}: embedding_sharding_dim is 0 or 1, not {sharding!r}")
+    # A tensor that is not read would be lost silently.
     if unknown := [name for name in ranks[0] if name not in rules]:
         raise UnsupportedError(f"{directory} has {unknown[0]}, which is no tensor of a Llama or Qwen2")
     for trtllm_name, (hf_names, how) in rules.items():

@@ -91,6 +91,7 @@ def find_differences(
                 seeded = {**arguments, "seed": None if seed is None else seed + row}
                 verdict = _judge(engine, seeded, [*prompt, *expected[:at]], [a, b])
             found.append(Difference(row, at, common, a, b, mine, other, **verdict))
+        # One difference per prompt, first one that rounding cannot explain.
         worst += sorted(found, key=lambda difference: (difference.near_tie, difference.token))[:1]
     return worst
 

@@ -37,6 +37,7 @@ def read_prompts(name: str | None) -> list[Row]:
         rows = [Row(f"{source}:{number}", prompt=line) for number, line in prompts]
     else:
         rows = list(read_rows([source]))
+    # The drafter has seen training rows, which would overstate acceptance.
     held_out = [row for row in rows if row.split != "train"]
     if not held_out:
         raise ArgumentError(f"{source} holds no prompts" + (": rows of the split train are left out" if rows else ""))

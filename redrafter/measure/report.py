@@ -203,6 +203,7 @@ class Report:
 
         def row(*cells: object) -> None:
             nonlocal begun
+            # A section may fail before its first row, and a heading without rows would mislead.
             if not begun:
                 begun = True
                 self.line(f"\n{title}", *filter(None, [self.note]), _line(names, widths))
@@ -281,6 +282,7 @@ def plain_data(value: object) -> object:
         case None | bool() | int() | str():
             return value
         case float():
+            # JSON has no NaN or infinity.
             return value if math.isfinite(value) else None
         case dict():
             return {str(key): plain_data(item) for key, item in value.items()}

@@ -203,6 +203,7 @@ def run_in_turn(
         first, order = 0, range(len(ways))
         for index, batch in enumerate(batches):
             progress(f"repeat {repeat + 1} of {repeats}, batch {index + 1} of {len(batches)}")
+            # The order alternates, so that neither way always runs on a warmer device.
             for way_index in reversed(order) if alternate and repeat % 2 else order:
                 ran[way_index].repeats[-1].append(ways[way_index](batch, first))
             first += len(batch)

@@ -111,8 +111,10 @@ def as_chat(request: CountTokensRequest, template: ChatTemplate, thinks: bool = 
 def _thinking_variables(request: CountTokensRequest, template: ChatTemplate, thinks: bool) -> dict[str, Any]:
     """Return the template's variables for `thinking`; a model without thoughts needs none."""
     asked = request.thinking
+    # The template's default applies.
     if asked is None:
         return {}
+    # The variable's name differs between model families.
     switch = next((name for name in _THINKING_SWITCHES if name in template.variables), None)
     variables: dict[str, Any] = {} if switch is None else {switch: asked.type != "disabled"}
     if asked.type == "disabled":
@@ -164,6 +166,7 @@ def _messages(request: CountTokensRequest, template: ChatTemplate) -> list[dict[
                     seen += [block for block in blocks if isinstance(block, ImageBlock)]  # allowed only in user turns
             parts = _parts([*seen, *own])
             if parts or not messages or messages[-1]["role"] != "tool":
+                # Many templates refuse two user turns in a row.
                 if messages and messages[-1]["role"] == "user":
                     _extend(messages[-1], parts)
                 else:
@@ -258,6 +261,7 @@ class BlockWriter(PartWriter):
         usage = self.told["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         counted = {
+            # Anthropic counts cached tokens apart from input tokens; OpenAI includes them.
             "input_tokens": usage["prompt_tokens"] - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
@@ -299,6 +303,7 @@ class BlockWriter(PartWriter):
             block["text"] = written
         else:
             block |= {"thinking": "" if self._omits_thoughts else written, "signature": self._signature}
+            # Clients drop thoughts without a signature, though none is checked here.
             yield self._delta("signature_delta", signature=self._signature)
         yield self._event("content_block_stop")
         self.done.append(block)
@@ -329,6 +334,7 @@ async def message_events(
     blocks, begun = BlockWriter(head["id"], body), False
     try:
         async for chunk in chunks:
+            # Read before the first event is sent, which needs the usage that this chunk brings.
             events = list(blocks.read(chunk))
             if not begun:
                 begun = True

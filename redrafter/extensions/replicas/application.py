@@ -131,6 +131,7 @@ def build_application(
         **scale,
     ).bind(options, load, draft, keys)
     return ray.serve.deployment(
+        # Routers are a separate deployment, so that clients' connections survive the loss of a replica.
         ray.serve.ingress()(RouterReplica),
         name="Router",
         num_replicas=replicas.num_routers,
@@ -157,6 +158,7 @@ def serve_replicas(
     except (ConnectionError, ValueError, RuntimeError) as error:
         where = replicas.ray_address or os.environ.get("RAY_ADDRESS") or "this machine"
         raise ArgumentError(f"there is no Ray cluster at {where}: give another --ray-address ({error})") from error
+    # After `ray.init`, which installs handlers of its own.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: signalled.set())
     try:
@@ -167,6 +169,7 @@ def serve_replicas(
         http_options = proxy | {"keep_alive_timeout_s": KEEP_ALIVE_SECONDS}
         ray.serve.start(proxy_location="HeadOnly", http_options=http_options)
         target = ray.serve.RunTarget(application, name=APPLICATION, route_prefix="/")
+        # Not waiting here lets a signal stop the command while replicas load.
         ray.serve.run_many([target], wait_for_applications_running=False)
         try:
             if _wait_until_running(ray, signalled):
@@ -222,6 +225,7 @@ class EngineReplica:
 
             self._server = load_server(process, options, load, keys)
             self._app = server_app(self._server)
+        # Ray starts a new actor after a failure; this one's engine process must not keep the GPU.
         except BaseException:
             process.close()
             raise

@@ -86,14 +86,17 @@ async def answer_parts(app: ASGIApp, call: HttpCall) -> AsyncGenerator[AnswerPar
             await news.wait()
             news.clear()
             if starts or body:
+                # Chunks that came meanwhile are joined, since each part is a message between processes.
                 part = AnswerPart(starts.pop() if starts else None, b"".join(body))
                 body.clear()
                 yield part
+        # An answer that was cut off must raise, or the router would take it for complete.
         if not whole or running.cancelled():
             running.result()
         elif (error := running.exception()) is not None:  # Starlette answers with 500, then raises the error again
             _LOG.error("%s %s failed", call.scope["method"], call.scope["path"], exc_info=error)
     finally:
+        # The app sees a disconnect first, so that it can cancel its sequences in the engine.
         left.set()
         if not running.done():
             await asyncio.wait([running], timeout=LEAVING_SECONDS)

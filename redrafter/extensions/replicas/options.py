@@ -79,4 +79,5 @@ def check_replicated(options: ServeOptions) -> ServeOptions:
         raise ArgumentError(f"{NOT_OPERATED} (--operator-key)")
     if options.max_connections is not None:
         raise ArgumentError("--max-connections has no meaning with --ray, whose own proxy accepts connections")
+    # The router checks keys, so replicas need none.
     return replace(options, api_key=(), api_key_file=None)

@@ -84,10 +84,12 @@ def _beginning(prompt: Any) -> str:
     if not messages:
         return " ".join(str(token) for token in prompt[:KEY_TOKENS] if isinstance(token, int))
     system = (message for message in messages if message.get("role") in SYSTEM_ROLES)
+    # Conversations with the same system message share its cached prefix.
     first = next(system, messages[0])
     content = first.get("content", messages)  # content of a message; a list of blocks is used directly
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = (part.get("text") for part in parts if isinstance(part, dict))
+    # Marks that differ in each request would send equal prompts to different replicas.
     ignored = tuple(mark for extension in extensions() for mark in extension.ignored_marks)
     told = (text for text in texts if isinstance(text, str) and not text.startswith(ignored))
     return " ".join(told)[:KEY_CHARACTERS]
@@ -173,6 +175,7 @@ class SentStream:
             if delta.get(channel):
                 delta[channel] = self._cut_text((index, channel), delta[channel])
         finish = choice["finish_reason"] is not None
+        # The new replica ended before it repeated all that was sent, so it wrote another text.
         if finish and any(self._left.get((index, channel)) for channel in _CHANNELS):
             raise DivergedError
         lacked = finish and index not in self._finished
@@ -221,6 +224,7 @@ def create_router(
             body, document = await _read(scope)
         except ApiError as error:
             return await error_answer(error, scope["path"])(scope, receive, send)
+        # Requests with equal keys go to one replica, whose cache has their prefix.
         key = routing_key(dict(scope["headers"]).get(SESSION_HEADER), document)
         call = HttpCall.of(scope, body, key, scope["facts"]["id"])
         answering = _Answer(call, can_resume(scope["path"], document), send).relay(ask, lost)
@@ -261,6 +265,7 @@ async def _read(scope: Scope) -> tuple[bytes, Mapping[str, Any]]:
         return body, {}
     if not isinstance(document, dict):
         return body, {}
+    # With a fixed seed, another replica can repeat the answer if the first one is lost.
     writing = (WRITING_PATHS, *(extension.writing_paths for extension in extensions()))
     if any(scope["path"] in paths for paths in writing) and document.get("seed") is None:
         document["seed"] = secrets.randbits(SEED_BITS)
@@ -289,6 +294,7 @@ class _Answer:
             except lost as error:
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 _LOG.warning("a replica was lost while it answered %s: %s", self._call.scope["path"], reason)
+                # Without a stream to compare with, an answer that was partly sent cannot be continued.
                 if attempt == MAX_RETRIES or (self._begun and self._stream is None):
                     return await self._fail("the replica that wrote this answer was lost: send the request again")
                 if self._stream is not None:
@@ -304,6 +310,7 @@ class _Answer:
                     types = (value for name, value in start.headers if name.lower() == b"content-type")
                     streaming = any(value.startswith(b"text/event-stream") for value in types)
                 if not streaming:
+                    # An answer that is no stream is sent only when complete, so that another replica can still give it.
                     whole.append(part.body)
                 elif body := part.body if self._stream is None else self._stream.push(part.body):
                     await self._send_start(start)

@@ -85,6 +85,7 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
     if isinstance(request.input, str):
         return [*messages, {"role": "user", "content": request.input}]
     for item in request.input:
+        # Items of one turn come one by one, and chat messages hold thoughts, text and calls together.
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
         if isinstance(item, ReasoningItem):
             messages.append({"role": "assistant", "content": None, "reasoning_content": _text(item.content or [])})
@@ -260,6 +261,7 @@ async def response_events(head: dict[str, Any], chunks: AsyncIterator[dict[str, 
 
 
 async def _events(head: dict[str, Any], chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[Event]:
+    # The API prescribes both events before any output.
     yield {"type": "response.created", "response": head}
     yield {"type": "response.in_progress", "response": head}
     items = ItemWriter()

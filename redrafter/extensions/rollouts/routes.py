@@ -94,6 +94,7 @@ class OperatedEngine:
         if path is not None and not await asyncio.to_thread(_is_there, path, kind):
             what = "directory" if kind == "change_drafter" else "directory or file"
             raise ApiError(404, f"there is no {what} {path!r} on the server's machine", "path")
+        # Changes are made one after the other, so that the recorded state is the engine's.
         async with self._turn:
             try:
                 not_finite = await self._server.engine.change_engine(kind, path)
@@ -103,6 +104,7 @@ class OperatedEngine:
                 raise ApiError(503, str(error)) from error
             except ReDrafterError as error:
                 raise ApiError(400, str(error), None if path is None else "path") from error
+            # Without a path the engine returns to the previous drafter.
             if kind == "change_drafter":
                 self._drafter, self._previous = (self._previous if path is None else path), self._drafter
         return ChangedEngine(**self.state.model_dump(), not_finite=list(not_finite))
