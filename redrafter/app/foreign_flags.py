@@ -1,6 +1,6 @@
 """Map flags of other programs, and of other `redrafter` commands, to their meaning for the current command.
 
-The programs are those of TensorRT-LLM (`run.py`, the scripts and clients of ReDrafter and of draft-target decoding,
+The programs belong to TensorRT-LLM (`run.py`, the scripts and clients of ReDrafter and of draft-target decoding,
 `trtllm-build`), its server llgtrt, vLLM, llama.cpp and scripts on transformers' `Trainer`. A flag is
 translated to an equivalent option, accepted with a note if it is not needed, or rejected with an error that says what
 to type instead. `redrafter.app.parser` applies the table.

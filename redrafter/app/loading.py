@@ -60,7 +60,7 @@ def check_options(options: LoadOptions, draft: DraftOptions) -> tuple[str, LoadO
         raise ArgumentError(f"--tuning {options.tuning} was measured in one process; leave it out under torchrun")
     for flag, device in (("device", options.device), ("draft-device", draft.draft_device)):
         if shared and device is not None:
-            raise ArgumentError(f"--{flag} {device}: torchrun gives each process a device of its own; leave it out")
+            raise ArgumentError(f"--{flag} {device}: torchrun assigns a device to each process; leave it out")
         if device is not None:
             _check_device(flag, device)
     limit_threads(torch.device(options.device or default).type)

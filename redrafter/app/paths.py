@@ -49,7 +49,7 @@ def check_file(name: str, flag: str) -> None:
 
 
 def check_adapter(name: str, flag: str) -> None:
-    """Raise `CheckpointError` unless a path, or `name=path`, is that of a directory."""
+    """Raise `CheckpointError` unless a path, or the path in `name=path`, is a directory."""
     _, path = split_adapter(name)
     if not Path(path).is_dir():
         raise CheckpointError(f"{flag} {path} is not a directory; give the one that PEFT's save_pretrained wrote")

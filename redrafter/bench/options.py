@@ -164,7 +164,7 @@ class ServerOptions:
         "http://127.0.0.1:8000 (may be repeated). Requests are streams of /v1/completions with ignore_eos, and of "
         "/v1/chat/completions for rows of messages; --model is the server's name of its model (default: the first that "
         "it lists). Texts are "
-        "compared with those of the first server: greedy ones should be equal, sampled ones only between servers "
+        "compared with the first server's: greedy texts should be equal, sampled texts only between servers "
         "that draw the same noise from a seed",
         type=names,
         action="extend",

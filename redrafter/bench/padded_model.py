@@ -69,7 +69,7 @@ def describe(shape_name: str, base_name: str) -> str:
 
 
 class PaddedHead(nn.Linear):
-    """A head `[V, D]` that computes all logits and then masks those of the added ids, so that none is ever sampled."""
+    """A head `[V, D]` that computes all logits and then masks the added ids, so that none is ever sampled."""
 
     def __init__(self, hidden_size: int, vocab_size: int, real: int):
         super().__init__(hidden_size, vocab_size, bias=False)

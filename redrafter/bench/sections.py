@@ -40,7 +40,7 @@ def run_sections(report: Report, work: Workload, options: BenchOptions) -> None:
         _steady_states(report, work, options, options.waves)
     if bandwidth is not None:
         _parts(report, work, options, bandwidth, speedups)
-        table = report.table("drafting with a random head of so many ids, in ms", HEADS_COLUMNS)
+        table = report.table("drafting with random heads of several sizes, in ms", HEADS_COLUMNS)
         for ids in options.draft_vocab_sizes:
             with report.section(f"a draft vocabulary of {ids}"):
                 drafter = random_drafter(work.engine.drafter, ids)

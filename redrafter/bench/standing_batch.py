@@ -46,7 +46,7 @@ class StepParts(TypedDict):
     """An entry of the document's `parts`: times of a step, and floors, which are bytes divided by copy bandwidth."""
 
     batch_size: int
-    asked: int | None  # requested context; None for that of the prompts
+    asked: int | None  # requested context; None for the prompts' own
     context: int  # committed tokens of the longest row
     beyond: bool  # longer than the model's own context: times are valid, tokens are not
     speculative: bool

@@ -84,7 +84,7 @@ def check_fits_target(drafter: DrafterModel, target: Target) -> None:
 
     Raises:
         MismatchError: It was made for another target.
-        CheckpointError: Its ids are wrong; see `check_draft_ids`.
+        CheckpointError: `check_draft_ids` rejects its ids.
     """
     config = drafter.config
     check_draft_ids(drafter.draft_ids, config.draft_vocab_size, config.vocab_size, "the drafter")
@@ -103,7 +103,7 @@ def check_fits_base(
 ) -> None:
     """Raise `MismatchError` unless a drafter has the sizes and the embedding norms of a base that need not be loaded.
 
-    `norms` are those of each tensor that may be the base's embedding table; where there are none, or the drafter
+    `norms` belong to each tensor that may be the base's embedding table; where there are none, or the drafter
     records none, they are not compared.
     """
     made_for = f"its base is {drafter.base_model or 'not recorded'}"

@@ -1,6 +1,6 @@
 """Load models from directories or the hub, whole or each process its own part of every weight, and bind them.
 
-The parts are those of transformers' tensor-parallel plan for the model.
+The parts follow transformers' tensor-parallel plan for the model.
 """
 
 import inspect
@@ -107,7 +107,7 @@ def load_model(
         trust_remote_code: Whether code in the checkpoint may run.
         caller: The `from_pretrained` whose argument an unknown keyword may be a misspelling of.
         quantization: "fp8"; None to leave the weights as they are.
-        tp_size: Processes that share the model, all of which call this; 1 for a whole model.
+        tp_size: Processes that share the model; all of them call this. 1 for a whole model.
         kwargs: For `from_pretrained` of transformers' auto class.
 
     Raises:
@@ -288,7 +288,7 @@ def check_loaded_size(model: Any, tp_size: int) -> None:
 def check_splits(
     name: str, tp_size: int, trust_remote_code: bool, kwargs: Mapping[str, Any], *, quantized: bool = False
 ) -> None:
-    """Check that so many processes can share a model, and open the connections between them.
+    """Check that `tp_size` processes can share a model, and open the connections between them.
 
     Args:
         name: Directory or hub id of the model.
@@ -298,7 +298,7 @@ def check_splits(
         quantized: Whether it is quantised while it is loaded.
 
     Raises:
-        ArgumentError: There are other processes than that, or the model's heads cannot be shared by so many.
+        ArgumentError: Another number of processes was started, or it does not divide the model's heads.
         CheckpointError: The model's config cannot be read.
         UnsupportedError: transformers has no plan for the model, or it is quantised.
     """
@@ -341,7 +341,7 @@ def split_device(device: Any) -> None:
     """Raise `ArgumentError` for a device that a process cannot choose, as its rank says which GPU it has."""
     if device is not None and str(device) != ("cuda" if torch.cuda.is_available() else "cpu"):
         raise ArgumentError(
-            f"device={str(device)!r}: with tensor parallelism each process has a device of its own; leave it out"
+            f"device={str(device)!r}: with tensor parallelism each process has its own device; leave it out"
         )
 
 
@@ -421,7 +421,7 @@ def quantize_model(model: Any, name: str, device: torch.device | str | None = No
     if 2 * quantized < count:
         warnings.warn(
             f"only {quantized / count:.0%} of the weights of {name}, embedding and head apart, are in linear layers "
-            "and were quantised to FP8; the others, such as those of experts, stay as they are",
+            "and were quantised to FP8; the others, such as weights of experts, were not",
             stacklevel=2,
         )
 
@@ -429,6 +429,6 @@ def quantize_model(model: Any, name: str, device: torch.device | str | None = No
 def quantize_drafter(drafter: DrafterModel) -> None:
     """Replace the linear layers of a drafter by FP8 ones; drafts change no token of the output.
 
-    Its `unquantized` part stays as it is.
+    Its `unquantized` part is not changed.
     """
     quantize_linears(drafter, keep=(drafter.unquantized,))

@@ -119,7 +119,7 @@ def _make_drafter(name: str, target: Target, found: FoundLayer, tensors: dict[st
 def _make_block(
     name: str, stack: nn.ModuleList, config: PretrainedConfig, tensors: dict[str, Tensor], begins: str
 ) -> nn.Module:
-    """Return a decoder layer like that of the stack which has the tensors `begins...`, and is the last of these."""
+    """Return a decoder layer like the last one in the stack that has the tensors `begins...`."""
     wrong, kinds = "", set[tuple[str, ...]]()
     # From the last layer: in models whose layers differ, an MTP layer is mostly like the last ones.
     for index in reversed(range(len(stack))):
@@ -160,7 +160,7 @@ def _try(drafter: MTPDrafter, target: Target) -> None:
 
 
 def _join_experts(tensors: Mapping[str, Tensor], expected: Iterable[str]) -> dict[str, Tensor]:
-    """Return tensors with those of each expert joined, `[E, ...]`, as transformers' layers have them."""
+    """Return tensors with the experts' stacked, `[E, ...]`, as in transformers' layers."""
     joined = dict(tensors)
     for name in expected:
         place, _, what = name.rpartition(".")
@@ -206,7 +206,7 @@ def _files_by_tensor(name: str, revision: str | None) -> dict[str, str]:
 
 
 def _find(name: str, file: str, revision: str | None) -> Path | None:
-    if Path(name).suffix == SUFFIX:  # of which transformers reads no MTP layer
+    if Path(name).suffix == SUFFIX:  # transformers reads no MTP layer from such a file
         return None
     found = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
     return None if found is None else Path(found)

@@ -95,9 +95,9 @@ class FoundLayer:
 
     Attributes:
         family: One of `FAMILIES`.
-        own: Names of the tensors other than those of decoder layers, by the names of the drafter's.
+        own: Names of the tensors outside of decoder layers, by the drafter's names.
         blocks: Names of the tensors of each decoder layer, by the names that they have in the layer.
-        count: How many MTP layers the checkpoint holds, of which this is the first.
+        count: Number of MTP layers in the checkpoint; this is the first one.
     """
 
     family: str
@@ -139,7 +139,7 @@ def find_layer(names: Iterable[str]) -> FoundLayer | None:
                     for theirs, here in form.renamed:
                         mine = here + mine.removeprefix(theirs) if mine.startswith(theirs) else mine
                     blocks[-1][mine] = name
-        # All decoder layers from the first one on are numbered alike, those of the model before them included.
+        # MTP layers continue the numbering of the model's decoder layers, so only those from the first one on count.
         *_, place, first = re.split(r"\.(?=\d+\.$)", at + form.blocks[0])
         numbers = (re.match(rf"{re.escape(place)}\.(\d+)\.", name) for name in names)
         numbered = {int(number[1]) for number in numbers if number and int(number[1]) >= int(first[:-1])}

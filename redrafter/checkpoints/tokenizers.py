@@ -38,7 +38,7 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> PreT
 
 
 def _with_tokens_of_file(tokenizer: Any, size: int) -> PreTrainedTokenizerBase:
-    # Where a file names no token for unknown text, transformers adds one of its own, whose id the model does not know.
+    # Where a file names no token for unknown text, transformers adds one, whose id the model does not know.
     # transformers may add tokens that the file's embedding table has no row for.
     if len(tokenizer) <= size:
         return tokenizer

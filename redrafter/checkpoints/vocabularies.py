@@ -1,6 +1,6 @@
 """Compare the tokenizers of a target and its draft model, and map one vocabulary to the other where they differ.
 
-Tokens are compared by the bytes that they stand for, whatever alphabet a vocabulary is written in.
+Tokens are compared by the bytes that they stand for, since vocabularies encode bytes in several alphabets.
 """
 
 import json
@@ -43,7 +43,7 @@ def map_unlike_vocabularies(
     stored with its model.
 
     Raises:
-        CheckpointError: If a tokenizer that was named, or that of a model given by name, cannot be loaded.
+        CheckpointError: If a named tokenizer, or the tokenizer of a named model, cannot be loaded.
         MismatchError: If the vocabularies have too little in common, or cannot be compared.
     """
     found = []
@@ -186,7 +186,7 @@ class _TokenBytes:
         return cls(of_id, frozenset(byte_ids), special, backend.model, byte_level)
 
     def by_bytes(self) -> dict[bytes, list[int]]:
-        """Return the ids of each string of bytes: those of characters before those of single bytes, lowest first."""
+        """Return the ids of each string of bytes: tokens of characters before tokens of single bytes, lowest first."""
         ids: dict[bytes, list[int]] = {}
         # The tokenizer itself writes a byte as a character's token where it can, so that id is the one that texts hold.
         for id in sorted(self.of_id, key=lambda id: (id in self.byte_ids, id)):

@@ -40,7 +40,7 @@ from redrafter.tree.sizes import TreeShape
 SERVER_OPTIONS = frozenset({"json", "max_new_tokens", "model", "num_prompts", "prompts", "seed", "temperature"})
 INSTEAD = {"batch_sizes": "give --concurrency", "repeats": "give --num-requests"}
 INSTEAD |= {item.name: "prompts are sent as they are, so shorten them in the file" for item in fields(PromptOptions)}
-# Options that do not apply to a suite: those of other prompts, and of measurements other than speed.
+# Options that do not apply to a suite: they select other prompts, or measure something other than speed.
 NOT_OF_SUITES = frozenset(
     {"prompts", "prompt_share", "prompt_tokens", "waves", "context", "against", "assistant_model"}
 )

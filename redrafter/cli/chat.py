@@ -120,7 +120,7 @@ def run_checked(args: argparse.Namespace) -> int:
 class History:
     """The turns of a chat, each a question and an answer; drops the oldest turns when the context is full.
 
-    `context` is the maximum number of tokens, None for no limit, of which `answer_tokens` are reserved for the answer.
+    `context` is the maximum number of tokens, or None; `answer_tokens` of them are reserved for the answer.
     """
 
     def __init__(self, encoder: ChatEncoder, system: str | None, context: int | None, answer_tokens: int):

@@ -37,7 +37,7 @@ def apply_template(
         )
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
-    except Exception as error:  # a template is a program of its own
+    except Exception as error:  # a template is a program and may raise anything
         raise CheckpointError(f"{row.where}: the chat template fails: {first_line(error)}") from error
 
 

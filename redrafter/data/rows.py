@@ -145,7 +145,7 @@ def _parse_json(text: str, where: str) -> Any:
 
 
 def _is_dataset(source: str) -> bool:
-    if os.path.isfile(source):  # unlike those of `Path`, these answer for any name
+    if os.path.isfile(source):  # unlike `Path`'s methods, these accept any name
         return source.endswith(".parquet")
     hub = HUB_NAME.fullmatch(source) is not None and not source.endswith(SUFFIXES)
     return hub or os.path.isdir(source.partition(":")[0])

@@ -7,7 +7,7 @@ Nothing of theirs ships with the package: a suite is a directory on this machine
     qualitative.jsonl, ...             SPEED-Bench for aiperf: {"category": "...", "messages": [{"role": "user", ...}]}
 
 or several of them. The questions of several splits keep apart: the name of the split goes before their category.
-A question is a user's turns; the turns of the model are whatever it answers (`Dialogues`).
+A question consists of a user's turns, which the model answers one by one (`Dialogues`).
 """
 
 import random
@@ -37,7 +37,7 @@ class Question:
 
     @property
     def turns(self) -> list[list[dict[str, str]]]:
-        """Messages of each turn: a user's, with those of the system before it."""
+        """Messages of each turn: a user's, after any system messages."""
         turns: list[list[dict[str, str]]] = [[]]
         for message in self.row.messages or ():
             turns[-1].append(message)

@@ -26,7 +26,7 @@ _OTHER_KEYS = {
 
 
 def rename_tensors(stored: Mapping[str, LazyTensor], layers: int, directory: Path) -> dict[str, LazyTensor]:
-    """Return the tensors of a drafter with so many residual layers by this project's names."""
+    """Return the tensors of a drafter with `layers` residual layers by this project's names."""
     tensors: dict[str, LazyTensor] = {}
     for name, tensor in stored.items():
         if (new_name := _to_redrafter_name(name, layers)) in tensors:
@@ -51,7 +51,7 @@ def _to_redrafter_name(name: str, layers: int) -> str:
 
 
 def to_apple_name(name: str, layers: int) -> str:
-    """Return Apple's current name of a tensor of this project's drafter with so many residual layers."""
+    """Return Apple's current name of a tensor of this project's drafter with `layers` residual layers."""
     if name == "lm_head.weight":
         return f"lm_head.{layers}.weight"
     return re.sub(r"^layers\.(\d+)\.", r"lm_head.\1.", name)

@@ -40,7 +40,7 @@ _EAGLE_CONFIG = {
     "parallel_draft_step": 1,
     "parallel_draft_heads_num_layers": 1,
 }
-# Fields of a config that our config and that of a layer have under the same name.
+# Fields that our config and a layer's config have under the same name.
 _LAYER_KEYS = (
     "intermediate_size",
     "num_attention_heads",
@@ -56,7 +56,7 @@ _UNREAD = re.compile(r"t2d|d2t|verifier_(lm_head|norm)\.weight|.*\.rotary_emb\.i
 
 
 def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTensor], directory: Path) -> EagleConfig:
-    """Convert the config of a head in either format; its tensors decide whether it has embeddings of its own."""
+    """Convert the config of a head in either format; its tensors decide whether it has separate embeddings."""
     read = _of_speculators if SPECULATORS_KEY in config else _of_eagle
     layer = layer_config(config.get("transformer_layer_config", config), directory, LAYER_TYPES)
     if layer.num_hidden_layers != 1:
@@ -82,7 +82,7 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTen
 
 
 def _of_speculators(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Return the fields of our config that speculators' format has in a way of its own."""
+    """Return the fields of our config that are specific to speculators' format."""
     kind, whole = config[SPECULATORS_KEY], as_dict(config.get("speculators_config"))
     if kind != "eagle3":
         raise UnsupportedError(f"{directory} is a speculator of the type {kind}; of speculators', only eagle3 is read")
@@ -106,7 +106,7 @@ def _of_speculators(config: Mapping[str, Any], directory: Path) -> dict[str, Any
 
 
 def _of_eagle(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Return the fields of our config that the format of EAGLE and SpecForge has in a way of its own."""
+    """Return the fields of our config that are specific to the format of EAGLE and SpecForge."""
     for name in ("norm_output", LAYER_IDS):
         if name in config:
             raise UnsupportedError(

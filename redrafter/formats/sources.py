@@ -52,7 +52,7 @@ class SourceBase:
         config: Hugging Face's config; read back from TensorRT-LLM's for such a checkpoint, unless it is quantised.
         tensors: Tensors by Hugging Face's names; empty for a quantised TensorRT-LLM checkpoint.
         trtllm_config: `config.json` of a TensorRT-LLM checkpoint; None for a Hugging Face model.
-        ranks: Tensors of each rank of a TensorRT-LLM checkpoint, without those of its drafter.
+        ranks: Tensors of each rank of a TensorRT-LLM checkpoint, without its drafter's.
         gguf: Header of a GGUF file, whose tensors have llama.cpp's names and layout, and are read as float32; None for
             any other model.
     """
@@ -160,7 +160,7 @@ class SourceDrafter:
         directory: Where it is.
         kind: Kind of the checkpoint in the directory, as `kind_of` names it.
         config: Its config in this project's form.
-        tensors: Tensors by this project's names; each `name` is that of the source.
+        tensors: Tensors by this project's names; each `name` is the source's.
         defaults: Search and sampling defaults that a merged or a TensorRT-LLM checkpoint holds.
     """
 
@@ -176,7 +176,7 @@ class SourceDrafter:
         return next(tensor.dtype for tensor in self.tensors.values() if tensor.dtype in FLOAT_DTYPES)
 
     def fill(self, asked: Defaults) -> Defaults:
-        """Return the defaults to write: as asked for, or else the source's, or else those of the drafter's config."""
+        """Return the defaults to write: the requested ones, or else the source's, or else the drafter's config's."""
         config_shape = TreeShape(self.config.draft_beams, self.config.draft_len_per_beam)
         greedy_search = self.defaults.greedy_search if asked.greedy_search is None else asked.greedy_search
         return Defaults(asked.shape.over(self.defaults.shape).over(config_shape), greedy_search)

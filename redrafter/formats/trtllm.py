@@ -380,7 +380,7 @@ def _drafter_rule(name: str) -> str:
 
 
 def _rules_of(layers: int) -> dict[str, tuple[tuple[str, ...], str]]:
-    """Return the rules of a base with so many layers, by full names."""
+    """Return the rules of a base with `layers` layers, by full names."""
     rules = {}
     for trtllm_name, (hf_names, how) in _RULES.items():
         for i in range(layers if "{i}" in trtllm_name else 1):

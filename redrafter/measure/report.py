@@ -27,7 +27,7 @@ from redrafter.model.linear_layers import forward_bytes
 from redrafter.model.target import Target
 from redrafter.version import __version__
 
-MIN_WIDTH = 5  # of a column of `format_table`: that of a share with three decimals
+MIN_WIDTH = 5  # of a column of `format_table`: the width of a share with three decimals
 
 
 def versions() -> dict[str, str | None]:

@@ -155,7 +155,7 @@ class RepeatedRuns:
             self.repeats = [a + b for a, b in zip(own, more.repeats, strict=True)]
 
     def speedup(self, plain: "RepeatedRuns") -> float:
-        """Return the ratio of tokens per second to those of `plain`, the median of the repeats' own ratios."""
+        """Return the speedup in tokens per second over `plain`: the median of the ratios of all repeats."""
         return statistics.median(a / b for a, b in zip(self.tokens_per_second, plain.tokens_per_second, strict=True))
 
 
@@ -243,7 +243,7 @@ def transformers_run(
         count: Whether to count the forwards of the model as steps; the first one also prefills the prompt.
         arguments: Further arguments of `generate`.
     """
-    ids, mask = padded([prompt, [0] * pad[0]], pad[1])  # [2, P], of which the first is decoded
+    ids, mask = padded([prompt, [0] * pad[0]], pad[1])  # [2, P]; only the first row is decoded
     ids, mask = (x[:1].to(model.device) for x in (ids, mask))
     forwards: list[None] = []
     # transformers draws from torch's global generator.

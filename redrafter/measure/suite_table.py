@@ -31,7 +31,7 @@ COLUMNS = {
     "accepted_length_of_turns": "of turns",
 }
 LEGEND = (
-    "accepted, pooled: 1 + accepted drafts / steps that had drafts; of turns: the mean of that of each turn; "
+    "accepted, pooled: 1 + accepted drafts / steps that had drafts; of turns: the mean over turns; "
     "1, 2, ...: share of the steps whose drafts were accepted up to there that accepted one more"
 )
 AVERAGED = ("accepted_length", "accepted_length_of_turns", "acceptance")
@@ -73,7 +73,7 @@ class SuiteTable:
 
     title: str
     conditions: Mapping[str, Any]  # that CSV has columns for
-    rows: Mapping[str, Mapping[str, Any]]  # by category, and one or two of all; keys are those of `COLUMNS` and more
+    rows: Mapping[str, Mapping[str, Any]]  # by category, and one or two of all; the keys include `COLUMNS`
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the table as it is printed, its title first."""

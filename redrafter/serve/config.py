@@ -1,4 +1,4 @@
-"""Options of `redrafter serve`, and configuration files for them, including those of TensorRT-LLM's server."""
+"""Options of `redrafter serve`, and configuration files for them, including files for TensorRT-LLM's server."""
 
 import json
 import re
@@ -39,8 +39,8 @@ _NO_MEANING = frozenset(
 # Parts of `llgtrt.json5` other than `runtime`, with the reason they are ignored or the replacement to use.
 _PARTS = {
     "llguidance": "the limits of grammars are this server's own",
-    "py": "no Python scripts are run beside the server",
-    "tokenizer": "the tokenizer is the one beside the model; its chat template is --chat-template FILE",
+    "py": "the server runs no Python scripts",
+    "tokenizer": "the tokenizer comes from the model's directory; its chat template is --chat-template FILE",
 }
 _KEY_NAME = re.compile(r"key-[1-9]\d*")
 CONFIG_FILES = ("runtime.json", "llgtrt.json5")  # read from the model's directory; the second takes precedence
@@ -65,73 +65,77 @@ class ServeOptions:
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all")
     port: int = option(8000, "port to listen on; 0 for any that is free")
-    served_model_name: str | None = option(None, "what clients call the model (default: its own name)", metavar="NAME")
+    served_model_name: str | None = option(
+        None, "name of the model for clients (default: its own name)", metavar="NAME"
+    )
     api_key: tuple[str, ...] = option(
         (),
-        f"what clients must send as a bearer token (may be repeated); a command line is there for all to read: "
-        f"better in the environment as {KEY_VARIABLE}, or in a file",
+        f"key that clients must send as a bearer token (may be repeated); other users can read a command line, so "
+        f"prefer the environment variable {KEY_VARIABLE} or a file",
         action="append",
         type=str,
         metavar="KEY",
     )
-    api_key_file: str | None = option(None, "such keys, a line each", path=True, metavar="FILE", names="file")
+    api_key_file: str | None = option(None, "file with such keys, one a line", path=True, metavar="FILE", names="file")
     operator_key: tuple[str, ...] = option(
         (),
-        "what an operator must send as a bearer token to change the engine while it runs: POST /v1/sleep, /v1/wake, "
-        f"/v1/update_weights, /v1/drafter (may be repeated); better in the environment as {OPERATOR_KEY_VARIABLE}",
+        "key that an operator must send as a bearer token to change the running engine: POST /v1/sleep, /v1/wake, "
+        f"/v1/update_weights, /v1/drafter (may be repeated); prefer the environment variable {OPERATOR_KEY_VARIABLE}",
         action="append",
         type=str,
         metavar="KEY",
     )
-    open_metrics: bool = option(False, "let /metrics be read without a key")
+    open_metrics: bool = option(False, "allow reading /metrics without a key")
     allowed_hosts: tuple[str, ...] = option(
         (),
-        "names in the Host header that are answered, such as a.example.org,*.example.net; * for all (default: on a "
+        "accepted names in the Host header, such as a.example.org,*.example.net; * for all (default: on a "
         "loopback address, its own names; else all)",
         type=names,
         metavar="NAMES",
     )
     allowed_origins: tuple[str, ...] = option(
         (),
-        "pages of other servers that may ask, such as https://chat.example.org; * for all",
+        "origins whose pages may send requests, such as https://chat.example.org; * for all",
         type=names,
         metavar="ORIGINS",
     )
     ssl_certfile: str | None = option(None, "certificate to serve https with", path=True, metavar="FILE", names="file")
     ssl_keyfile: str | None = option(
-        None, "its key, where it is not in the same file", path=True, metavar="FILE", names="file"
+        None, "key of the certificate, if it is in another file", path=True, metavar="FILE", names="file"
     )
     ssl_ca_certs: str | None = option(
         None,
-        "certificates of those who may sign clients' own, which clients then need",
+        "certificate authorities of client certificates, which clients then need",
         path=True,
         metavar="FILE",
         names="file",
     )
     max_connections: int | None = option(
-        None, "connections at once (default: 1024, or as many as files may be open)", metavar="N"
+        None, "maximum number of connections (default: 1024, or fewer if the limit of open files is lower)", metavar="N"
     )
-    max_body_size: int = option(2 << 20, "bytes of a request's body, images included")
-    max_images: int = option(8, "images of a request, for a model that sees them; 0: none are taken")
-    max_image_size: int = option(8 << 20, "bytes of an image, as PNG, JPEG, WebP or GIF")
-    max_image_pixels: int = option(1 << 24, "pixels of a request's images together")
-    drain_timeout: float = option(30.0, "seconds that texts have to end in once the server is told to stop")
-    max_batch_size: int = option(Limits.max_batch_size, "texts that are written at once")
-    max_num_tokens: int = option(Limits.max_num_tokens, "tokens of one forward: drafts, and pieces of prompts")
-    max_queue_size: int = option(Limits.max_queue_size, "requests that may wait; 0: any number")
+    max_body_size: int = option(2 << 20, "maximum bytes of a request body, including images")
+    max_images: int = option(8, "maximum images per request, for vision-language models; 0 refuses images")
+    max_image_size: int = option(8 << 20, "maximum bytes of an image (PNG, JPEG, WebP or GIF)")
+    max_image_pixels: int = option(1 << 24, "maximum pixels of all images of a request")
+    drain_timeout: float = option(30.0, "seconds that running requests may take to finish after a signal to stop")
+    max_batch_size: int = option(Limits.max_batch_size, "maximum number of sequences in a batch")
+    max_num_tokens: int = option(
+        Limits.max_num_tokens, "maximum tokens of a forward, drafts and prompt chunks together"
+    )
+    max_queue_size: int = option(Limits.max_queue_size, "maximum number of waiting requests; 0 for no limit")
     scheduling_policy: str = option(
         "fcfs",
-        'priority: requests with a lower "priority" (default 0) are served first, and others put back for them; fcfs: '
-        "no request may have one",
+        'priority: requests with a lower "priority" (default 0) are served first and may preempt others; fcfs: '
+        "first come, first served; no request may set a priority",
         choices=("fcfs", "priority"),
     )
-    guaranteed_no_evict: bool = option(False, "take a request on only where its longest text has room in the cache")
-    chunked_context: bool = option(True, "read long prompts in pieces, between which other texts continue")
-    kv_cache_reuse: bool = option(True, "reuse cached beginnings of prompts")
+    guaranteed_no_evict: bool = option(False, "admit a sequence only if the cache has room for its maximum length")
+    chunked_context: bool = option(True, "prefill long prompts in chunks, between which other sequences continue")
+    kv_cache_reuse: bool = option(True, "reuse cached prefixes of prompts")
     speculate: bool = option(True, "draft tokens for the model to verify")
     draft_from_answers: str = option(
         "auto",
-        "draft what texts that have ended said too, of the same key and cache_salt; auto: on, or off with several keys",
+        "also copy drafts from finished sequences with the same key and cache_salt; auto: on, or off with several keys",
         choices=("auto", "on", "off"),
     )
     warm_up: bool = option(True, "compile kernels and capture steps on a GPU before the first request")
@@ -139,29 +143,28 @@ class ServeOptions:
         None, "chat template in Jinja (default: the model's own)", metavar="FILE", path=True, names="file"
     )
     special_tokens_in_content: bool = option(
-        False, "where a message spells a special token, such as <|im_end|>, let it be one; else it stays text"
+        False, "encode special tokens that a message spells, such as <|im_end|>, as such, rather than as text"
     )
     reasoning_format: str = option(
         "auto",
-        "auto: what a model writes between the marks of its thoughts is its answer's reasoning_content; none: it is "
-        "part of the answer's text",
+        "auto: return the text between the marks of thoughts as reasoning_content; none: as part of the answer's "
+        "content",
         choices=("auto", "none"),
     )
     reasoning_parser: str = option(
         "auto",
-        "marks that the model writes around its thoughts, by vLLM's name of their parser (default: those that the chat "
-        "template or the tokenizer has)",
+        "marks around the model's thoughts, by the name of their parser in vLLM (default: the marks in the chat "
+        "template or the tokenizer)",
         choices=("auto", *thoughts.PARSERS),
     )
     tool_call_parser: str = option(
         "auto",
-        "form in which the model writes calls of tools, by vLLM's name of it (default: the one that the chat template "
-        "shows, else JSON)",
+        "format of the model's tool calls, by its name in vLLM (default: the format in the chat template, else JSON)",
         choices=("auto", *PARSERS),
     )
     lora_modules: tuple[str, ...] = option(
         (),
-        'LoRA adapters to serve beside the model, each as a model of its own: name=path, or {"name": "...", "path": '
+        'LoRA adapters to serve as further models: name=path, or {"name": "...", "path": '
         '"..."}; the path is a directory that PEFT wrote',
         metavar="NAME=PATH",
     )
@@ -178,20 +181,20 @@ class ServeOptions:
     )
     capture: str | None = option(
         None,
-        "write what is asked and answered to this directory, as rows of token ids that redrafter train takes; their "
-        "owner alone can read them",
+        "write prompts and answers to this directory, as rows of token ids for redrafter train, readable by the "
+        "owner only",
         path=True,
         metavar="DIR",
     )
-    capture_max_bytes: int = option(1 << 30, "bytes of such files at most; the oldest are dropped first")
+    capture_max_bytes: int = option(1 << 30, "maximum bytes of captured files; the oldest are deleted first")
     capture_except: tuple[str, ...] = option(
         (),
-        "keys whose texts are not captured, by their numbers in the order of the keys, such as key-2,key-5",
+        "keys whose requests are not captured, by number in the order of the keys, such as key-2,key-5",
         type=names,
         metavar="KEYS",
     )
-    log_format: str = option("text", "what lines on stderr are, of requests and all else", choices=("text", "json"))
-    log_level: str = option("info", "the least that is logged", choices=("debug", "info", "warning", "error"))
+    log_format: str = option("text", "format of the log on stderr", choices=("text", "json"))
+    log_level: str = option("info", "lowest level that is logged", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -228,9 +231,7 @@ class ServeOptions:
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ArgumentError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
         if self.capture is None and self.capture_except:
-            raise ArgumentError(
-                "--capture-except leaves keys out of what --capture DIR writes: add that, or leave it out"
-            )
+            raise ArgumentError("--capture-except needs --capture DIR: add that, or leave it out")
         if bad := [name for name in self.capture_except if not _KEY_NAME.fullmatch(name)]:
             raise ArgumentError(f"--capture-except names keys by their numbers, such as key-2, got {bad[0]!r}")
         parse_lora_modules(self.lora_modules)
@@ -266,7 +267,7 @@ def config_beside(model: str) -> list[str]:
 def read_config(files: Sequence[str], options: Sequence[type], only: Collection[str] | None = None) -> dict[str, Any]:
     """Read options of dataclasses by name from JSON or JSON5 files, where later files take precedence.
 
-    Keys are the flags' names, with dashes or underscores, or those of `runtime.json`, at the top or under `runtime`.
+    Keys are the names of flags, with dashes or underscores, or of `runtime.json`, at the top or under `runtime`.
     A warning is logged for each key that has no equivalent here, or that is not in `only` if it is given.
 
     Raises:
@@ -285,7 +286,7 @@ def read_config(files: Sequence[str], options: Sequence[type], only: Collection[
                 warnings.warn(f"{file}: {key} means nothing here{reason}", stacklevel=2)
             elif name in known and only is not None and name not in only:
                 warnings.warn(
-                    f"{file}: {key} is not read from a file beside a model: give it as a flag or with --config",
+                    f"{file}: {key} cannot be set in a file of a model's directory: give it as a flag or with --config",
                     stacklevel=2,
                 )
             elif value is not None or name not in known:
@@ -320,6 +321,6 @@ def parse_lora_modules(words: Sequence[str]) -> dict[str, str]:
         if not (isinstance(name, str) and isinstance(path, str) and name and path) or unknown:
             raise ArgumentError(f'--lora-modules are name=path or {{"name": "...", "path": "..."}}, got {word!r}')
         if name in modules:
-            raise ArgumentError(f"--lora-modules names {name!r} twice: give each adapter a name of its own")
+            raise ArgumentError(f"--lora-modules names {name!r} twice: give each adapter another name")
         modules[name] = path
     return modules

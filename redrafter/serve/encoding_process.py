@@ -14,7 +14,7 @@ from redrafter.sandbox.child import bounded_work, limit_memory
 from redrafter.sandbox.frames import receive_frame, send_frame
 
 NICENESS = 10  # about a tenth of the CPU share of a process with default priority
-# Two megabytes of short words, some of which are special tokens, take 2.5 s and 700 MB.
+# Two megabytes of short words with some special tokens take 2.5 s and 700 MB.
 CPU_SECONDS, CPU_SECONDS_PER_CHARACTER = 2.0, 2e-5
 BYTES, BYTES_PER_CHARACTER = 64 << 20, 1 << 10
 

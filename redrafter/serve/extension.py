@@ -85,7 +85,7 @@ class Extension:
 
 @cache
 def extensions() -> tuple[Extension, ...]:
-    """Return the extensions of this package, in the order of their names, then those of entry points.
+    """Return the extensions of this package, sorted by name, then extensions from entry points.
 
     Raises `ArgumentError` for an entry point that names no module with an `EXTENSION`.
     """

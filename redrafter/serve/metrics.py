@@ -28,36 +28,38 @@ class Metrics:
         """Register the metrics of an engine. `model` is the value of the label `model_name`."""
         self._capture = capture
         self.registry, self._engine, self._model = CollectorRegistry(), engine, model
-        self._prompt = self._counter("prompt_tokens", "Prompt tokens, those found in the cache counted")
-        self._queried = self._counter("prefix_cache_queries", "Prompt tokens that were looked for in the cache")
-        self._reused = self._counter("prefix_cache_hits", "Prompt tokens that were found in the cache")
-        self._written = self._counter("generation_tokens", "Tokens written")
-        self._ended = self._counters("request_success", "Texts that ended, by why", "finished_reason", REASONS)
-        self._drafts = self._counter("spec_decode_num_drafts", "Steps of texts for which there were drafts")
-        self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafts verified")
-        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafts accepted")
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens, including cached ones")
+        self._queried = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
+        self._reused = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        self._written = self._counter("generation_tokens", "Generated tokens")
+        self._ended = self._counters(
+            "request_success", "Finished sequences, by finish reason", "finished_reason", REASONS
+        )
+        self._drafts = self._counter("spec_decode_num_drafts", "Decode steps of sequences with drafts")
+        self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Verified drafts")
+        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Accepted drafts")
         self._copies, self._copied = (
             Counter(f"redrafter:spec_decode_num_{name}", help, ["model_name"], registry=self.registry).labels(model)
             for name, help in (
-                ("copied_draft_tokens", "Drafts verified that were copied from the text"),
-                ("accepted_copied_tokens", "Drafts accepted that only the text had"),
+                ("copied_draft_tokens", "Verified drafts that were copied from the sequence"),
+                ("accepted_copied_tokens", "Accepted drafts that only the copies contained"),
             )
         )
         self._accepted_by_position = self._counters(
             "spec_decode_num_accepted_tokens_per_pos",
-            "Drafts accepted, by place",
+            "Accepted drafts, by position",
             "position",
             {position: str(position) for position in range(engine.facts.draft_depth)},
         )
         by_adapter = {
-            "generation_tokens": "Tokens written with a LoRA adapter",
-            "spec_decode_num_draft_tokens": "Drafts verified in texts with a LoRA adapter",
-            "spec_decode_num_accepted_tokens": "Drafts accepted in texts with a LoRA adapter",
+            "generation_tokens": "Generated tokens of sequences with a LoRA adapter",
+            "spec_decode_num_draft_tokens": "Verified drafts of sequences with a LoRA adapter",
+            "spec_decode_num_accepted_tokens": "Accepted drafts of sequences with a LoRA adapter",
         }
         by_drafter = {
-            "num_drafts": "Steps of texts that a drafter drafted for, by how often the drafter was changed before",
-            "num_draft_tokens": "Its drafts that were verified",
-            "num_accepted_tokens": "Its drafts that were accepted",
+            "num_drafts": "Decode steps with a drafter's drafts, by the number of drafter changes before",
+            "num_draft_tokens": "Verified drafts of the drafter, by the number of drafter changes before",
+            "num_accepted_tokens": "Accepted drafts of the drafter, by the number of drafter changes before",
         }
         self._by_adapter, self._by_drafter = (
             [
@@ -67,15 +69,15 @@ class Metrics:
             for label, counters in (("adapter", by_adapter), ("drafter", by_drafter))
         )
         self._first = self._histogram(
-            "time_to_first_token_seconds", "From coming to the first token", _FIRST_TOKEN_BUCKETS
+            "time_to_first_token_seconds", "From arrival to the first token", _FIRST_TOKEN_BUCKETS
         )
         self._queued = self._histogram(
-            "request_queue_time_seconds", "From coming to the engine to the first place", _LATENCY_BUCKETS
+            "request_queue_time_seconds", "From arrival at the engine to admission", _LATENCY_BUCKETS
         )
         self._per_token = self._histogram(
-            "request_time_per_output_token_seconds", "Each text's mean, after its first", _PER_TOKEN_BUCKETS
+            "request_time_per_output_token_seconds", "Mean of each sequence, after its first token", _PER_TOKEN_BUCKETS
         )
-        self._latency = self._histogram("e2e_request_latency_seconds", "From coming to the end", _LATENCY_BUCKETS)
+        self._latency = self._histogram("e2e_request_latency_seconds", "From arrival to the end", _LATENCY_BUCKETS)
         self.registry.register(self)
 
     def observe(self, sequence: ServedSequence, delta: SequenceDelta) -> None:
@@ -123,33 +125,45 @@ class Metrics:
         """Yield gauges of the last reported load; the registry calls this."""
         facts, load = self._engine.facts, self._engine.load
         gauge, counter, capture = GaugeMetricFamily, CounterMetricFamily, self._capture
-        invariant = "1 where a text does not depend on what is computed beside it, bit for bit"
-        weights = "1 where the weights of linear layers were quantised to FP8 when the model was loaded"
-        preempted = "Rows put back, for want of blocks, for a client without any, or for one of higher priority"
+        invariant = "1 if outputs do not depend on the rest of the batch, bit for bit"
+        weights = "1 if linear layers were quantized to FP8 when the model was loaded"
+        preempted = "Preempted sequences, for blocks, for fairness between clients, or for a higher priority"
         by_format = {"cache_dtype": facts.kv_cache_dtype}
         for kind, name, help, value, labels in (
             (gauge, "redrafter:batch_invariant", invariant, facts.batch_invariant, {}),
             (gauge, "redrafter:fp8_weights", weights, facts.fp8_weights, {}),
-            (gauge, "redrafter:asleep", "1 while the engine sleeps, and writes nothing", load.asleep, {}),
-            (counter, "redrafter:drafter_changes", "How often the drafter was changed", load.drafter, {}),
-            (gauge, "vllm:cache_config_info", "How keys and values are stored", 1, by_format),
-            (gauge, "vllm:num_requests_running", "Texts that are read or written", load.running, {}),
-            (gauge, "vllm:num_requests_waiting", "Texts that wait for a place", load.waiting, {}),
+            (gauge, "redrafter:asleep", "1 while the engine is asleep", load.asleep, {}),
+            (counter, "redrafter:drafter_changes", "Changes of the drafter", load.drafter, {}),
+            (gauge, "vllm:cache_config_info", "Format of the KV cache", 1, by_format),
+            (gauge, "vllm:num_requests_running", "Running sequences", load.running, {}),
+            (gauge, "vllm:num_requests_waiting", "Waiting sequences", load.waiting, {}),
             (
                 gauge,
                 "vllm:kv_cache_usage_perc",
-                "Share of the blocks of keys and values that rows hold",
+                "Share of the KV cache's blocks in use",
                 load.cache_usage,
                 {},
             ),
             (counter, "vllm:num_preemptions", preempted, load.preempted, {}),
-            (counter, "redrafter:captured_texts", "Texts written for training", capture.rows if capture else 0, {}),
-            (counter, "redrafter:lost_captures", "Texts that could not be", capture.lost if capture else 0, {}),
-            (gauge, "redrafter:kv_host_blocks", "Blocks of keys and values in the host's memory", load.host_blocks, {}),
+            (
+                counter,
+                "redrafter:captured_texts",
+                "Sequences captured for training",
+                capture.rows if capture else 0,
+                {},
+            ),
+            (
+                counter,
+                "redrafter:lost_captures",
+                "Sequences that could not be captured",
+                capture.lost if capture else 0,
+                {},
+            ),
+            (gauge, "redrafter:kv_host_blocks", "KV cache blocks in host memory", load.host_blocks, {}),
             (
                 counter,
                 "redrafter:kv_host_hits",
-                "Prompt tokens that were found in the host's memory alone",
+                "Prompt tokens found only in host memory",
                 load.host_hits,
                 {},
             ),

@@ -26,7 +26,7 @@ def describe_tools(tools: list[dict[str, Any]], parallel_calls: bool = True) -> 
 
 
 def forced_tools(request: ChatRequest) -> list[CalledTool]:
-    """Return the tools of which the answer must call one; empty if `tool_choice` forces no call."""
+    """Return the tools that a forced call may use; empty if `tool_choice` forces no call."""
     choice = request.tool_choice
     if choice in (None, "auto", "none"):
         return []

@@ -58,7 +58,7 @@ class TrainingIdentity:
         return cls(base, data, processes, json.loads(json.dumps(options)))
 
     def check(self, saved: "TrainingIdentity", path: Path) -> None:
-        """Check that `saved`, the identity that a checkpoint in the folder `path` holds, is that of this run.
+        """Check that `saved`, the identity in the checkpoint in the folder `path`, matches this run.
 
         Raises:
             MismatchError: The checkpoint belongs to another base.
@@ -234,10 +234,10 @@ def check_same_start(accelerator: Accelerator, checkpoints: Checkpoints, resumed
     steps = gather_object([None if resumed is None else resumed.state.step])
     for process, step in enumerate(steps):
         if step != steps[0]:
-            first, other = ("none" if found is None else f"that of step {found}" for found in (steps[0], step))
+            first, other = ("none" if found is None else f"step {found}" for found in (steps[0], step))
             raise ArgumentError(
                 f"checkpoints in {checkpoints.folder}: process 0 finds {first} to resume from, and process {process} "
-                f"{other}; copy those of process 0 to every machine"
+                f"{other}; copy the checkpoints of process 0 to every machine"
             )
 
 

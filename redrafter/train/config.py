@@ -24,7 +24,7 @@ from redrafter.train.recipes import RECIPES
 DTYPES = ("float32", "bfloat16", "float16")
 TRACKERS = ("tensorboard", "wandb", "trackio")
 DEFAULT_LENGTH = 512  # tokens
-# Peak learning rates of new weights, of those of a drafter that is trained further, and of low-rank updates of it.
+# Peak learning rates of new weights, of a drafter that is trained further, and of its low-rank updates.
 NEW_LR, FURTHER_LR, LOW_RANK_LR = 1e-3, 5e-4, 3e-3
 # Upper bounds of options: larger values exceed any memory, 64-bit integers or float32.
 MAX_VALUES: dict[str, float] = dict.fromkeys(
@@ -171,7 +171,7 @@ class TrainConfig:
         f"tokens in a row of a batch; longer documents are split (default: {DEFAULT_LENGTH}, or the base's context, "
         "if that is shorter)",
     )
-    pack: bool = option(True, "pack several documents into a row; without it, each has a padded row of its own")
+    pack: bool = option(True, "pack several documents into a row; otherwise each has a separate padded row")
     epochs: float | None = option(None, "passes over the data (default: 1 when neither --steps nor --minutes is given)")
     validate: str | None = option(
         None, "texts to validate on (default: rows of --data with split val)", path=True, names="data"

@@ -33,7 +33,7 @@ class ChunkLoss(NamedTuple):
     gradient: Tensor  # gradient of the weighted loss in the logits, `[C, K, V']` float32
     loss: Tensor  # weighted sum of the losses, `[]`
     attempted: Tensor  # rollouts whose earlier steps were all correct, by step, `[K]`
-    correct: Tensor  # those of `attempted` whose step was correct too, `[K]`
+    correct: Tensor  # how many of `attempted` were correct too, `[K]`
 
 
 def chunk_loss(
@@ -69,7 +69,7 @@ def chunk_loss(
     hard = (1 - distill) * known  # [C, K], weight of the cross-entropy
     loss = distill * (p * (log_p - log_q)).sum(dim=-1) - hard * label_log_q.squeeze(-1)
     is_label = torch.arange(log_q.shape[-1], device=label.device) == label
-    # Closed form: the gradient of KL(p || q) in the logits is q - p, that of the cross-entropy is q - one_hot(label).
+    # Closed form: the gradient of KL(p || q) in the logits is q - p; for the cross-entropy it is q - one_hot(label).
     gradient = (distill + hard)[:, :, None] * q - distill * p - torch.where(is_label, hard[:, :, None], 0.0)
 
     correct = counts & known & (rank == 0)

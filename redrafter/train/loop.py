@@ -131,7 +131,7 @@ def make_optimizer(drafter: TrainableDrafter, config: TrainConfig, device: torch
 
 
 class Trainer:
-    """Holds base, drafter, optimizer and clock of a training; the arguments are those of `train`.
+    """Base, drafter, optimizer and clock of a training; takes the arguments of `train`.
 
     If a copy of the drafter is trained (sharded, or with low-rank updates), `drafter` is synchronised for validations
     and checkpoints, and by `gather_drafter`.

@@ -63,7 +63,7 @@ class BatchLoss(NamedTuple):
 
     loss: Tensor  # weighted sum over the predictions, of both stages where the head has two, `[]`
     attempted: Tensor  # rollouts whose earlier steps were all correct, by step, `[K]`
-    correct: Tensor  # those of `attempted` whose step was correct too, `[K]`
+    correct: Tensor  # how many of `attempted` were correct too, `[K]`
 
 
 class Unroll(nn.Module):

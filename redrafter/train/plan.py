@@ -228,7 +228,7 @@ def _memory(
 
 
 def trained_parameters(drafter: TrainableDrafter, config: TrainConfig) -> int:
-    """Return the number of trained parameters: all weights of a drafter, or those of its low-rank updates."""
+    """Return the number of trained parameters: all weights of a drafter, or only its low-rank updates."""
     if config.lora_rank is None:
         return drafter.num_parameters()
     with torch.device("meta"):  # the count depends on shapes only
@@ -340,7 +340,7 @@ def _no_rows(config: TrainConfig) -> CheckpointError:
 def describe_bad_rows(window_numbers: Iterable[int], windows: Windows, tokenizer: PreTrainedTokenizerBase) -> str:
     """Name the rows of some windows by file and line, in the order of the data, and show how the first ones begin.
 
-    `window_numbers` are those of a batch, in the order of the data.
+    `window_numbers` are the windows of a batch, in the order of the data.
     """
     first_windows: dict[str, int] = {}  # by file and line, the first window of each row
     for number in sorted(window_numbers):

@@ -43,7 +43,7 @@ class ShardedDrafter:
     def __call__(
         self, tokens: Tensor, mask: Tensor, teacher_output: TeacherOutput, segment: Tensor | None = None
     ) -> BatchLoss:
-        """Compute the loss of a batch; the arguments are those of `Unroll`."""
+        """Compute the loss of a batch; takes the arguments of `Unroll`."""
         loss: BatchLoss = self._module(lambda unroll: unroll(tokens, mask, teacher_output, segment))
         return loss
 

@@ -23,7 +23,7 @@ from redrafter.model.traits import learn_traits
 class TeacherOutput:
     """Outputs of the base for a batch of texts."""
 
-    hidden: Tensor  # hidden states that a drafter reads, `[B, T, F]`: the last one, then those of the fused layers
+    hidden: Tensor  # hidden states that a drafter reads, `[B, T, F]`: the last one, then the fused layers'
     embedding: Tensor  # embeddings of the tokens, `[B, T, D]`
     logits: Tensor  # the base's logits, `[B, T, V]`
 

@@ -110,7 +110,7 @@ def test_a_killed_process_ends_its_own_texts_only():
     after = compute_masks(asked)
     for text, masks, old in zip(texts, after, before, strict=True):
         if text.process is dead.process:
-            assert text.error.startswith("grammar: given up after 2 tokens: its process ended")
+            assert text.error.startswith("grammar: given up after 2 tokens: its process has ended")
             assert {node: int.from_bytes(mask, "little") for node, mask in masks.items()} == {0: 1 << EOS, 1: 1 << EOS}
         else:
             assert text.error is None
@@ -133,7 +133,7 @@ def test_generate_raises_where_a_process_is_killed_and_goes_on_with_a_new_one():
                 os.kill(child, signal.SIGKILL)
         return scores
 
-    with pytest.raises(ArgumentError, match=r"^row 0: grammar: given up after \d+ tokens: its process ended"):
+    with pytest.raises(ArgumentError, match=r"^row 0: grammar: given up after \d+ tokens: its process has ended"):
         engine.generate(ids, **how, logits_processor=[kill])
     assert torch.equal(engine.generate(ids, **how), expected)
 
@@ -172,7 +172,7 @@ def test_a_stopped_process_is_given_up(monkeypatch):
     child = only_child()
     os.kill(child, signal.SIGSTOP)
     compute_masks([(text, where([70]))])
-    assert "its process ended" in text.error
+    assert "its process has ended" in text.error
     os.kill(child, signal.SIGCONT)
 
 

@@ -51,7 +51,7 @@ def test_bench_measures_and_writes_once(folder, tmp_path):
     ("words", "said"),
     [
         (["generate", "--prompt-lookup", "ja", "--model"], "take 1 or 2"),
-        (["generate", "--device", "cpu", "ja", "--model"], "--device cpu: torchrun gives each process a device"),
+        (["generate", "--device", "cpu", "ja", "--model"], "--device cpu: torchrun assigns a device"),
         (["chat", "--model"], "share a model in generate, serve, bench alone"),
     ],
 )

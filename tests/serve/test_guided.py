@@ -227,7 +227,7 @@ def test_a_killed_grammar_ends_its_own_texts_only(program, pair):
         os.kill(child, signal.SIGKILL)
         answer = guided.result()
         assert answer.status_code == 400
-        assert "its process ended" in answer.json()["error"]["message"]
+        assert "its process has ended" in answer.json()["error"]["message"]
         assert beside.result().json()["usage"]["completion_tokens"] == 150
     again = complete(program, endless, max_tokens=30)
     expected = offline(pair, "Answer:", 30, do_sample=False, grammar=endless, tokenizer=pair[1])

@@ -99,7 +99,7 @@ def test_the_best_of_several_are_those_of_the_likeliest_tokens(program):
     ("body", "status", "says"),
     [
         ({"max_tokens": 0}, 422, "echo=true"),
-        ({"prompt_logprobs": 1, "stream": True}, 422, "not told in a stream"),
+        ({"prompt_logprobs": 1, "stream": True}, 422, "a stream cannot contain"),
         ({"prompt_logprobs": 21}, 422, "20"),
         ({"best_of": 1, "n": 2}, 422, "best_of must be n or more"),
         ({"best_of": 2, "stream": True}, 422, "cannot be streamed"),

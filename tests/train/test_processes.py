@@ -205,7 +205,7 @@ def test_machines_that_see_other_files_are_refused(tmp_path, differ):
         together(first)
         shutil.rmtree(first / "out")
         other, more = None, ["--resume"]
-        said = f"{first / 'out.checkpoints'}: process 0 finds that of step 4 to resume from, and process 1 none"
+        said = f"{first / 'out.checkpoints'}: process 0 finds step 4 to resume from, and process 1 none"
     commands = [command(first, *STEPS, *more), command(second, *STEPS, *more, rows=other)]
     processes = start_together([["train", *words] for words in commands], tmp_path)
     for process in processes:

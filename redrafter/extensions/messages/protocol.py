@@ -39,7 +39,7 @@ _REFUSED_BLOCKS = {
     "document": "send its text as a block of type text",
     "search_result": "send its text as a block of type text",
     "redacted_thinking": "only Anthropic can read it: leave it out",
-    "tool_reference": "all tools are told from the beginning: leave out defer_loading and the search for tools",
+    "tool_reference": "the model sees all tools from the beginning: leave out defer_loading and the search for tools",
 }
 
 

@@ -37,7 +37,7 @@ from redrafter.serve.routes.translated import Event, Kind, PartWriter, chat_requ
 if TYPE_CHECKING:
     from redrafter.serve.server import Server
 
-# Variables that turn thoughts on and off in chat templates: those of Qwen3 and GLM-4.5, of DeepSeek-V3.1 and Granite.
+# Variables that turn thoughts on and off in the chat templates of Qwen3, GLM-4.5, DeepSeek-V3.1 and Granite.
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "cancelled": "end_turn"}
 

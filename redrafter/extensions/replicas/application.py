@@ -299,7 +299,7 @@ class RouterReplica:
         except DeploymentUnavailableError:  # no replica is running
             told = []
         except TimeoutError as error:
-            raise ApiError(503, f"a replica has not told its metrics within {METRICS_SECONDS:g} s") from error
+            raise ApiError(503, f"a replica did not return its metrics within {METRICS_SECONDS:g} s") from error
         return merge_metrics([answer for answer in told if not isinstance(answer, BaseException)])
 
 

@@ -15,24 +15,25 @@ class ReplicaOptions:
     ray: bool = option(False, f"serve replicas of the model on Ray Serve: {how_to_install('serve,ray')}")
     ray_address: str | None = option(
         None,
-        "Ray cluster to serve on (default: that of the environment's RAY_ADDRESS, else the one that runs on this "
-        "machine, else a new one on this machine)",
+        "Ray cluster to serve on (default: RAY_ADDRESS of the environment, else the cluster that runs on this "
+        "machine, else a new one)",
         metavar="ADDRESS",
     )
     num_replicas: int | None = option(None, "replicas, each with a copy of the model (default: 1)")
-    min_replicas: int | None = option(None, "fewest replicas, where --max-replicas lets their number follow the load")
-    max_replicas: int | None = option(None, "most replicas (default: as many as --num-replicas, whatever the load)")
+    min_replicas: int | None = option(None, "minimum number of replicas, if --max-replicas enables autoscaling")
+    max_replicas: int | None = option(
+        None, "maximum number of replicas; enables autoscaling (default: a fixed number, --num-replicas)"
+    )
     target_ongoing_requests: float | None = option(
         None,
-        "requests per replica above which others take some, and more replicas are started (default: --max-batch-size)",
+        "running requests per replica above which requests go to others, and replicas are added (default: "
+        "--max-batch-size)",
     )
-    upscale_delay_s: float = option(30.0, "seconds of too many requests before replicas are added")
-    downscale_delay_s: float = option(600.0, "seconds of too few requests before replicas are ended")
-    num_cpus: float = option(1.0, "CPU cores that Ray sets aside for a replica")
-    num_gpus: float | None = option(
-        None, "GPUs that Ray gives to a replica (default: 1 where the cluster has any, 0 with --device cpu)"
-    )
-    num_routers: int = option(1, "processes that hand requests to replicas")
+    upscale_delay_s: float = option(30.0, "seconds of load above the target before replicas are added")
+    downscale_delay_s: float = option(600.0, "seconds of load below the target before replicas are removed")
+    num_cpus: float = option(1.0, "CPU cores that Ray reserves for a replica")
+    num_gpus: float | None = option(None, "GPUs of a replica (default: 1 if the cluster has GPUs, 0 with --device cpu)")
+    num_routers: int = option(1, "processes that route requests to replicas")
 
     def __post_init__(self) -> None:
         if not self.ray:
@@ -60,8 +61,8 @@ class ReplicaOptions:
 
 
 NOT_OPERATED = (
-    "an operator's key is for changing one server while it runs, and a replica that is started later would know "
-    "nothing of it: leave it out, or start servers without --ray"
+    "an operator's key allows changes of a running server, which replicas that start later would not "
+    "have: leave it out, or start servers without --ray"
 )
 
 
@@ -72,8 +73,8 @@ def check_replicated(options: ServeOptions) -> ServeOptions:
     """
     if options.allow_runtime_lora_updating:
         raise ArgumentError(
-            "--allow-runtime-lora-updating changes one server, and a replica that is started later would know nothing "
-            "of it: give adapters to all replicas with --lora-modules"
+            "--allow-runtime-lora-updating changes a running server, and replicas that start later would not have the "
+            "change: give adapters to all replicas with --lora-modules"
         )
     if options.operator_key:
         raise ArgumentError(f"{NOT_OPERATED} (--operator-key)")

@@ -116,7 +116,7 @@ def _is_there(path: str, kind: str) -> bool:
 
 
 def rollout_routes(server: "Server") -> list[BaseRoute]:
-    """Return the routes, each of which requires an operator's key."""
+    """Return the routes; all of them require an operator's key."""
     operated, routes = OperatedEngine(server), APIRouter(route_class=OperatorRoute)
     options: dict[str, Any] = {"response_model": EngineState}
     options["responses"] = error_responses(400, 401, 403, 404, 408, 413, 422, 500, 503)

@@ -38,7 +38,7 @@ class HermesCalls(ChatReader):
 
     @classmethod
     def write_call(cls, lark: LarkWriter, tool: CalledTool) -> str:
-        """Return the grammar of an object on a line of its own."""
+        """Return the grammar of an object on a separate line."""
         return f'"\\n" {super().write_call(lark, tool)}'
 
 

@@ -47,13 +47,13 @@ class CompletionChoice(Choice):
         return entry | {"prompt_logprobs": self.prompt_logprobs(self._prompt_count)}
 
     def format_chunks(self, index: int, text: str, lines: list[TokenLine]) -> list[dict[str, Any]]:
-        """Return the entry of `choices` of a stream's chunk. Arguments are those of `ChatChoice.format_chunks`."""
+        """Return the entry of `choices` of a stream's chunk. The arguments are as in `ChatChoice.format_chunks`."""
         before, logprobs = "" if self.shown else self._echo, self._logprobs_field(lines, not self.shown)
         entry = {"index": index, "text": before + text, "logprobs": logprobs, "finish_reason": self.finish}
         return [entry | self.draft_runs(before=before)]
 
     def _logprobs_field(self, lines: list[TokenLine], first: bool) -> dict[str, Any] | None:
-        """Return the `logprobs` field of new tokens; on the `first` call, those of the echoed prompt come first."""
+        """Return the `logprobs` field of new tokens; the `first` call begins with the echoed prompt."""
         if self._count is None:
             return None
         texts, offsets, logprobs = list[str](), list[int](), list[float | None]()
@@ -263,7 +263,7 @@ async def collect_answer(
 async def stream_answer(
     deltas: Pieces[AnyChoice], choices: list[AnyChoice], model: str, options: StreamOptions
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield an answer in chunks, or raise `ApiError` if a sequence failed. Arguments are those of `collect_answer`.
+    """Yield an answer in chunks, or raise `ApiError` if a sequence failed. Takes the arguments of `collect_answer`.
 
     With `include_usage`, a last chunk has the usage and no choices.
     """

@@ -123,7 +123,7 @@ class LarkWriter:
         return f"({first} {self.free(*marks)} | {self.rule(_BLANKS, terminal=True)})?"
 
     def up_to(self, mark: str, *others: str, bare: str = "") -> str:
-        """Return an expression for text without the marks, up to and including `mark`. `bare` is that of `free`."""
+        """Return an expression for text without the marks, up to and including `mark`. `bare` is as in `free`."""
         marks = (mark, *others)
         head, *rest = self._pieces(mark)
         if head.startswith("<"):
@@ -277,7 +277,7 @@ class LarkWriter:
                     or not isinstance(listed, list)
                     or len(listed) > (1 if keyword == "allOf" else 64)
                 ):
-                    raise self.refuse(tool, f"{keyword!r} {f'beside {others[0]!r} ' if others else ''}for a text")
+                    raise self.refuse(tool, f"{keyword!r} {f'with {others[0]!r} ' if others else ''}for a string")
                 # `oneOf` forbids values that two options allow; a grammar cannot count, so options must have distinct
                 # types.
                 if keyword == "oneOf":
@@ -291,7 +291,7 @@ class LarkWriter:
             raise self.refuse(tool, f"the type {str(declared)[:80]!r}")
         if "enum" in schema or "const" in schema:
             if ("enum" in schema and "const" in schema) or not isinstance(schema.get("enum", []), list):
-                raise self.refuse(tool, "an 'enum' that is no list or stands beside 'const'")
+                raise self.refuse(tool, "an 'enum' that is not a list or is combined with 'const'")
             values = schema["enum"] if "enum" in schema else [schema["const"]]
             # Strings are written without quotes and other values as JSON, so they need separate branches.
             kinds = [kind for kind in listed if kind != "string"]
@@ -314,17 +314,17 @@ class LarkWriter:
         """Return the pattern that a string has to match, and whether it may be empty."""
         known = TEXT_KEYWORDS | ANNOTATIONS | OF_OTHER_TYPES | {*DEFINITIONS}
         if unknown := [keyword for keyword in schema if keyword not in known and not keyword.startswith("x-")]:
-            raise self.refuse(tool, f"{unknown[0]!r} for a text")
+            raise self.refuse(tool, f"{unknown[0]!r} for a string")
         others = types - {"string"}
         parts = ["/(?s:.*)/"]
         least, most = schema.get("minLength", 0), schema.get("maxLength", MAX_GRAMMAR_CHARS)
         if not all(type(length) is int and length >= 0 for length in (least, most)) or least > most:
-            raise self.refuse(tool, f"the lengths {str([least, most])[:80]} of a text")
+            raise self.refuse(tool, f"the lengths {str([least, most])[:80]} of a string")
         if least or "maxLength" in schema:
             parts.append(f"/(?s:.{{{least},{most if most < MAX_GRAMMAR_CHARS else ''}}})/")
         if "enum" in schema:
             if beside := [keyword for keyword in ("pattern", "format") if keyword in schema]:
-                raise self.refuse(tool, f"{beside[0]!r} beside the values of a text")
+                raise self.refuse(tool, f"{beside[0]!r} with the values of a string")
             # A value with the end mark in it would be cut there.
             texts = [text for text in schema["enum"] if mark not in text and not (bare and text != text.strip("\n"))]
             texts = [text for text in texts if not others or as_json(text.strip(), others) is None]
@@ -338,7 +338,7 @@ class LarkWriter:
         if "format" in schema:
             kind = schema["format"]
             if not isinstance(kind, str) or kind not in FORMATS:
-                raise self.refuse(tool, f"the format {str(kind)[:80]!r} of a text")
+                raise self.refuse(tool, f"the format {str(kind)[:80]!r} of a string")
             parts.append(f"/{escape_pattern(FORMATS[kind])}/")
         return parts, not (least or "pattern" in schema or "format" in schema)
 
@@ -351,7 +351,7 @@ class LarkWriter:
         begins = pattern.startswith("^")
         # An anchor would belong to one alternative only, which the rewritten pattern cannot express.
         if (begins or ends) and choice:
-            raise self.refuse(tool, f"'^' or '$' beside '|' in the pattern {pattern[:80]!r}")
+            raise self.refuse(tool, f"'^' or '$' with '|' in the pattern {pattern[:80]!r}")
         body = pattern[begins : len(pattern) - ends]
         # JSON Schema searches for a pattern anywhere; lexemes match as a whole.
         return f"/{'' if begins else '(?s:.*)'}({escape_pattern(body)}){'' if ends else '(?s:.*)'}/"

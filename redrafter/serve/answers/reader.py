@@ -129,7 +129,7 @@ class ChatReader:
 
     @classmethod
     def after_thought(cls, lark: LarkWriter, marks: ThoughtMarks | None, thinking: Thinking, rest: str) -> str:
-        """Return an expression for a thought and then `rest`. `marks` and `thinking` are those of the constructor."""
+        """Return an expression for a thought and then `rest`. `marks` and `thinking` are as in the constructor."""
         return lark.after_thought(marks, thinking, rest)
 
     def push(self, text: str, last: bool = False) -> Deltas:
@@ -137,7 +137,7 @@ class ChatReader:
 
         Returns:
             Deltas of OpenAI's message that the text makes certain, each with the spans of the text that form its
-            content. A call begins with a delta of its own; the deltas of its arguments follow as the model wrote them.
+            content. A call begins with a separate delta; the deltas of its arguments follow as the model wrote them.
         """
         so_far, self.text = self.text, ""
         so_far += text  # CPython extends a local variable in place, where `self.text += text` would copy all of it

@@ -262,7 +262,7 @@ class EngineClient:
         await self._change(lambda number: ChangeAdapters(number, name, path))
 
     async def change_engine(self, kind: str, path: str | None = None) -> tuple[str, ...]:
-        """Change the engine between two steps. `kind` and `path` are those of `ChangeEngine`.
+        """Change the engine between two steps. `kind` and `path` are as in `ChangeEngine`.
 
         Returns the names of tensors that were written with NaN or infinite values. Raises the errors of
         `change_adapters`.

@@ -48,7 +48,7 @@ IDLE_SECONDS = 30.0  # time that a connection may stay open without a request
 STALLED_SECONDS = 60.0  # time in which a client must read some of its answer
 PARTING_SECONDS = 1.0  # time for a rejected client to read the error
 WRITE_BUFFER_BYTES = 1 << 16  # of an answer buffered for a client, in addition to the system's buffers
-READ_BUFFER_BYTES = 1 << 13  # each byte of which may be a chunk of a body
+READ_BUFFER_BYTES = 1 << 13  # each byte may be a chunk of a body
 MIN_CHUNK_BYTES = 64  # smaller average chunks are rejected: each chunk costs about 10 us
 _SMALL_CHUNK = re.compile(rb"\r\n0*[0-9a-fA-F]{1,2}(?:;[^\r\n]*)?\r\n")  # the size of a chunk below 256 bytes
 

@@ -64,7 +64,7 @@ class PromptDetails(_Answer):
 
 
 class CompletionDetails(_Answer):
-    """Breakdown of the completion tokens: those of thoughts and the marks around them."""
+    """Breakdown of the completion tokens: tokens of thoughts and the marks around them."""
 
     reasoning_tokens: int
 

@@ -227,7 +227,7 @@ class TooManyTokensError(ApiError):
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Return the body of an error in OpenAI's format. The arguments are those of `ApiError`."""
+    """Return the body of an error in OpenAI's format. Takes the arguments of `ApiError`."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "unavailable_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     # Truncate client text, and replace lone surrogates, which cannot be encoded.
@@ -237,7 +237,7 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
 
 
 class SharedFields(Strict):
-    """Fields that all generation requests share: those of OpenAI, then those of vLLM and of this server."""
+    """Fields that all generation requests share: first OpenAI's, then vLLM's and this server's."""
 
     model: str | None = None
     seed: Annotated[int, Field(strict=True, ge=0, lt=1 << 62)] | None = None
@@ -254,7 +254,7 @@ class SharedFields(Strict):
 
 
 class _Request(SharedFields):
-    """Fields that completion and chat requests share: those of OpenAI, then those of vLLM and of this server."""
+    """Fields that completion and chat requests share: first OpenAI's, then vLLM's and this server's."""
 
     frequency_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = None
@@ -276,7 +276,7 @@ class _Request(SharedFields):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options are for stream=true")
         if self.prompt_logprobs is not None and self.stream:
-            raise ValueError("prompt_logprobs are not told in a stream: leave out one of the two")
+            raise ValueError("a stream cannot contain prompt_logprobs: leave out one of the two")
         return self
 
     @property
@@ -320,7 +320,7 @@ class CompletionRequest(_Request):
 
 
 class ChatRequest(_Request):
-    """Body of `POST /v1/chat/completions`: fields of OpenAI, then those of vLLM."""
+    """Body of `POST /v1/chat/completions`: fields of OpenAI, then of vLLM."""
 
     messages: Annotated[Parts[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
@@ -356,7 +356,7 @@ class ChatRequest(_Request):
             raise ValueError("tool_choice needs tools")
         names = [tool.function.name for tool in self.tools or ()]
         if twice := [name for name, count in Counter(names).items() if count > 1]:
-            raise ValueError(f"tools have the name {twice[0]!r} twice: give each a name of its own")
+            raise ValueError(f"tools have the name {twice[0]!r} twice: give each another name")
         if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
             raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}; the tools are {names}")
         # Each constrains the whole answer, so two could contradict each other.

@@ -165,7 +165,7 @@ def explain(
 def explain_temperature(
     drafter: ReplayableDrafter, target: Target, texts: Texts, shape: TreeShape, categories: dict[str, int]
 ) -> TemperatureExplanation:
-    """Explain the acceptance on the texts of one temperature; the arguments are those of `explain`."""
+    """Explain the acceptance on the texts of one temperature; takes the arguments of `explain`."""
     steps = trace_steps(drafter, target, texts, shape)
     sizes = torch.tensor(list(categories.values()))
     category = torch.arange(len(sizes)).repeat_interleave(sizes)[steps.text]  # [S]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 UNUSED_LOAD_OPTIONS = ("num_beams", "draft_len_per_beam", "node_budget", "tuning", "max_input_len", "max_seq_len")
-# Options that do not apply to a suite: those of other prompts, and of explanations.
+# Options that do not apply to a suite: they select other prompts, or explain drafts.
 NOT_OF_SUITES = ("prompts", "prompt_share", "prompt_tokens", "prompt_lengths", "explain", "data")
 MAX_TEMPERATURE = 1e30  # float32 ends not far above
 

@@ -4,8 +4,8 @@ On such a text the base's next token is known at every position: the greedy one,
 seed, which the drafter's search shares. So the trees of all positions are proposed in one batch, with the same search
 as in decoding, and the steps are counted afterwards for many tree shapes.
 
-The lattice of a deep search starts with that of a shallower one of the same width, and a node budget keeps its best
-nodes. So one search serves all shapes of one width. The kept nodes include all their ancestors: of the path that the
+The lattice of a deep search starts with the lattice of a shallower search of equal width, and a node budget keeps its
+best nodes. So one search serves all shapes of one width. The kept nodes include all their ancestors: of the path that the
 base draws through the whole lattice, a prefix is kept.
 """
 
@@ -184,7 +184,7 @@ def measure_positions(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield the index of each text and the result of `measure` at its P pending positions, `[P, ...]`, on the CPU.
 
-    The arguments are those of `read_positions`; the drafter must be in eval mode, on the target's device and in its
+    Takes the arguments of `read_positions`; the drafter must be in eval mode, on the target's device and in its
     dtype.
     """
     for group in group_texts(texts, target.vocab_size):
@@ -230,8 +230,8 @@ class ReplayStats(Stats):
 class ValidationTexts:
     """Texts that a base generates once, greedily, to measure any number of drafters.
 
-    They continue `prompts`, token ids, by at most `new_tokens` tokens each. `end_ids` end a text; None uses those of
-    the generation config.
+    They continue `prompts`, token ids, by at most `new_tokens` tokens each. `end_ids` end a text; None uses the generation
+    config's.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ MIN_DRAFTS = 100  # minimum size of a bucket whose acceptance is compared
 TRAIN = "redrafter regenerate --data {data} --output {output} ..., redrafter train --data {output} ..."
 NOT_THE_CAUSE = "it is not the cause"
 
-REPEATED_TOKENS = 4  # length n of the n-grams of which repeats are counted
+REPEATED_TOKENS = 4  # length n of the n-grams whose repeats are counted
 MISS_NAMES = {
     "outside_head": "head's vocabulary",
     "near_miss": "near miss",

@@ -185,7 +185,7 @@ class AnswerWriter:
         self.base = short_name(str(pair.engine.model.config.name_or_path or pair.engine.target.name))
         self.open: list[Task] = []  # started and not done
         self.size = config.batch_size  # rows in a batch, halved when out of memory
-        self.input = self.skipped = 0  # rows read, and those of another split
+        self.input = self.skipped = 0  # rows read, and rows of another split among them
         self.started = self.last_log = self.last_batch = time.perf_counter()
         self.done_before, self.tokens_before = len(journal.done), journal.tokens  # by an earlier run
 
