@@ -92,12 +92,12 @@ BATCH_INVARIANCE = Feature(
     "batch_invariant=True",
     "leave out batch_invariant=True (--batch-invariant)",
     {
-        RECURRENT_STATES: "recurrences sum in an order of their own",
+        RECURRENT_STATES: "recurrences sum in another order",
         CHUNKED_ATTENTION: "attention in one fixed order does not support chunks",
         QUANTISED_WEIGHTS: "their products are the quantiser's own",
         FP8_WEIGHTS: "their products sum in an order that depends on the number of tokens",
         OWNERS_HOOKS: "a forward with hooks is not compiled",
-        TENSOR_PARALLELISM: "sums of ranks have an order of their own",
+        TENSOR_PARALLELISM: "ranks sum in another order",
         EAGER_FORWARD: "only the compiled forward has one fixed order there",
     },
 )

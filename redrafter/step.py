@@ -132,7 +132,7 @@ def step(
     if sampler.plain is not None:  # rows that take no drafts
         path = path.without_drafts(sampler.plain)
 
-    # 7. Commit. The accepted nodes' keys and values move next to those of the committed tokens; of recurrent states,
+    # 7. Commit. The accepted nodes' keys and values move next to the committed tokens'; of recurrent states,
     #    those after the last accepted nodes stay.
     # The accepted nodes of a chain are in their final slots already, one after the other.
     if tree.branches:

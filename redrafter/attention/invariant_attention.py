@@ -92,7 +92,7 @@ class _Places(NamedTuple):
         return cls(tables, *map(torch.cat, zip(in_tree[1:], in_chunk[1:], strict=True)))
 
     def at(self, tokens: slice) -> "_Places":
-        """Return the locations of `TOKENS` tokens, the last ones of which may be padding that sees nothing."""
+        """Return the locations of `TOKENS` tokens; the last ones may be padding that sees nothing."""
         return _Places(*(_padded(x[tokens]) for x in self))
 
     def new_slots(self) -> Tensor:

@@ -83,7 +83,7 @@ def additive_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
 def attend_to_seen(
     attend: Callable[[Tensor, Tensor], Tensor], key: Tensor, value: Tensor, seen: Callable[[], Tensor]
 ) -> Tensor:
-    """Attend on a CPU so that tokens do not affect others that do not see them, whatever they contain.
+    """Attend on a CPU so that tokens do not affect others that do not see them, even with infinite or NaN values.
 
     An additive mask and a weight of 0 do not hide a NaN: 0 * NaN is NaN. A NaN reaches all tokens of the result, which
     shows whether there is one; so keys and values, many more numbers, are checked only if the result is not finite.

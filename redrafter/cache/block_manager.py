@@ -74,7 +74,7 @@ class BlockCopy(NamedTuple):
 
 
 class _Node:
-    """A stored block: its `BLOCK_SIZE` tokens follow those of its parent.
+    """A stored block: its `BLOCK_SIZE` tokens follow its parent's.
 
     Attributes:
         block: Id of the device block; 0 for a prefix that is on the host only.
@@ -120,7 +120,7 @@ class BlockManager:
                 without.
             host_blocks: Blocks on the host, block 0 included, which is never used there either; 0 for no memory. With
                 any, `take_copies` follows each `admit` and `grow`, before their blocks are read or written.
-            prefix_states: Number of prefixes that may have recurrent states, in the rows after those of `rows`.
+            prefix_states: Number of prefixes that may have recurrent states, in entries after the `rows` rows.
         """
         assert blocks > 0, "block 0 is always there"
         self._blocks = blocks
@@ -236,7 +236,7 @@ class BlockManager:
             block_table.snapshot_row = self._states.reserve(spare=self._prefix_states // 2)
 
     def _place(self, chain: Sequence[_Node], fresh: int) -> list[int]:
-        """Return the blocks of a chain, none of which is idle, and `fresh` more.
+        """Return the blocks of a chain, which must not be idle, and `fresh` more.
 
         The fresh ones serve the chain's blocks on the host only, and the rest of the row.
         """

@@ -233,7 +233,7 @@ class DenseCache(KVCache, Cache):
         """
         self.sums = torch.zeros(len(length), nodes, dtype=torch.float32, device=length.device) if drafts else None
         slots = self.slots(length[:, None] + torch.arange(nodes, device=length.device))
-        # Layers may be on several devices; each indexes with a tensor of its own.
+        # Layers may be on several devices; each needs an index tensor on its device.
         self.written = {device: slots.to(device) for device in self._devices}
 
     def finite_nodes(self, *states: Tensor) -> Sequence[Tensor]:

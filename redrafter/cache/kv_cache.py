@@ -150,7 +150,7 @@ class KVCache(ABC):
         return keys, values
 
     def commit(self, length: Tensor, nodes: Tensor) -> None:
-        """Move the keys and values of accepted nodes next to those of the committed tokens.
+        """Move the keys and values of accepted nodes next to the committed tokens'.
 
         Node `nodes[b, d]` moves to slot `length[b] + d`. A source is never before its destination, and all are read
         before any is written. Entries past a path's end are copied too, into scratch slots that are never read.

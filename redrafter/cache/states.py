@@ -178,12 +178,12 @@ class StatesOfRows:
         return rows * self._count + entries
 
     def read_entries(self, keys: Iterable[StateKey], entries: Tensor) -> list[Tensor]:
-        """Return copies of the states at entries `[R]` among those of all rows, `[R, ...]` each."""
+        """Return copies of the states at entries `[R]` of all rows' states, `[R, ...]` each."""
         rooms = map(self._room, keys)
         return [room.flatten(0, 1).index_select(0, entries.to(room.device)) for room in rooms]
 
     def write_entries(self, keys: Iterable[StateKey], entries: Tensor, states: Iterable[Tensor]) -> None:
-        """Write states `[R, ...]` to entries `[R]` among those of all rows."""
+        """Write states `[R, ...]` to entries `[R]` of all rows' states."""
         for key, state in zip(keys, states, strict=True):
             room = self._room(key)
             room.flatten(0, 1).index_copy_(0, entries.to(room.device), state)
@@ -238,7 +238,7 @@ class StatesOfRows:
             store.index_fill_(0, self.rows.to(store.device)[to_device(rows, store.device)], 0)
 
     def commit(self, length: Tensor, path: Path, active: Tensor) -> None:
-        """Keep the states after the last accepted node of each active row, and drop those of other nodes.
+        """Keep the states after the last accepted node of each active row, and drop the states after other nodes.
 
         `length` `[B]` int64 tokens are before each row's root; inactive rows keep their states.
         """

@@ -20,7 +20,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."  # of the names of weights, before the model's own
 
-# Fields of a config that change no number that is computed: they say how the adapter was found, trained or begun.
+# Fields of a config that do not affect the output: they record how the adapter was found, trained or initialized.
 _NEUTRAL = frozenset(
     {
         *("auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode"),
@@ -30,7 +30,7 @@ _NEUTRAL = frozenset(
     }
 )
 _READ = frozenset({"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"})
-# Ways to begin a training that leave the model's own weights as they are. Others make PEFT change them at loading.
+# Initializations that do not change the model's own weights. Others make PEFT change them at loading.
 _PLAIN_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
 _MEANINGS = {
     "use_dora": "DoRA",

@@ -36,7 +36,7 @@ def load_drafter(
         drafter: Directory, hub id or loaded drafter; None for the one inside the target's checkpoint.
         target: The target to draft for.
         revision: Revision of the merged checkpoint on the hub.
-        quantization: "fp8", or None to leave the weights as they are.
+        quantization: "fp8", or None for the stored weights.
 
     Returns:
         The drafter in evaluation mode, and the merged checkpoint's defaults, which are empty for a separate drafter.

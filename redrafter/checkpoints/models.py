@@ -106,7 +106,7 @@ def load_model(
         device: Device to move the model to; None leaves it where it is.
         trust_remote_code: Whether code in the checkpoint may run.
         caller: The `from_pretrained` whose argument an unknown keyword may be a misspelling of.
-        quantization: "fp8"; None to leave the weights as they are.
+        quantization: "fp8"; None for the stored weights.
         tp_size: Processes that share the model; all of them call this. 1 for a whole model.
         kwargs: For `from_pretrained` of transformers' auto class.
 
@@ -338,7 +338,7 @@ def check_splits(
 
 
 def split_device(device: Any) -> None:
-    """Raise `ArgumentError` for a device that a process cannot choose, as its rank says which GPU it has."""
+    """Raise `ArgumentError` for a device argument of a rank, since the rank determines the GPU."""
     if device is not None and str(device) != ("cuda" if torch.cuda.is_available() else "cpu"):
         raise ArgumentError(
             f"device={str(device)!r}: with tensor parallelism each process has its own device; leave it out"

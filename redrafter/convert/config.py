@@ -1,4 +1,4 @@
-"""Options of `redrafter convert`, including those of TensorRT-LLM's ReDrafter script under the same names.
+"""Options of `redrafter convert`, including the options of TensorRT-LLM's ReDrafter script under the same names.
 
 `redrafter.app.foreign_flags` lists the options of that script that have no effect here.
 """
@@ -73,7 +73,7 @@ class ConvertConfig:
     dtype: str | None = option(
         None,
         "number format of the drafter, and with --to trtllm of the base too (default: as stored; with --to trtllm, "
-        "that of the base)",
+        "the base's)",
         choices=("float32", "bfloat16", "float16"),
         type=dtype_word,
     )

@@ -136,7 +136,7 @@ class _Layer(nn.Module):
         self.mlp_conv = _Convolution(config) if convolved else None
 
     def forward(self, x: Tensor, position: Tensor, length: Tensor, context: LayerContext) -> Tensor:
-        """Apply the layer; the arguments are those of its attention."""
+        """Apply the layer; takes the arguments of its attention."""
         attend = partial(self.self_attn, position=position, length=length, context=context)
         for norm, sublayer, convolution in (
             (self.input_layernorm, attend, self.attention_conv),
@@ -340,7 +340,7 @@ class DFlashDrafter(ReplayableDrafter):
 
 @dataclass(frozen=True)
 class DFlashProposer(SearchProposer):
-    """Drafts with a drafter of blocks; the attributes are those of `SearchProposer`."""
+    """Drafts with a block drafter; has the attributes of `SearchProposer`."""
 
     drafter: DFlashDrafter
 

@@ -175,7 +175,7 @@ AutoConfig.register(DrafterConfig.model_type, DrafterConfig, exist_ok=True)
 
 
 class LayerConfig(AnyDrafterConfig):
-    """The fields of drafters with decoder layers, in addition to those of `AnyDrafterConfig`.
+    """The fields of drafters with decoder layers, in addition to `AnyDrafterConfig`'s.
 
     Attributes:
         intermediate_size: Width of the layers' MLPs.

@@ -55,7 +55,7 @@ class PastEntries(NamedTuple):
         return cls(EagleEntries(keys, values), torch.cat([part.bias for part in parts], dim=-1), parts[0].length)
 
     def at(self, row: Tensor, length: Tensor) -> "PastEntries":
-        """Return those of rows `[A]` int64 after `length` committed tokens of each, `[A]` int64, as A rows."""
+        """Return the entries of rows `[A]` int64 after `length` committed tokens each, `[A]` int64, as A rows."""
         position = torch.arange(self.bias.shape[-1], device=length.device)
         bias = _hide(position >= length[:, None] - 1)[:, None, None]
         return PastEntries(EagleEntries(*(part[row] for part in self.entries)), bias, length)
@@ -75,7 +75,7 @@ class _Layer(nn.Module):
 
 @register_drafter("EAGLE-3 head", "redrafter_eagle3")
 class EagleDrafter(TrainableDrafter):
-    """An EAGLE-3 head; the target's embedding table is shared, unless the head has one of its own."""
+    """An EAGLE-3 head; the target's embedding table is shared, unless the head has a table."""
 
     config_class = EagleConfig
     config: EagleConfig
@@ -306,7 +306,7 @@ ENTRIES_AT_ONCE = 512  # entries of a row; bounds the memory for reading them, i
 
 @dataclass(frozen=True)
 class EagleProposer(SearchProposer):
-    """Drafts with an EAGLE-3 head; the attributes are those of `SearchProposer`.
+    """Drafts with an EAGLE-3 head; has the attributes of `SearchProposer`.
 
     Keys and values of committed tokens are read from the target's cache; those of drafts live as long as the search.
     """

@@ -66,7 +66,7 @@ class Repeats:
         """Return whether the last LEAST_MATCH tokens of a text occur earlier in it, or in a piece of another one.
 
         Args:
-            tokens: The text, which begins with that of earlier calls.
+            tokens: The text, which begins with the text of earlier calls.
             piece: Tokens of another sequence. Earlier pieces are kept, as a search without a match is still correct.
         """
         if piece is not None and piece is not self._piece:
@@ -180,7 +180,7 @@ class TextBeside:
 
     @property
     def sizes(self) -> dict[str, int] | None:
-        """The other proposer's sizes, and those of the copied chain."""
+        """The other proposer's sizes and the copied chain's."""
         return (self.without_text.sizes or {}) | {"draft_from_text": self.draft_len}
 
     @cached_property
@@ -215,7 +215,7 @@ def graft(tree: Tree, drafts: Tensor) -> Tree:
     for the token after them, so siblings still differ.
 
     Args:
-        tree: A tree of N nodes, K levels deep, of which the next forward computes all.
+        tree: A tree of N nodes, K levels deep; the next forward computes all of them.
         drafts: The tokens that follow the pending one, `[B, K + L]` int64.
 
     Returns:

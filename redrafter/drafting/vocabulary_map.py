@@ -1,4 +1,4 @@
-"""A map from the target's tokens to those of a draft model with another vocabulary.
+"""A map from the target's tokens to a draft model's tokens, for draft models with another vocabulary.
 
 The draft model proposes tokens that both vocabularies have: those with the same bytes (token-level intersection, Timor
 et al. 2025). It reads any token of the target as one or several of its own tokens, its pieces. So its sequence has

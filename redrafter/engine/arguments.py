@@ -152,7 +152,7 @@ def check_modes(config: GenerationConfig, own: GenerationConfig) -> None:
 
     Args:
         config: The call's, as given or merged with the model's own.
-        own: The checkpoint's. The call did not choose its settings, so those of a cache or of drafts are ignored: they
+        own: The checkpoint's. The call did not choose its settings, so its cache and draft settings are ignored: they
             change no token, except a cache that rounds keys and values.
     """
     for name in (*_REFUSED, *_NOT_OURS):
@@ -359,7 +359,7 @@ def read_prepared(
     if any(images):
         target.images.check()
     of_images |= {name for row in images if row is not None for name in row.inputs}
-    # Rows with images have positions of their own kind, which `split_rows` has checked.
+    # Rows with images have multimodal positions, which `split_rows` has checked.
     text = torch.tensor([row is None for row in images])
     if positions is not None and not _count_tokens(positions.to(seen.device), seen, text):
         raise UnsupportedError("position_ids of your own cannot be honoured; leave them out")

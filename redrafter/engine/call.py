@@ -24,7 +24,7 @@ from redrafter.scheduler.sequence import SequenceDelta, Stats, TokenSequence
 
 @dataclass
 class GenerateStats(Stats):
-    """Statistics of a batch: totals, in which a row's step counts once for that row, and those of each row.
+    """Statistics of a batch: totals, which count a step once per row, and the statistics of each row.
 
     Attributes:
         rows: Statistics of each output row.

@@ -27,7 +27,7 @@ class Changeable:
     drafter: DrafterModel | None = None
     previous_drafter: Mapping[str, Tensor] | None = None
     memory: PagedMemory | None
-    lender: Any  # the engine whose memory is used in place of its own
+    lender: Any  # the engine whose memory is used instead of its own
 
     def __init__(self) -> None:
         """Begin without a call, once `target` is set."""

@@ -89,7 +89,7 @@ class Engine(Changeable):
 
     def __new__(cls, *parts: Any, **keywords: Any) -> "Engine":
         """Refuse arguments that the constructor does not take, such as a model alone, and name `from_pretrained`."""
-        # In `__new__`, since subclasses have constructors of their own.
+        # In `__new__`, since subclasses define their own constructors.
         check_parts(cls, parts, keywords)
         return super().__new__(cls)
 

@@ -29,7 +29,7 @@ LOGITS_SHARE = 0.25  # share of the free memory that logits of a step may take
 
 
 def measure_step_costs(memory: PagedMemory, search: SearchProposer) -> StepCosts:
-    """Time steps of a target without drafts and with those of a search, on a paged cache. Every rank calls it.
+    """Time steps of a target with and without drafts, on a paged cache. Every rank calls it.
 
     Args:
         memory: Paged memory of the target.

@@ -58,7 +58,7 @@ def define_kind(kind: DrafterKind) -> None:
 
 
 def drafter_kinds() -> dict[str, DrafterKind]:
-    """Return the kinds of drafters by `model_type`: this package's, those of entry points, and those defined so far.
+    """Return the kinds of drafters by `model_type`: this package's, entry points', and kinds defined so far.
 
     Raises:
         ArgumentError: An entry point names no module that registers a drafter, a registration cannot be read, or two

@@ -80,7 +80,7 @@ def read_safetensors(files: Sequence[Path]) -> dict[str, Tensor]:
 
 
 def _read_tensors(path: Path, file: FileIO, size: int) -> dict[str, Tensor]:
-    """Read the tensors of a file of so many bytes: https://github.com/huggingface/safetensors, "Format"."""
+    """Read the tensors of a file of `size` bytes: https://github.com/huggingface/safetensors, "Format"."""
 
     def read_into(data: Any) -> None:
         view = memoryview(data)

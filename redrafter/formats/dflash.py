@@ -59,7 +59,7 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTen
     window, has = getattr(layer, "sliding_window", None), tensors.__contains__
     if window is not None and layer.model_type != "qwen3":
         window += 1  # transformers' bidirectional window does not count the position itself
-    # Without a head of its own, a drafter uses the base's, which has all ids.
+    # A drafter without a head uses the base's, which has all ids.
     draft_vocab_size = config.get("draft_vocab_size") or layer.vocab_size if has(HEAD) else None
     whole = draft_vocab_size in (None, layer.vocab_size)
     vocab_size = getattr(layer, "vocab_size", None) or needed("vocab_size")

@@ -52,7 +52,7 @@ def _unit(scale, SOFTCAP: tl.constexpr):
 def _update_softmax(scores, unit, v, top, total, acc):
     """Add one tile of keys to an online softmax."""
     new_top = tl.maximum(top, tl.max(scores, 1) * unit)
-    # A tile without any visible key must leave the state as it is, and -inf - -inf is NaN.
+    # A tile without any visible key must not change the state, and -inf - -inf is NaN.
     anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores * unit - anchor[:, None])
     shrink = tl.exp2(top - anchor)
@@ -318,7 +318,7 @@ class _Tiling(NamedTuple):
     Attributes:
         queries: Queries per tile.
         keys: Keys per tile.
-        splits: Splits of a row, the last of which is the tree.
+        splits: Splits of a row; the last one is the tree.
         stages: Pipelined tiles of keys and values.
         warps: Warps of a program; 8 with one stage only: Triton 3.6 has pipelined such loops with a race, in 1 of 3
             rows of a prompt.

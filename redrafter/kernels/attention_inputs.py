@@ -76,7 +76,7 @@ class AttentionInputs:
         window: Positions that a token sees, back from its own; 0 for all.
         softcap: Bound of the scores; 0 for none.
         sinks: Score of each head's attention sink, `[Hq]`; None for none.
-        chunk_size: Positions of a chunk, outside of which a token sees nothing; 0 for no chunks.
+        chunk_size: Positions of a chunk; a token sees nothing outside of its chunk. 0 for no chunks.
     """
 
     query: Tensor

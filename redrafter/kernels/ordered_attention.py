@@ -88,7 +88,7 @@ def _update_softmax(q, k, v, visible, top, total, acc, scale, SOFTCAP: tl.conste
         x = SOFTCAP * (2 * tl.sigmoid(2 / SOFTCAP * x) - 1)  # tanh
     x = tl.where(visible, x * LOG2E, float("-inf"))
     new_top = tl.maximum(top, tl.max(x, 1))
-    # A tile without any visible key must leave the state as it is, and -inf - -inf is NaN.
+    # A tile without any visible key must not change the state, and -inf - -inf is NaN.
     anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(x - anchor[:, None]).to(v.dtype)
     shrink = tl.exp2(top - anchor)
@@ -108,7 +108,7 @@ def _fold(top, total, acc, split_top, split_total, split_acc):
 
 @triton.jit
 def _finish(top, total, acc, SINKS, q_of, live, HAS_SINKS: tl.constexpr):
-    """Return the attention of queries, some of which may have been spent on sinks."""
+    """Return the attention of queries; sinks may have taken part of the softmax."""
     if HAS_SINKS:
         sink = tl.load(SINKS + q_of, live, 0.0).to(tl.float32) * LOG2E
         ones = tl.full(total.shape, 1.0, tl.float32)
@@ -351,7 +351,7 @@ def _attend_chain_kernel(
     end = n + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, count)  # end of the last position seen
     low = _first_tile(n + tile * BLOCK_M // GROUP, WINDOW)
     top, total, acc = _empty_softmax(BLOCK_M, BLOCK_DV)
-    # The order of the sums is that of `_attend_nodes_kernel`: by tiles within a split, then by splits.
+    # Sums are in the order of `_attend_nodes_kernel`: by tiles within a split, then by splits.
     while low < end:
         high = tl.minimum(_split_end(low), end)
         split_top, split_total, split_acc = _empty_softmax(BLOCK_M, BLOCK_DV)
@@ -401,7 +401,7 @@ def ordered_attention(inputs: AttentionInputs) -> Tensor:
 
     block_m = _block_m(nodes * group, wide)
     tiles, parts = triton.cdiv(nodes * group, block_m), _parts(blocks * BLOCK_SIZE)
-    # Splits in programs of their own fill a device with few rows; with many, their results only cost memory.
+    # Splits in separate programs fill a device with few rows; with many, their results only cost memory.
     folded = 2 * rows * heads * tiles > TARGET_PROGRAMS or out.numel() * parts * 4 > MAX_PART_BYTES
     programs, parts = (1, 2) if folded else (parts, parts)
     part = query.new_empty(out.numel() * parts, dtype=torch.float32)

@@ -36,7 +36,7 @@ def gumbel(stream: Tensor, vocab: int) -> Tensor:
 
     Args:
         stream: Start of the noise of each position, `[B, P]` int64 (`redrafter.sampling.noise.streams`).
-        vocab: V; the noise is that of token ids 0 to V - 1.
+        vocab: V; the noise belongs to token ids 0 to V - 1.
     """
     out = torch.empty(*stream.shape, vocab, dtype=torch.float32, device=stream.device)
     grid = (stream.numel(), triton.cdiv(vocab, CHUNK))

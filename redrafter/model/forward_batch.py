@@ -33,7 +33,7 @@ class ForwardBatch:
     Attributes:
         tree: The trees, M new nodes each.
         length: Committed tokens of each row, `[B]` int64.
-        cache: Keys and values of the rows; receives those of the new nodes, and its pool those of the chunks.
+        cache: KV cache of the rows, which stores the new nodes; its pool stores the chunks.
         logits_index: Index of the one new node of each row at which to compute the head, `[B]` int64; None for all M.
         inputs: The number of each row that a feature reads, `[B]` int64, by feature; a feature that no row uses is left
             out. `IMAGES`: offset from the slots of the row's tokens to their positions, as an image has other numbers
@@ -79,7 +79,7 @@ class ForwardBatch:
         return self.tree.verified_nodes()
 
     def flat(self, of_rows: Tensor, of_chunks: Tensor | None) -> Tensor:
-        """Return a value for each of T tokens: those of new nodes, `[B, M]` or `[B, 1]`, and those of chunks."""
+        """Return a value for each of T tokens: first of new nodes, `[B, M]` or `[B, 1]`, then of chunks."""
         of_nodes = of_rows.expand(-1, self.tree.new).flatten()[self.nodes]
         return of_nodes if of_chunks is None else torch.cat([of_nodes, of_chunks])
 
@@ -116,7 +116,7 @@ class Prompts:
         tokens: Each row's prompt, padded on the right with arbitrary ids, `[B, P]` int64.
         starts: Number of each row's tokens that the cache holds already.
         ends: Position to stop before in each row, after its start.
-        cache: Keys and values of the rows; receives those of the tokens.
+        cache: KV cache of the rows, which stores the tokens.
         inputs: As in `ForwardBatch`; `ROPE_BY_LENGTH` defaults to `ends`.
     """
 

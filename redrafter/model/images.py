@@ -254,7 +254,7 @@ class ImageReader:
         Args:
             ids: The prompt, and the tokens generated before the row was preempted, `[1, P]` int64.
             prompt: The model's inputs in addition to the ids of the prompt.
-            cache: Keys and values of one row; receives those of all P tokens.
+            cache: KV cache of one row, which stores all P tokens.
             adapters: Slot of the row's adapter, `[1]` int64; None for the model alone.
 
         Returns:

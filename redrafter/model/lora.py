@@ -1,4 +1,4 @@
-"""LoRA adapters of a model: a low-rank product for each token of a forward, with the weights of its own adapter.
+"""LoRA adapters of a model: a low-rank product for each token of a forward, with the weights of its row's adapter.
 
 The weights of all adapters of a layer are concatenated into two matrices, slot by slot. A forward multiplies its tokens
 by the first matrix, keeps for each token the columns of its own slot, and multiplies by the second one. So all shapes
@@ -95,7 +95,7 @@ def _check_layers(model: nn.Module, weights: LoraWeights) -> None:
         if (a.shape[1], len(b)) != (widths := _widths(layer)):
             raise MismatchError(
                 f"{weights.source} was made for another model: its {name} reads {a.shape[1]} numbers and writes "
-                f"{len(b)}, that of {type(model).__name__} reads {widths[0]} and writes {widths[1]}"
+                f"{len(b)}; in {type(model).__name__} it reads {widths[0]} and writes {widths[1]}"
             )
 
 

@@ -35,7 +35,7 @@ class _StandIn(nn.Module):
     def __init__(self, mixer: Mixer, running: Running):
         super().__init__()
         self.name, self.at = mixer.tokens_argument, mixer.parameters.index(mixer.tokens_argument)
-        # Above the numbers of all living stand-ins, since a compiled forward contains the number of its own.
+        # Above the numbers of all living stand-ins, since a compiled forward contains the number of its stand-in.
         self.number = 1 + max(_STAND_INS.keys(), default=0)
         self._mixer, self._forward, self._running = mixer, mixer.module.forward, running
         _STAND_INS[self.number] = self

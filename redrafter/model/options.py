@@ -14,7 +14,7 @@ class ModelOptions:
     )
     batch_invariant: bool = option(
         False,
-        "write the same text in any batch, bit for bit, whatever is drafted and however prompts are chunked; slower, "
+        "make outputs independent of the batch, bit for bit, and of drafts and prompt chunks; slower, "
         "and on a GPU only for a compiled model",
     )
     max_loras: int = option(4, "LoRA adapters that may be loaded at once", check=whole(1), commands=("serve",))

@@ -1,4 +1,4 @@
-"""Temporary changes of a model during one forward, and detection of its owner's changes between two.
+"""Temporary changes of a model during a forward, and detection of the owner's changes between forwards.
 
 A model is used unchanged, and all threads share its modules. So all changes that a forward makes to them (hooks,
 stand-ins for modules, other forwards, entries of configs) go through a `ModelPatch`, which reverts them in reverse
@@ -26,7 +26,7 @@ MODEL_ERRORS = (TypeError, ValueError, RuntimeError, IndexError, KeyError, Attri
 CompiledPart: TypeAlias = tuple[nn.Module, str, Any]
 """A module, its attribute that `torch.compile` has set, and its uncompiled value."""
 
-# Hooks of this library are managed by it, and those of transformers record outputs where its own calls request them.
+# This library manages its own hooks, and transformers' hooks record outputs only for its own calls.
 _KNOWN_HOOKS = ("redrafter.", "transformers.")
 
 
@@ -72,7 +72,7 @@ class ModelPatch:
             undo(*args)
 
     def put(self, entries: dict[str, Any], name: str, value: Any) -> None:
-        """Replace an entry of a module's own tables, such as `vars(module)` or those of its children and buffers."""
+        """Replace an entry of a module's own tables, such as `vars(module)` or the tables of children and buffers."""
         undo = (entries.__setitem__, name, entries[name]) if name in entries else (entries.__delitem__, name)
         self._undo.append(undo)
         entries[name] = value

@@ -138,7 +138,7 @@ class SelfTest:
             far: Also run far trials, for which `shapes` must be what transformers' own cache stores.
 
         Raises:
-            UnsupportedError: The model cannot run a tree, or its logits differ from those of plain forwards.
+            UnsupportedError: The model cannot run a tree, or its logits differ from plain forwards.
         """
         self._compare(self._near, shapes, new_cache, self._native_tolerance)
         if states_of(shapes):  # a prompt that is read whole computes them by other code
@@ -318,7 +318,7 @@ def far_lengths(config: Any, context: int | None, shapes: Sequence[LayerShape]) 
 
 
 def _position_limits(entries: Mapping[str, Any], inside: bool = False) -> Iterator[int]:
-    """Yield the positive integers of a config whose name, or that of an enclosing entry, matches `POSITION_LIMITS`."""
+    """Yield the positive integers of a config whose name, or an enclosing entry's, matches `POSITION_LIMITS`."""
     for name, value in entries.items():
         matches = inside or bool(POSITION_LIMITS.search(str(name)))
         if isinstance(value, Mapping):

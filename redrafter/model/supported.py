@@ -72,7 +72,7 @@ def base_of(model: Any) -> Any:
     if any(getattr(config, "alora_invocation_tokens", None) for config in configs):
         raise UnsupportedError(
             f"{type(model).__name__} has an activated LoRA (alora_invocation_tokens), which changes only the tokens "
-            "after those that invoke it, and a step has no place to say which; use LoRA without alora_invocation_tokens"
+            "after those that invoke it, which a step cannot express; use LoRA without alora_invocation_tokens"
         )
     if not in_layers:
         kinds = ", ".join(sorted({config.peft_type.value for config in configs}))
@@ -120,8 +120,8 @@ def check_supported(model: Any, name: str) -> None:
     named = any(alibi) or hasattr(model.get_decoder(), "build_alibi_tensor")
     if named and not any(map(has_alibi, model.modules())):
         raise UnsupportedError(
-            f"{name} has ALiBi attention in code of its own, whose bias follows from a token's slot in a 2-D mask; the "
-            "nodes of a tree need positions of their own, so load it without trust_remote_code if transformers knows it"
+            f"{name} has ALiBi attention in custom code, whose bias follows from a token's slot in a 2-D mask; the "
+            "nodes of a tree need separate positions, so load it without trust_remote_code if transformers knows it"
         )
 
 

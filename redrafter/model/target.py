@@ -195,7 +195,7 @@ class Target(BoundModel):
         self.note_state()
 
     def note_state(self) -> None:
-        """Take the model's weights and code as they are now, so that `follow_changes` finds later changes alone."""
+        """Record the model's current weights and code, so that `follow_changes` finds only later changes."""
         self._state, self._watch = ModelState.of(self.model), ModelWatch(self.model)
         self.compiled_parts = self._state.compiled
 
@@ -331,7 +331,7 @@ class Target(BoundModel):
         Args:
             tokens: The texts of all rows, `[B, P]` int64.
             marked: The rows that are read again, `[B]` bool.
-            cache: Keys and values of all rows; those of the rows that are read again are replaced.
+            cache: KV cache of all rows; the rows that are read again are replaced.
             inputs: As in `ForwardBatch`.
         """
         assert self.reread_from is not None, "the model has no rope that switches"

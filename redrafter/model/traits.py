@@ -66,7 +66,7 @@ class AttentionProbe:
     def record(self, layer: int, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
         """Record the keys and values `[B, heads, T, dim]` and the mask that a layer's attention function received."""
         source = next((first for first, k, v in self.given if k is key and v is value), None)
-        # The tensors themselves are kept: an id alone could be that of a later tensor at the same address.
+        # The tensors themselves are kept: an id alone could belong to a later tensor at the same address.
         self.given.append((layer, key, value))
         if source is None:
             self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
@@ -232,9 +232,7 @@ def _by_name(by_layer: tuple[AttentionKind, ...] | None, config: object) -> dict
     names = getattr(config, "layer_types", None) or ()
     by_name = dict(zip(names, by_layer, strict=False))
     if tuple(by_name.get(name) for name in names) != by_layer:
-        raise UnsupportedError(
-            "its layers have different masks, and config.layer_types does not say which layer has which"
-        )
+        raise UnsupportedError("its layers have different masks, and config.layer_types does not assign them to layers")
     for name, mask_name in _MASK_NAMES.items():
         if name in by_name:
             by_name.setdefault(mask_name, by_name[name])
@@ -242,7 +240,7 @@ def _by_name(by_layer: tuple[AttentionKind, ...] | None, config: object) -> dict
 
 
 def find_mixers(model: Any, config: Any, ids: Tensor, name: str) -> list[Mixer]:
-    """Return the modules of a model that keep recurrent states; arguments and errors are those of `learn_traits`."""
+    """Return the modules of a model that keep recurrent states. Arguments and errors are as in `learn_traits`."""
     argument = cache_argument(model.forward)
     cache = DynamicCache(config=config)
     if argument is None or not any(isinstance(layer, _RECURRENT) for layer in cache.layers):

@@ -50,15 +50,15 @@ class BoundModel:
         ranks: The processes that compute the model together, each its own heads.
         features: What it has of features that others may exclude, such as batch invariance.
         lock: Held while anything is set on the model, by any forward of any target on it.
-        compiled_parts: Parts that the model's owner has compiled, which run as they are written in our calls: they
+        compiled_parts: Parts that the model's owner has compiled, which run uncompiled in our calls: they
             know neither the hooks nor the shapes of these.
         rope: Its rope, where the frequencies follow from the length of a text; else None.
         fixed_rope_context: Tokens of a text up to which its rope frequencies never change, or its context; None for no
             limit.
         aux_layers: Decoder layers whose outputs follow the last hidden states; None before a drafter reads some.
         aux_modules: These layers.
-        drafter_layer: What a drafter stores of every token beside the model's keys and values; None for nothing.
-        adapters: LoRA adapters that are loaded beside it.
+        drafter_layer: What a drafter stores of every token in addition to the model's keys and values, or None.
+        adapters: LoRA adapters that are loaded for it.
         varlen: Whether the model is decoded by the varlen forward, on a paged cache and in captured steps. Whoever
             spreads it over processes, or wants it on a CPU, says otherwise.
         image_arguments: Names of arguments of `generate` that give the model images; none where it takes none.
@@ -133,7 +133,7 @@ class TreeForward(ABC):
             self._index, self._written, self._head_inputs, self._aux_outputs = None, None, (), ()
 
     def _record_head_input(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """Record the hidden states of all tokens, and pass only those of selected ones on to the LM head.
+        """Record the hidden states of all tokens, and pass only selected ones on to the LM head.
 
         This is a forward pre-hook of the head, so logits are computed for these tokens alone.
         """

@@ -125,7 +125,7 @@ class VarlenForward(TreeForward):
 
         # 3. Run the model. A drafter's keys and values of the tokens are stored with the model's.
         mixing = mixer_plan(batch, padded=False) if self._mixers else None
-        # A compiled forward cannot ask which thread calls it, so only the lock keeps those of other threads apart.
+        # A compiled forward cannot ask which thread calls it, so only the lock keeps other threads' calls apart.
         with bound.lock, self._attending(ATTENTION_NAME, plan, mixing, keep, threads_apart=False):
             logits, hidden = self._run(ids, positions, head_index, plan, prompt, keep)
         hidden = hidden[: tokens[0]]
@@ -207,7 +207,7 @@ class VarlenForward(TreeForward):
         self.compile(False)
 
     def compile(self, compiled: bool = True) -> None:
-        """Run later calls compiled by torch.compile, or as they are written."""
+        """Enable or disable torch.compile for later calls."""
         self._run, self._operators = self._plain, None
         if not compiled:
             return
@@ -248,7 +248,7 @@ class VarlenForward(TreeForward):
         return out.logits[0], self._recorded_hidden()[0]
 
     def _kept_columns(self, adapters: Tensor, count: int) -> Tensor:
-        """Return which columns of the adapters' stacks each of `count` tokens keeps, of which the last are padding."""
+        """Return which columns of the adapters' stacks each of `count` tokens keeps; the last ones may be padding."""
         return pad(self.bound.adapters.loaded.keep(adapters), (0, 0, 0, count - len(adapters)))
 
     def _new_positions(self) -> Tensor:

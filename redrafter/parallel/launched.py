@@ -4,7 +4,7 @@ import os
 
 
 def launched_processes() -> int:
-    """Return how many processes torchrun has started, of which this is one; 1 without torchrun."""
+    """Return the number of processes that torchrun has started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
 
 

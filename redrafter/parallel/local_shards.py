@@ -25,7 +25,7 @@ _AS_IT_IS = ("replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "lo
 
 
 class SplitLinear(nn.Module):
-    """A linear layer of which each rank computes a shard; its output is the same on every rank, bit for bit.
+    """A linear layer split into one shard per rank; its output is the same on every rank, bit for bit.
 
     Attributes:
         ranks: The ranks.

@@ -65,7 +65,7 @@ class PendingReport:
         self._done: torch.cuda.Event | None = None
         self._host = numbers
         if numbers.is_cuda:
-            # Pinned memory of its own: later copies may arrive before this one is read.
+            # Separate pinned memory: later copies may arrive before this one is read.
             self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._host.copy_(numbers, non_blocking=True)
             self._done = torch.cuda.Event()

@@ -43,7 +43,7 @@ class _Texts:
 
     def add(self, number: int, text: Sequence[int]) -> None:
         self.texts[number] = array("i", text)
-        # Positions of later sequences replace those of earlier ones: the latest continuation is the likeliest.
+        # Later sequences replace the positions of earlier ones: the latest continuation is the likeliest.
         self.places |= {key: (number, end) for key, end in _keys(text)}
         self.tokens += len(text)
         while self.tokens > MOST_TOKENS_OF_SALT:

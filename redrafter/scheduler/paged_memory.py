@@ -48,9 +48,9 @@ class PagedMemory:
         blocks: Which blocks are free, taken, and hold a prefix.
         draft_blocks: The same for a draft model with another vocabulary, unused with any other; None without one.
         host: Host blocks that receive the contents of evicted `blocks`; None drops them.
-        draft_host: The same for those of `draft_blocks`.
+        draft_host: The same for `draft_blocks`.
         capturer: Captures steps over this memory.
-        lock: Guards `blocks`, and whatever is launched, against schedulers in several threads: graphs share memory, so
+        lock: Guards `blocks` and launches against schedulers in several threads: graphs share memory, so
             a step's output must be copied before another step is launched.
         released: Condition on `lock`, notified when blocks are given back or `turns` changes.
         turns: Those who wait for blocks that others hold, the first to come first. While anyone waits, nobody else
@@ -129,7 +129,7 @@ class PagedMemory:
             states.copy_row(block_table.state_row, block_table.restored)
 
     def copy_blocks(self) -> None:
-        """Launch pending copies between device and host, after blocks were handed out and before they are used.
+        """Launch pending copies between device and host, after blocks were allocated and before they are used.
 
         Hold the lock. If a copy fails, all prefixes are forgotten, as their contents are unknown.
         """
@@ -246,7 +246,7 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
     from torch._dynamo import config as dynamo_config  # takes seconds to import
 
     keep_kernels()
-    # Unequal sizes (3 rows, 7 nodes, 5 blocks) let a compiler mark each as a dimension of its own.
+    # Unequal sizes (3 rows, 7 nodes, 5 blocks) let a compiler mark each as a separate dimension.
     zeros = torch.zeros(3, 7, dtype=torch.long, device=target.device)
     cache = PagedCache(store, torch.zeros(3, 5, dtype=torch.int32, device=target.device))
     forward = partial(target.verify, ForwardBatch(chain(zeros), zeros[:, 0], cache))
@@ -278,8 +278,8 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
             ) from error
         target.varlen_forward.compile(False)
         warnings.warn(
-            f"{target.name} cannot be compiled ({first_line(error)}): its steps are captured as they are, slower; "
-            "compile=False avoids this warning",
+            f"{target.name} cannot be compiled ({first_line(error)}): its steps are captured uncompiled, which is "
+            "slower; compile=False avoids this warning",
             stacklevel=2,
         )
         return
@@ -299,7 +299,7 @@ def tables_of(sequences: Sequence[TokenSequence]) -> list[BlockTable]:
 
 
 def draft_tables_of(sequences: Sequence[TokenSequence]) -> list[BlockTable]:
-    """Return the block tables of sequences in the draft model's vocabulary, all of which have one."""
+    """Return the block tables of sequences in the draft model's vocabulary; all of them must have one."""
     tables = [sequence.draft_block_table for sequence in sequences if sequence.draft_block_table is not None]
     assert len(tables) == len(sequences), "a sequence has no blocks"
     return tables
@@ -325,7 +325,7 @@ class SequenceBlocks:
 
     @property
     def free(self) -> int:
-        """Number of blocks that could be handed out now."""
+        """Number of blocks that could be allocated now."""
         return self._memory.blocks.num_free_blocks
 
     def could_hold(self, sequence: TokenSequence, slots: int) -> bool:

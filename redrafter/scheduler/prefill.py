@@ -106,14 +106,14 @@ def choose_chunks(prefilling: Sequence[TokenSequence], budget: int, padded: bool
         plan.add(sequence, budget, whole=not chunked)
     forwards = [sorted(plan.counts.items(), key=lambda chunk: chunk[0].arrival)] if plan.counts else []
     oldest = prefilling[0]
-    # Without chunks, a prompt longer than the budget would never fit, so the oldest one has a forward of its own.
+    # Without chunks, a prompt longer than the budget would never fit, so the oldest one gets a separate forward.
     if oldest not in plan.counts and not chunked:
         forwards.append([(oldest, oldest.prefill_length - oldest.prefilled)])
     return forwards
 
 
 def padded_tokens(chunks: Sequence[Chunk], padded: bool) -> int:
-    """Count the tokens of a forward, with those of padding if it is padded."""
+    """Count the tokens of a forward, including padding."""
     counts = [count for _, count in chunks]
     return len(counts) * max(counts) if padded else sum(counts)
 
@@ -323,12 +323,12 @@ class Prefiller:
     @property
     def can_mix(self) -> bool:
         """Return whether steps can also read prompts: not where prompts are read whole or by a draft model too."""
-        # Recurrent layers read prompts row by row, in a forward of their own.
+        # Recurrent layers read prompts row by row, in a separate forward.
         may_mix = RECURRENT_STATES not in self._target.features and self._target.paged.ok
         return may_mix and self._draft_model is None and self._limits.chunked
 
     def fits_step(self, sequences: Sequence[TokenSequence], *, alone: bool) -> bool:
-        """Return whether one step can read all that is left of prompts; alone: without rows of its own."""
+        """Return whether one step can read the rest of all prompts; alone: without decoding rows."""
         room = (ROOMS_ALONE if alone else ROOMS)[-1]
         most = min(room * TOKENS_PER_CHUNK, self._limits.max_num_tokens)
         return len(sequences) <= room and _left(sequences) <= most
@@ -369,7 +369,7 @@ def read_drafts(prompts: Prompts, model: Target, cache: KVCache) -> None:
         return
     starts, ends = [max(start - 1, 0) for start in prompts.starts], [max(end - 1, 1) for end in prompts.ends]
     model.prefill(Prompts(tokens, starts, ends, cache))
-    # A prompt of one token leaves nothing to read before it, so its state is that of no token.
+    # A prompt of one token leaves nothing to read before it, so its state is the initial one.
     cache.states.forget([row for row, end in enumerate(prompts.ends) if end == 1])
 
 

@@ -195,7 +195,7 @@ class DenseRows:
         return self._make(rows, len(sequences), slots, draft_slots)
 
     def _make(self, rows: int, used: int, *slots: int) -> CachePair:
-        """Return empty caches for `rows` rows, of which the first `used` are active, with slots for each model."""
+        """Return empty caches for `rows` rows, the first `used` of them active, with slots for each model."""
         models = [model for model in (self._target, self._draft_model) if model is not None]
         caches: list[DenseCache] = [model.new_cache(rows) for model in models]
         for cache, count in zip(caches, slots, strict=False):

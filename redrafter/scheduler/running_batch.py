@@ -322,7 +322,7 @@ class RunningBatch:
             if self._chunk_buffers is None:
                 self._chunk_buffers = ChunkBuffers(self._positions // BLOCK_SIZE, self.target)
             room = self._chunk_buffers.load(chunks)
-        # A step without adapters skips their matrices, so it has a key of its own.
+        # A step without adapters skips their matrices, so it needs a separate key.
         version, stacks = 0, self.target.adapters.stacks
         if stacks is not None and (
             requirements.adapters or any(sequence.adapter is not None for sequence, _ in chunks)

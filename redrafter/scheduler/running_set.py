@@ -241,7 +241,7 @@ class RunningSet:
             return False
         # Chosen before `settle`, which may end sequences; the caller tries again if the choice has ended.
         chosen = self._next_to_preempt([other for other, _ in candidates])
-        # Its blocks may be handed out only once the tokens in flight are known.
+        # Its blocks may be allocated again only once the tokens in flight are known.
         settle()
         # `settle` read the tokens in flight, which may have ended it.
         if not chosen.ended:

@@ -118,7 +118,7 @@ class Scheduler:
         """Return the most tokens of a sequence that can be served."""
         bounds = [self.limits.max_seq_len, self.engine.target.context]
         if self._memory is not None:
-            # Block 0 is never handed out, and a last step writes past the sequence's end.
+            # Block 0 is never allocated, and a last step writes past the sequence's end.
             bounds.append((self._memory.store.num_blocks - 1) * BLOCK_SIZE - self.batch.overshoot)
         return min((bound for bound in bounds if bound is not None), default=sys.maxsize)
 

@@ -94,7 +94,7 @@ class SequenceDelta:
     Attributes:
         tokens: New tokens: accepted drafts and then the token that was drawn after them.
         accepted: Number of leading tokens that were drafts.
-        logprobs: Log-probability of each token, and those of the likeliest tokens by id; None unless requested.
+        logprobs: Log-probabilities of each token, and of the likeliest tokens by id; None unless requested.
         finish: Why the sequence ends here, or None if it continues.
         error: The exception, if `finish` is "error".
         drafted: Drafts that were verified, 0 where the other rows of the step left none; None for a first token and in
@@ -103,7 +103,7 @@ class SequenceDelta:
         copies: Number of verified drafts that were copied from the text.
         logits: The target's logits that the tokens were drawn from, `[count, V]`; None unless requested.
         scores: These logits after the sampler's processors, `[count, V]` float32; None unless requested.
-        overflowed: In a draw, whether the logits after these tokens, of which there may be none, are not finite.
+        overflowed: In a draw, whether the logits after these tokens, if any, are not finite.
     """
 
     tokens: Sequence[int]
@@ -130,7 +130,7 @@ class TokenSequence:
         sink: Called with every delta, in the thread of the engine.
         find_stop: Called with the tokens of a step; returns the index of the one that ends the sequence, or None.
         client: The client that requested the sequence. Clients share the server fairly.
-        priority: Sequences of lower numbers are served before those of higher ones, and take their slots and blocks.
+        priority: Sequences with lower numbers are served first, and may preempt sequences with higher ones.
         cache_salt: Only sequences with the same salt share blocks of the cache.
         adapter: LoRA adapter of its forwards; None for the model alone.
         index: Its index among the sequences of one call; 0 for a request of a server.

@@ -274,7 +274,7 @@ class FairQueue:
 
 
 class WaitingQueue:
-    """Waiting sequences by priority, those of the lowest number first: a `FairQueue` for each priority.
+    """Waiting sequences by priority, lowest number first: a `FairQueue` for each priority.
 
     Its calls take as long as those of a `FairQueue`, and grow with the logarithm of the number of priorities. Not safe
     to call from several threads at once.

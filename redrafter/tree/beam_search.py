@@ -74,7 +74,7 @@ def beam_search(
         expand: Scores the next tokens of every beam.
         beams: W, beams kept at each search step.
         depth: K, search steps.
-        nodes: Nodes to keep, the root included: those of highest cumulative log-probability.
+        nodes: Number of nodes to keep, including the root, by highest cumulative log-probability.
         ids: The target's id of each of the proposer's ids, `[V']` int64; None where they are the same.
         eligible: Rows that take drafts, `[B]` bool, whose drafts are counted by their likelihood; None to count none.
         shared: How many nodes of all eligible rows together to verify, as `share_nodes` describes; None to verify all

@@ -20,7 +20,7 @@ def count_likely(score: Tensor) -> Tensor:
     """Return how many of the drafts are at least as likely as each of J likelihoods, `[..., J]` int64.
 
     Args:
-        score: Log-probability of each draft's path, `[B, ...]`, of which the drafts of all B rows are counted together.
+        score: Log-probability of each draft's path, `[B, ...]`; drafts of all B rows are counted together.
     """
     return (score[..., None] >= _bounds(score.device)).sum(dim=0)
 

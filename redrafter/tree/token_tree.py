@@ -78,7 +78,7 @@ class Tree:
 
     @property
     def is_chain(self) -> bool:
-        """Return whether each row is a chain of which the next forward computes all nodes."""
+        """Return whether each row is a chain, and the next forward computes all of its nodes."""
         return not self.branches and self.new == self.tokens.shape[1]
 
     def row_starts(self) -> Tensor:
@@ -205,7 +205,7 @@ def eligible_scores(score: Tensor, eligible: Tensor) -> Tensor:
 
 
 def share_nodes(tree: Tree, score: Tensor, total: int) -> Tree:
-    """Let the rows of a tree share `total` nodes: those of highest score in all rows, and the root of each row.
+    """Let the rows of a tree share `total` nodes: the root of each row, and the highest scores of all rows.
 
     A row whose drafts are likely has more of them verified than another. Nodes that are left out do not change the
     output, as a draft counts only if it is what the target itself draws.
@@ -220,7 +220,7 @@ def share_nodes(tree: Tree, score: Tensor, total: int) -> Tree:
     """
     rows, nodes = score.shape
     first = torch.arange(nodes, device=score.device) == 0
-    # A root is kept whatever its row's score, as its logits give the row's next token.
+    # A root is kept for any score, as its logits give the row's next token.
     ranked = score.masked_fill(first, torch.inf).flatten()
     best = ranked.sort(descending=True, stable=True).indices[:total]  # on a tie, a parent before its child
     held = torch.zeros(rows * nodes, dtype=torch.long, device=score.device).index_fill_(0, best, 1).view(rows, nodes)
@@ -252,7 +252,7 @@ def nodes_by_level(tree: Tree) -> Tensor:
     beam = torch.arange(tree.width, device=depth.device)
     index = first[..., None] + beam  # [L, B, W]
     if tree.grafted:
-        # Grafted nodes come last whatever their depth, so their levels are not contiguous.
+        # Grafted nodes come last at any depth, so their levels are not contiguous.
         order = depth.argsort(dim=1, stable=True).expand(len(levels), -1, -1)  # [L, B, M]
         index = order.gather(2, index.clamp(max=new - 1))
     return torch.where(beam < count[..., None], index, new)

@@ -139,7 +139,7 @@ def test_an_entry_point_without_a_registration_is_refused_by_name(source, tmp_pa
 def test_a_registration_that_cannot_be_read_is_refused(arguments, tmp_path, monkeypatch, search_again):
     package(tmp_path, "unread", f"@register_drafter({arguments})\nclass Unread:\n    pass\n", monkeypatch)
     with pytest.raises(
-        ArgumentError, match=r"unread\.py has @register_drafter\(.*\), and its arguments must be strings"
+        ArgumentError, match=r"unread\.py has @register_drafter\(.*\), whose arguments must be string literals"
     ):
         drafter_kinds()
 

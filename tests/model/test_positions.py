@@ -71,5 +71,5 @@ def test_mpt_ends_where_its_table_of_biases_does():
 def test_alibi_in_code_that_is_not_known_is_refused():
     model = tiny_model("llama")
     model.config.alibi = True
-    with pytest.raises(UnsupportedError, match=r"has ALiBi attention in code of its own.*without trust_remote_code"):
+    with pytest.raises(UnsupportedError, match=r"has ALiBi attention in custom code.*without trust_remote_code"):
         Target(model)

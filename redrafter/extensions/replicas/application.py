@@ -77,7 +77,7 @@ def app(args: Mapping[str, Any]) -> "Application":
         )
     values = {}
     for name, value in args.items():
-        # Arguments of `serve run` are strings, whatever the type of the option.
+        # Arguments of `serve run` are strings, even for options of other types.
         if isinstance(value, str) and name in known and known[name].hint not in (str, str | None):
             with suppress(ValueError):  # a wrong type is reported below
                 value = json.loads(value.lower() if value in ("True", "False") else value)
@@ -158,7 +158,7 @@ def serve_replicas(
     except (ConnectionError, ValueError, RuntimeError) as error:
         where = replicas.ray_address or os.environ.get("RAY_ADDRESS") or "this machine"
         raise ArgumentError(f"there is no Ray cluster at {where}: give another --ray-address ({error})") from error
-    # After `ray.init`, which installs handlers of its own.
+    # After `ray.init`, which installs its own handlers.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: signalled.set())
     try:

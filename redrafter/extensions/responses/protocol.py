@@ -140,8 +140,8 @@ class Reasoning(Strict):
     """Reasoning options. The effort is passed to a chat template that reads it."""
 
     effort: str | None = None
-    summary: Annotated[None, refuse_with("leave it out: thoughts are told as they are")] = None
-    generate_summary: Annotated[None, refuse_with("leave it out: thoughts are told as they are")] = None
+    summary: Annotated[None, refuse_with("leave it out: thoughts are returned in full")] = None
+    generate_summary: Annotated[None, refuse_with("leave it out: thoughts are returned in full")] = None
 
 
 class ResponseStreamOptions(Strict):

@@ -434,7 +434,7 @@ class HarmonyMessages(ChatReader):
                     return True
             for end in self.ends:
                 yield from self._skip_literal(end)
-            # A thought without an end mark of its own ends with its message.
+            # A thought without an end mark ends with its message.
             if self.thought_spans and self.thought_spans[-1][1] > self._at:
                 self._end_thought()
             if recipient is None or recipient[1] in self._tools:

@@ -133,7 +133,7 @@ class Choice(ServedSequence):
         """Move the held characters that are certain to the text, and return them. At the end, all of them are."""
         found = [(index, stop) for stop in self._stops if (index := self._held.find(stop)) >= 0]
         if found:
-            # The earliest stop string wins, whatever their order in the request.
+            # The earliest stop string in the text wins, regardless of their order in the request.
             end, self.stop = min(found)
             ready, self._held = self._held[:end], ""
         else:

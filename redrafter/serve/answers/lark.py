@@ -222,7 +222,7 @@ class LarkWriter:
         return self.rule(f"/[a-zA-Z_][a-zA-Z0-9_]{{0,63}}/{others}", terminal=True)
 
     def unquoted(self, tool: CalledTool, argument: Argument, end: str, mark: str) -> str:
-        """Return an expression for a value as it is written without quotes, followed by its end.
+        """Return an expression for a value without quotes, followed by its end.
 
         Args:
             tool: The tool.
@@ -264,7 +264,7 @@ class LarkWriter:
         return f"({' | '.join(options)})"
 
     def _branches(self, tool: CalledTool, schema: Any, depth: int = 0) -> list[dict[str, Any]]:
-        """Split a schema into alternatives, each of which allows only strings or only values of other types."""
+        """Split a schema into alternatives that allow either strings or values of other types, not both."""
         self._spend(tool, _MAX_WORK >> 13)  # nested options could otherwise grow exponentially
         schema = resolve(schema, tool.parameters)
         for keyword in ("anyOf", "oneOf", "allOf"):

@@ -113,7 +113,7 @@ def create_app(
 
     stopping: dict[str, Any] = {
         "response_class": Response,
-        "responses": {503: {"description": "the server is stopping, or not ready as it is asleep"}},
+        "responses": {503: {"description": "the server is stopping or asleep"}},
     }
 
     @app.get("/health", **stopping)

@@ -5,8 +5,8 @@ seed, which the drafter's search shares. So the trees of all positions are propo
 as in decoding, and the steps are counted afterwards for many tree shapes.
 
 The lattice of a deep search starts with the lattice of a shallower search of equal width, and a node budget keeps its
-best nodes. So one search serves all shapes of one width. The kept nodes include all their ancestors: of the path that the
-base draws through the whole lattice, a prefix is kept.
+best nodes. So one search serves all shapes of one width. The kept nodes include all their ancestors, so of the path
+that the base draws through the whole lattice, a prefix is kept.
 """
 
 import copy
@@ -230,8 +230,8 @@ class ReplayStats(Stats):
 class ValidationTexts:
     """Texts that a base generates once, greedily, to measure any number of drafters.
 
-    They continue `prompts`, token ids, by at most `new_tokens` tokens each. `end_ids` end a text; None uses the generation
-    config's.
+    They continue `prompts`, token ids, by at most `new_tokens` tokens each. `end_ids` end a text; None uses the
+    generation config's.
     """
 
     def __init__(

@@ -166,7 +166,7 @@ def test_tools_are_called(choice, client, program):
         ("conversation", "conv_1", "nothing is stored"),
         ("background", True, "nothing is stored"),
         ("reasoning", {"effort": "low"}, "reasoning_effort"),
-        ("reasoning", {"summary": "auto"}, "thoughts are told as they are"),
+        ("reasoning", {"summary": "auto"}, "thoughts are returned in full"),
         ("include", ["message.output_text.logprobs"], "chat/completions"),
         ("prompt", {"id": "x"}, "not supported"),
         ("tools", [{"type": "web_search"}], "web_search cannot be read here: tools are run by the client"),
