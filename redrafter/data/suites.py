@@ -30,7 +30,7 @@ PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 @dataclass(frozen=True)
 class Question:
-    """A question of a suite: what a user says turn by turn, perhaps after a system message."""
+    """A question of a suite: the turns of a user, optionally after a system message."""
 
     row: Row  # has the messages of the system and the user
     category: str

@@ -120,7 +120,7 @@ class Changeable:
         self._derived_of = self.target.version
 
     def follow_changes(self, *, speculate: bool = True) -> None:
-        """Detect changes of the models since the last call, and rebuild what is derived from outdated weights.
+        """Detect changes of the models since the last call, and rebuild everything derived from outdated weights.
 
         Without `speculate`, only the target is checked.
 

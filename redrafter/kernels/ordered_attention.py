@@ -99,7 +99,7 @@ def _update_softmax(q, k, v, visible, top, total, acc, scale, SOFTCAP: tl.conste
 
 @triton.jit
 def _fold(top, total, acc, split_top, split_total, split_acc):
-    """Add what one split found to what the splits before it found."""
+    """Merge the result of one split into the result of the splits before it."""
     new_top = tl.maximum(top, split_top)
     anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
     old, new = tl.exp2(top - anchor)[:, None], tl.exp2(split_top - anchor)[:, None]

@@ -165,7 +165,7 @@ class Target(BoundModel):
         }
 
     def follow_changes(self) -> None:
-        """Take note of what the model's owner has changed since the last call: weights, hooks, forwards, adapters.
+        """Detect changes by the model's owner since the last call: weights, hooks, forwards, adapters.
 
         Raises:
             ArgumentError: The model is another one now, of another dtype, device or vocabulary, or a part of it is in

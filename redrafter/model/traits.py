@@ -318,7 +318,7 @@ def _tried(mixer: Mixer, given: Mapping[str, Any], returned: Any, cache: Cache, 
 
 
 def _takes_tokens_alone(mixer: Mixer, tokens: Tensor, returned: Any) -> bool:
-    """Return whether a mixer returns for `tokens` `[1, T, D]` alone what it `returned` with all of its arguments."""
+    """Return whether a mixer maps `tokens` `[1, T, D]` alone to `returned`, its output with all arguments."""
     if not isinstance(returned, Tensor) or (returned.shape, returned.dtype) != (tokens.shape, tokens.dtype):
         return False
     try:

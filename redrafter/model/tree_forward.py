@@ -28,7 +28,7 @@ from redrafter.model.supported import Support
 from redrafter.model.traits import ModelTraits
 from redrafter.parallel.ranks import Ranks
 
-# One lock a model, for all forwards of all targets on it: what one sets on the model, another must not take down.
+# One lock a model, for all forwards of all targets on it: one must not undo another's changes of the model.
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 
 
@@ -61,7 +61,7 @@ class BoundModel:
         adapters: LoRA adapters that are loaded for it.
         varlen: Whether the model is decoded by the varlen forward, on a paged cache and in captured steps. Whoever
             spreads it over processes, or wants it on a CPU, says otherwise.
-        image_arguments: Names of arguments of `generate` that give the model images; none where it takes none.
+        image_arguments: Names of `generate`'s arguments for images; empty for a text-only model.
     """
 
     name: str

@@ -138,7 +138,7 @@ class VarlenForward(TreeForward):
             new_slots = slots(batch.row_slots, 0)
             bound.drafter_layer.write(cache, new_slots, lambda: slots(batch.row_slots_before, 1), *tokens[1:], hidden)
 
-        # 4. Divide what the head gave between the rows and the chunks.
+        # 4. Split the head's output between rows and chunks.
         logits = logits[: len(index)]
         ends = None if chunks is None else ChunkEnds(logits[of_nodes:], hidden[index[of_nodes:]])
         if batch.logits_index is not None:

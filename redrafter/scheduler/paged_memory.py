@@ -342,7 +342,7 @@ class SequenceBlocks:
         return not turns or turns[0] is self
 
     def wait(self) -> None:
-        """Wait in turn for blocks that others hold, but not for long. The caller's own sequences hold none."""
+        """Wait briefly, in turn, for blocks that other schedulers hold; the caller's own sequences hold none."""
         with self._memory.released:
             if self not in self._memory.turns:
                 self._memory.turns.append(self)

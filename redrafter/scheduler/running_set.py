@@ -37,7 +37,7 @@ class RunningSet:
 
     Attributes:
         prefilling: Sequences with a slot whose prompts are being read, in the order of their admission.
-        preempted: Number of sequences put back into the queue so far.
+        preempted: Number of preemptions so far.
     """
 
     def __init__(self, batch: RunningBatch, blocks: SequenceBlocks | None, finished: FinishedTexts | None = None):

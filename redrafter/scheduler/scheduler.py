@@ -155,7 +155,7 @@ class Scheduler:
 
     @property
     def preempted(self) -> int:
-        """Number of sequences put back into the queue so far."""
+        """Number of preemptions so far."""
         return self._running.preempted
 
     def submit(self, *sequences: TokenSequence) -> None:
@@ -203,7 +203,7 @@ class Scheduler:
         values are recomputed where the change makes them invalid; while the engine sleeps, they wait.
 
         Raises:
-            ReDrafterError: The change cannot be made now; the engine is unchanged, but sequences were put back.
+            ReDrafterError: The change cannot be made now; the engine is unchanged, but sequences were preempted.
         """
         # Tokens in flight were drawn with the old weights, and must be appended before these change.
         self.settle()

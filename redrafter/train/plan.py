@@ -80,7 +80,7 @@ def describe_plan(config: TrainConfig, windows: Windows, processes: int) -> list
 
 
 def describe_recipe(config: TrainConfig, base: PreTrainedModel, drafter: TrainableDrafter) -> list[str]:
-    """Return lines with the recipe that a training follows, the form it makes, and what was measured of it.
+    """Return lines with the recipe that a training follows, the form it makes, and its measurements.
 
     Without a recipe the line names the one that suits the base's size. A drafter that is trained further follows none.
     """

@@ -12,7 +12,7 @@ SMALL_BASE = 1_000_000_000  # parameters; the recipes were measured at 135M, so 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Options of a training, what they suit, and what they gave where they were measured."""
+    """Options of a training, the bases that they suit, and the result that was measured with them."""
 
     suits: str
     options: dict[str, Any]  # values of `TrainConfig`'s fields, for those that neither a flag nor a file sets

@@ -72,7 +72,7 @@ def test_files_beside_the_model_are_read_first(capsys, tmp_path):
     # Who may come in, and what code runs, is not for whoever made a model to say.
     assert (options["host"], options["trust_remote_code"]) == ("127.0.0.1", False)
     assert "host cannot be set in a file of a model's directory" in err
-    assert "trust_remote_code is not read" in err
+    assert "trust_remote_code cannot be set" in err
     assert "tokenizer means nothing here: the tokenizer comes from the model's directory" in err
     (tmp_path / "own.json").write_text('{"max_batch_size": 14}')
     assert printed(capsys, "--config", str(tmp_path / "own.json"), str(tmp_path))["max_batch_size"] == 14

@@ -92,7 +92,7 @@ def load_pair(request: LoadEngine) -> Pair:
     speculate = request.options.speculate and can_draft(request.load, request.draft)
     if request.options.speculate and not speculate:
         _LOG.warning(
-            "%s comes without a drafter, so texts are written plainly: --drafter D, --draft-model D or --prompt-lookup "
+            "%s has no drafter, so decoding is not speculative: --drafter D, --draft-model D or --prompt-lookup "
             "makes it faster",
             request.load.model,
         )
@@ -118,7 +118,7 @@ def _describe(pair: Pair, scheduler: Scheduler, options: ServeOptions) -> tuple[
         f"{target.name}, {dtype_name(target.dtype)} on {target.device}{weights}{invariant}; {drafts}",
         *([] if tuning is None else [f"trees by {tuning.describe()}"]),
         *adapters,
-        f"up to {options.max_batch_size} texts at once, of up to {scheduler.longest} tokens; "
+        f"up to {options.max_batch_size} sequences at once, of up to {scheduler.longest} tokens; "
         f"{scheduler.memory.blocks.num_blocks * 16:,} tokens of keys and values{stored}{on_host}",
     )
 

@@ -143,7 +143,7 @@ def check_access(scope: Scope, policy: AccessPolicy) -> None:
     if b"host" in headers and path not in HEALTH_PATHS:
         host = host_of(headers[b"host"].decode("latin-1"))
         if not policy.knows_host(host):
-            raise ApiError(403, f"this server is not called {host!r}; --allowed-hosts says what it is called")
+            raise ApiError(403, f"{host!r} is not a name of this server; --allowed-hosts adds names")
     if scope["method"] not in READING_METHODS and _is_foreign(headers):  # browsers send such requests for any page
         origin = headers.get(b"origin", b"").decode("latin-1")
         if origin not in policy.origins and "*" not in policy.origins:
