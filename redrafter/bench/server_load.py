@@ -50,7 +50,7 @@ class Completion:
             if error := event.get("error"):
                 raise RequestFailedError(f"in the stream: {error.get('message') if isinstance(error, dict) else error}")
             if event.get("choices"):
-                # Chunks without text count too: servers send tokens of incomplete characters so.
+                # Chunks without text count too: they carry tokens of incomplete characters.
                 self.chunk_times.append(now)
                 choice = event["choices"][0]
                 if text := choice.get("text") or choice.get("delta", {}).get("content"):

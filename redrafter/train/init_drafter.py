@@ -231,7 +231,7 @@ def _prepare_eagle(drafter: EagleDrafter, model: PreTrainedModel, draft_ids: Ten
     width, head = drafter.config.width, gather_tensor(model.get_output_embeddings().weight)
     for product in (drafter.fc, drafter.midlayer.self_attn.o_proj, drafter.midlayer.mlp.down_proj):
         product.weight *= 0.1  # keep random outputs small compared with the residual
-    # The drafter starts from the base's last hidden state, the last of the fused ones.
+    # The drafter starts from the output of the highest layer that it reads.
     drafter.fc.weight[:, -width:] += torch.eye(width)
     norm = getattr(getattr(model.get_decoder(), "norm", None), "weight", None)  # the final norm, if it has this name
     if isinstance(norm, Tensor) and norm.shape == (width,):

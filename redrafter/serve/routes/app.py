@@ -192,7 +192,7 @@ async def respond(
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    # A client that leaves must free its slots, and Starlette notices only when it writes.
+    # A client that leaves before its answer must free its slots, so the disconnect is awaited too.
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect())
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
