@@ -139,7 +139,7 @@ ASSISTANT = Feature(
 OTHER_TOKENIZER = Feature(
     "a draft model with another tokenizer",
     "take one with the model's tokenizer, or one whose layers are all attention",
-    {RECURRENT_STATES: "one token may be several of the draft model's, and its states are one token behind"},
+    {RECURRENT_STATES: "one token may be several of the draft model's, and its states lag by one token"},
 )
 DRAFT_TREES = Feature("num_beams above 1", "leave out num_beams")
 REJECTION_SAMPLING = Feature(

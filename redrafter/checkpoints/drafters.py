@@ -117,7 +117,7 @@ def check_fits_base(
     if recorded_norms is None or not norms:
         return
     expected = torch.tensor(recorded_norms)
-    # Norms tell bases of equal size apart; a tolerance, since the base may be in another dtype.
+    # Norms distinguish bases of equal size; a tolerance, since the base may be in another dtype.
     if not any(torch.allclose(torch.tensor(candidate), expected, rtol=NORM_TOLERANCE) for candidate in norms):
         first = ((f"{value:.3g}" for value in values[:3]) for values in (norms[0], recorded_norms))
         shown = [f"[{', '.join(values)}, ...]" for values in first]

@@ -1,6 +1,6 @@
 """Compare the tokenizers of a target and its draft model, and map one vocabulary to the other where they differ.
 
-Tokens are compared by the bytes that they stand for, since vocabularies encode bytes in several alphabets.
+Tokens are compared by the bytes that they encode, since vocabularies encode bytes in several alphabets.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The recurrent drafter: a small head that drafts a few tokens ahead from the target's last hidden state.
 
 Zhang et al. 2024, "Recurrent Drafter for Fast Speculative Decoding in Large Language Models" (arXiv 2403.09919).
-Training and drafting call the same `RecurrentDrafter.step`, so that what was trained is what runs.
+Training and drafting call the same `RecurrentDrafter.step`, so that both compute the same.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Detokenizer:
             held = min(held, MAX_PARTIAL_BYTES)
         ready = len(text) - held
         new = text[self._sent : ready]
-        # Decoding more tokens may shorten the text, and what was returned cannot be taken back.
+        # Decoding more tokens may shorten the text, and returned text cannot be taken back.
         self._sent = max(self._sent, ready)
         if self._sent == ready and len(self._window) >= 2 * CONTEXT_TOKENS:
             self._shorten(held)

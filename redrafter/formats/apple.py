@@ -86,7 +86,7 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTen
 def check_published_form(config: AnyDrafterConfig, format_name: str, recurrences: Sequence[str]) -> DrafterConfig:
     """Return the config of a drafter; raise `UnsupportedError` unless it has the form of the paper.
 
-    `recurrences` are those that the format can hold. The error names what it cannot hold.
+    The format can hold the `recurrences`. The error names the field that it cannot hold.
     """
     keeping = "--to redrafter or --to drafter keeps it"
     if not isinstance(config, DrafterConfig):

@@ -1,7 +1,7 @@
 """DFlash, DFlash2 and DSpark drafters in the formats of z-lab, DeepSpec, speculators and transformers.
 
 All hold `fc` and `hidden_norm`, decoder layers, and a norm. They differ in where their configs say what, and in which
-output of the target a layer number stands for: the layer's input in speculators' format, its output in all others.
+output of the target a layer number refers to: the layer's input in speculators' format, its output in all others.
 
 | | z-lab | DeepSpec | speculators | transformers |
 |---|---|---|---|---|

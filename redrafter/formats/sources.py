@@ -70,7 +70,7 @@ class SourceBase:
             return {file.name: file}  # which has the config and the tokenizer too
         files = {}
         for entry in sorted(self.directory.iterdir()):
-            # The shape file is written anew, with the new drafter's defaults.
+            # The conversion writes a new shape file, with the new drafter's defaults.
             if entry.is_file() and entry.name != SHAPE_FILE and not entry.name.startswith("."):
                 files[entry.name] = entry
             elif entry.is_dir() and entry.name in MODEL_FOLDERS:

@@ -191,7 +191,7 @@ def to_pair_config(
         DRAFTER_CONFIG_KEY: drafter | {"greedy_search": defaults.greedy_search},
     }
     quantization = dict(pair.get("quantization") or {})
-    # The drafter is not quantized, so TensorRT-LLM must be told to leave its layers alone.
+    # The drafter is not quantized, so TensorRT-LLM must leave its layers alone.
     if quantization.get("exclude_modules") is not None:
         modules = ["drafter", "drafter.layers", "drafter.lm_head"]
         modules += ["drafter.rnn_u", "drafter.rnn_w"] if config.rnn else []

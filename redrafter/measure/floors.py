@@ -29,7 +29,7 @@ def copy_bandwidth(device: torch.device) -> Bandwidth:
     """Measure a device's bandwidth by copying 256 MiB on a CPU, or up to 2 GiB of free memory on a GPU."""
     size = CPU_BUFFER_BYTES
     if device.type == "cuda":
-        # Two buffers must fit beside the model; larger ones than the L2 cache measure the memory itself.
+        # Two buffers must fit next to the model; larger ones than the L2 cache measure the memory itself.
         size = min(MAX_GPU_BUFFER_BYTES, torch.cuda.mem_get_info(device)[0] // 4)
     buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
     ms = median_ms(lambda: buffers[1].copy_(buffers[0]), device)

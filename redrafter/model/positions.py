@@ -229,7 +229,7 @@ def find_switching_rope(model: Any, config: Any, cache: DenseCache) -> "RopeByLe
     switch_at = switch_at or whole
     if not entry or switch_at is None or (whole is not None and whole <= switch_at):
         return None
-    # The model's own preparation shows what it does: it returns no cache if it recomputes the sequence.
+    # The model's own preparation shows it: it returns no cache if it recomputes the sequence.
     cache.committed = switch_at
     ids = torch.zeros(1, switch_at + 1, dtype=torch.long, device=model.device)
     prepare = model.prepare_inputs_for_generation

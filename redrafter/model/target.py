@@ -1,7 +1,7 @@
 """A Hugging Face causal LM that verifies token trees.
 
 The model is used as it is: no forked modelling code, nothing stored on it. When a target is bound, small trees are
-compared with plain forwards; an architecture whose answers differ is refused, so what is served is right.
+compared with plain forwards; an architecture whose answers differ is refused, so a bound model is exact.
 """
 
 from collections.abc import Mapping, Sequence

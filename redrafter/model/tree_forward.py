@@ -48,7 +48,7 @@ class BoundModel:
         context: Positions that the model distinguishes; None when it names no limit.
         traits: Properties of its layers.
         ranks: The processes that compute the model together, each its own heads.
-        features: What it has of features that others may exclude, such as batch invariance.
+        features: Its features that others may exclude, such as batch invariance.
         lock: Held while anything is set on the model, by any forward of any target on it.
         compiled_parts: Parts that the model's owner has compiled, which run uncompiled in our calls: they
             know neither the hooks nor the shapes of these.

@@ -101,7 +101,7 @@ class VarlenForward(TreeForward):
         places = positions = batch.flat(in_rows, in_chunks)
         if (shift := batch.inputs.get(IMAGES)) is not None:
             positions = batch.flat(in_rows + shift[:, None], in_chunks)
-        if bound.context is not None:  # what is past the end is never kept
+        if bound.context is not None:  # tokens past the end are never kept
             places, positions = places.clamp(max=bound.context - 1), positions.clamp(max=bound.context - 1)
         tokens = len(ids), ids, places
 

@@ -14,7 +14,7 @@ slots or blocks in `running_set`, and how much of the prompts a round reads by t
 
 On a GPU the host lags by one step: a step is launched before the tokens of the one before it are read, so that the
 GPU never waits for Python. A sequence that turns out to have ended takes part in one more step, whose tokens are not
-read. What is launched later runs later, so its row and its blocks can be reused at once.
+read. Later launches run later, so its row and its blocks can be reused at once.
 """
 
 import logging

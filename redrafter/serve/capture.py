@@ -56,7 +56,7 @@ def prepare_folder(folder: str) -> Path:
                 f"own (chmod 700 {folder})"
             )
         trial = path / f".{uuid4().hex}"
-        # A trial file, since permissions do not tell of read-only or full file systems.
+        # A trial file, since permissions do not reveal read-only or full file systems.
         os.close(os.open(trial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         trial.unlink()
         for left in path.glob(f"{PREFIX}*{OPEN}"):
@@ -120,7 +120,7 @@ class Capture:
         return client not in self._left_out
 
     def describe(self) -> str:
-        """Describe what is stored, for the startup log."""
+        """Return a line about the captured files, for the startup log."""
         but = f" but {', '.join(sorted(self._left_out))}" if self._left_out else ""
         return (
             f"capturing to {self._folder}: the token ids of prompts and answers of all clients{but}, {self._most:,} "

@@ -365,7 +365,7 @@ class Server:
             self.traces.close()
 
     def summary(self, url: str) -> list[str]:
-        """Return log lines that describe what is served at `url`, with a command to try it."""
+        """Return log lines that describe the server at `url`, with a command to try it."""
         what, *more = self.engine.facts.description
         key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if self.keys else ""
         route, asked = "completions", '"prompt": "Once upon a time"'

@@ -255,7 +255,7 @@ def restore_random_state(accelerator: Accelerator, states: Sequence[dict[str, An
 
     With another number of processes the states are ignored: only a caller's own batches draw from the generators.
     """
-    # With another number of processes no saved state belongs to a process, so all draw anew.
+    # With another number of processes no saved state belongs to a process, so all start with new ones.
     if states and len(states) != accelerator.num_processes:
         return
     state = states[accelerator.process_index]

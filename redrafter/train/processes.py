@@ -111,7 +111,7 @@ def launcher_refused() -> bool:
     try:
         check_launcher()
     except UnsupportedError as error:
-        # There is no accelerator yet to tell which process prints.
+        # There is no accelerator yet that identifies the main process.
         state = PartialState(cpu=True)
         if state.is_main_process:
             print_message("error", error)

@@ -37,7 +37,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray may be missing d
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # if no replica accepts, wait before retrying
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        # Loads reported by replicas lag behind bursts, but include other routers' requests: take the larger value.
+        # Loads reported by replicas lag during bursts, but include other routers' requests: take the larger value.
         told = {name: self.replica_queue_len_cache.get(replica.replica_id) for name, replica in replicas.items()}
         loads = {name: max(self._sent[name], told[name] or 0) for name in replicas}
         return [[replicas[name]] for name in rank_replicas(call.key, loads, self._target)]

@@ -137,7 +137,7 @@ class Choice(ServedSequence):
             end, self.stop = min(found)
             ready, self._held = self._held[:end], ""
         else:
-            # A suffix of the held text that may begin a stop string stays: a client cannot take back what it was sent.
+            # A suffix of the held text that may begin a stop string stays: a sent part cannot be taken back.
             sizes = (size for stop in self._stops for size in range(1, len(stop)) if self._held.endswith(stop[:size]))
             end = len(self._held) - (0 if self.finish is not None else max(sizes, default=0))
             ready, self._held = self._held[:end], self._held[end:]

@@ -270,7 +270,7 @@ async def stream_answer(
     head, indices = _head(choices[0].chunk_kind, choices[0].prefix, model), dict(zip(choices, count(), strict=False))
     async for choice, gained in deltas:
         text, lines = choice.append(gained)
-        # A chunk without content only costs bandwidth, except the first, which tells clients that the answer has begun.
+        # A chunk without content only costs bandwidth, except the first, which marks the start of the answer.
         if text or lines or choice.finish or not choice.shown:
             entries = choice.format_chunks(indices[choice], text, lines)
             so_far = count_usage([choice], [choice]) if options.continuous_usage_stats else None

@@ -47,7 +47,7 @@ class EngineFacts:
     """The answer of a loaded engine: facts that its server needs."""
 
     model: str  # directory or hub id
-    description: tuple[str, ...]  # log lines that describe what is served
+    description: tuple[str, ...]  # log lines that describe the model and its drafts
     vocab_size: int
     context: int  # most tokens of a prompt and its output
     end_tokens: frozenset[int]  # ids that end a sequence

@@ -323,7 +323,7 @@ def trace_steps(drafter: ReplayableDrafter, target: Target, texts: Texts, shape:
     The drafter must be in eval mode, on the target's device and in its dtype.
     """
     # The second shape verifies all nodes: if it accepts more, the node budget caused the miss.
-    # The whole lattice is counted too, to tell drafts that the node budget cut from those never drafted.
+    # The whole lattice is counted too, to separate drafts that the node budget cut from tokens that were never drafted.
     shapes, rows = [shape, replace(shape, node_budget=shape.lattice)], list[list[int]]()
 
     def trace(at: Positions) -> Tensor:
