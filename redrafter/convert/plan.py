@@ -364,7 +364,7 @@ def _config_with_base(config: AnyDrafterConfig, base: SourceBase | None) -> AnyD
     config = deepcopy(config)
     if base is not None:
         base.check_fits(config)
-        # With several tables, such as an untied head, only a name identifies the embedding; without one, nothing is checked.
+        # With several tables, such as an untied head, only a name identifies the embedding; else nothing is checked.
         if config.base_embedding_norms is None:
             tables = base.embedding_norms()
             names = [name for name in tables if "embed" in name] or list(tables)
