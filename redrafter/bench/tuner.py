@@ -200,7 +200,7 @@ class Tuner:
         request = self.request(rows, (WARM_UP_STEPS + TIMED_STEPS) * (proposer.depth + 1) + 1)
         times: list[float] = []
         # Prefill happens on entry and is not timed.
-        with opened(self.engine, request, proposer) as (scheduler, call):
+        with opened(self.engine, request, proposer, sized_for=size) as (scheduler, call):
             # Every timed step must include all rows, so stop when one ends: a short context has room for fewer steps.
             while len(times) < WARM_UP_STEPS + TIMED_STEPS and not call.ended:
                 with Stopwatch(self.work.device) as watch:

@@ -187,6 +187,7 @@ def test_the_steps_of_rows_that_share_nodes_are_measured(monkeypatch):
 def test_a_proposer_for_other_rows_shares_as_many_nodes_for_each(pair):
     shared = replace(pair.proposer, shared_nodes=128)
     assert [at_size(shared, rows).shared_nodes for rows in (1, 16, 48)] == [4, 64, 192]
+    assert at_size(shared, 64, sized_for=64) is shared
     assert at_size(pair.proposer, 48) is pair.proposer
     assert at_size(pair.plain, 48) is pair.plain
 
