@@ -1,7 +1,9 @@
 """The public names, the modules' own lists of names, and rules that all of a step's files obey."""
 
+import ast
 import pkgutil
 import re
+from collections import defaultdict
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -45,6 +47,21 @@ def test_public_names_are_exactly_those_listed():
     for name in redrafter.__all__:
         value = getattr(redrafter, name)
         assert name == "__version__" or value.__doc__, f"{name} has no docstring"
+
+
+def definitions(*kinds: type[ast.AST]) -> dict[str, list[str]]:
+    """Return the files that define each name, once per definition of one of these kinds of nodes."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for file in sorted((ROOT / "redrafter").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, kinds):
+                found[node.name].append(str(file.relative_to(ROOT / "redrafter")))
+    return found
+
+
+def test_no_two_public_classes_share_a_name():
+    classes = definitions(ast.ClassDef)
+    assert {name: files for name, files in classes.items() if len(files) > 1 and not name.startswith("_")} == {}
 
 
 def test_every_module_lists_its_names_and_they_exist(monkeypatch):

@@ -50,10 +50,10 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     stats: GenerateStats | None = None
 
 
-class Row:
+class OutputRow:
     """One output row of a call: its sequence, and the records of each token."""
 
-    def __init__(self, index: int, prompt: list[int], call: "Call"):
+    def __init__(self, index: int, prompt: list[int], call: "GenerateCall"):
         """Make a row that has not begun; `prompt` has its padding."""
         request = call.request
         self._index, self._prompt, self._call = index, prompt, call
@@ -114,7 +114,7 @@ def first_stop(criterion: StoppingCriteria, text: Sequence[int], new: Sequence[i
     return next((index for index, hit in enumerate(hits) if hit), None)
 
 
-class Call:
+class GenerateCall:
     """The rows of a request, which one scheduler decodes.
 
     Attributes:
@@ -127,7 +127,7 @@ class Call:
         """Make rows that have not begun; `stream`, if there is one, takes their tokens as they are made."""
         self.request, self.stream = request, stream
         self.ended, self.error = 0, None  # type: int, BaseException | None
-        self.rows = [Row(index, prompt, self) for index, prompt in enumerate(request.input_ids.tolist())]
+        self.rows = [OutputRow(index, prompt, self) for index, prompt in enumerate(request.input_ids.tolist())]
 
     @contextmanager
     def queued(self, scheduler: Scheduler) -> Iterator[None]:

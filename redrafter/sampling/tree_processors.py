@@ -21,7 +21,7 @@ from redrafter.sampling.prefixes import Prefixes, marks
 from redrafter.sampling.processors import Processor
 
 
-class Call(NamedTuple):
+class CallPrompts(NamedTuple):
     """The prompts of a call's objects; lengths that these count over the padded prompt include its padding."""
 
     width: int  # length of the padded prompt
@@ -33,7 +33,7 @@ class Call(NamedTuple):
         return torch.full(self.prompt.shape, value, dtype=dtype, device=self.prompt.device)
 
 
-def apply_to_scores(processor: Any, call: Call) -> Processor:
+def apply_to_scores(processor: Any, call: CallPrompts) -> Processor:
     """Apply Hugging Face's own object, which must look at scores alone and never wait for the device."""
 
     def apply(scores: Tensor, prefixes: Prefixes) -> Tensor:
@@ -66,7 +66,7 @@ def _constant(make: Callable[[int], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda scores: made(scores.shape[-1], scores.device)
 
 
-def ban_repeated_ngrams(processor: Any, call: Call) -> Processor:
+def ban_repeated_ngrams(processor: Any, call: CallPrompts) -> Processor:
     """Ban the last token of every n-gram whose beginning is what the text now ends with."""
     size = processor.ngram_size
 
@@ -82,7 +82,7 @@ def ban_repeated_ngrams(processor: Any, call: Call) -> Processor:
     return apply
 
 
-def bias_sequences(processor: Any, call: Call) -> Processor:
+def bias_sequences(processor: Any, call: CallPrompts) -> Processor:
     """Add a bias to the token that would complete a sequence; a bad word is one with bias -inf."""
     by_length: dict[int, list[tuple[tuple[int, ...], float]]] = {1: []}  # single tokens first, to sum in the same order
     for sequence, bias in processor.sequence_bias.items():
@@ -105,7 +105,7 @@ def bias_sequences(processor: Any, call: Call) -> Processor:
     return apply
 
 
-def decay_length(processor: Any, call: Call) -> Processor:
+def decay_length(processor: Any, call: CallPrompts) -> Processor:
     """Raise the end tokens' scores by `|score| * (factor^k - 1)`, k tokens after the start of the regulation."""
     mask, start = _mask(processor.eos_token_id), processor.regulation_start - call.width
 
@@ -125,7 +125,7 @@ def _entropy(scores: Tensor) -> tuple[Tensor, Tensor]:
     return probs, -(log_probs.clamp(min=torch.finfo(scores.dtype).min) * probs).sum(-1, keepdim=True)
 
 
-def cut_by_eta(processor: Any, call: Call) -> Processor:
+def cut_by_eta(processor: Any, call: CallPrompts) -> Processor:
     """Remove tokens whose probability is below a bound that falls with the entropy (eta sampling)."""
     cutoff, filler = processor.epsilon.cpu(), processor.filter_value
     on_device = cache(cutoff.to)
@@ -139,7 +139,7 @@ def cut_by_eta(processor: Any, call: Call) -> Processor:
     return apply
 
 
-def cut_by_entropy(processor: Any, call: Call) -> Processor:
+def cut_by_entropy(processor: Any, call: CallPrompts) -> Processor:
     """Keep the likeliest tokens whose entropies sum to a share of the whole (top-H sampling)."""
 
     def apply(scores: Tensor, prefixes: Prefixes) -> Tensor:

@@ -28,7 +28,9 @@ from redrafter.scheduler.sequence import TokenSequence
 from redrafter.tree.token_tree import chain
 
 _LOG = logging.getLogger(__name__)
-MAX_TEXT_TOKENS = 32768  # of the sequence in each row that the cache is sized for; a longer one takes blocks of others
+PLANNED_ROW_TOKENS = (
+    32768  # of the sequence in each row that the cache is sized for; a longer one takes blocks of others
+)
 MOST_ROWS = 64  # rows of such sequences that the paged cache is sized for, where memory allows
 MAX_RECOMPILES = 64  # of one function, before torch.compile gives up on it
 EXTRA_SLOTS = 256  # of a row beyond its sequence: the tree, and the overshoot of a last step
@@ -196,8 +198,8 @@ class PagedMemory:
             CacheFullError: The device has too little memory.
             ArgumentError: The host has less memory than that.
         """
-        longest = min((x for x in (target.context, max_seq_len) if x is not None), default=MAX_TEXT_TOKENS)
-        tokens = max(rows * (min(longest, MAX_TEXT_TOKENS) + EXTRA_SLOTS), longest + EXTRA_SLOTS)
+        longest = min((x for x in (target.context, max_seq_len) if x is not None), default=PLANNED_ROW_TOKENS)
+        tokens = max(rows * (min(longest, PLANNED_ROW_TOKENS) + EXTRA_SLOTS), longest + EXTRA_SLOTS)
         models = [target] if draft_model is None else [target, draft_model]
         # A mixer that cannot continue would read the rest after a prefix token by token, slower than the whole at once.
         keeps = reuse and all(mixer.continues for model in models for mixer in model.traits.mixers)

@@ -27,7 +27,7 @@ from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import CapturedStep, LaunchedStep, PendingReport, bucket, new_state
-from redrafter.scheduler.finished_texts import Piece, write_pieces
+from redrafter.scheduler.finished_texts import CopySource, write_pieces
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.prefill import Chunk, ChunkBuffers, PrefilledRows, room_for
 from redrafter.scheduler.row_caches import PagedRows, RowCaches
@@ -148,7 +148,7 @@ class RunningBatch:
         """
         self.target, self.sampling, self.caches, self._all_rows = target, sampling, caches, rows
         self._memory, self._piece = memory, piece
-        self._given: dict[TokenSequence, Piece] = {}  # pieces that are not in the rows yet
+        self._given: dict[TokenSequence, CopySource] = {}  # pieces that are not in the rows yet
         self.rows: list[TokenSequence] = []
         self.captured_steps: dict[StepKey, CapturedStep] = {}
         self._requirements: BatchRequirements | None = None  # None after the rows have changed
@@ -240,7 +240,7 @@ class RunningBatch:
         self.sampling.write(first, sequences)
         self.caches.add(first, sequences, read.caches, read.rows)
 
-    def give(self, sequence: TokenSequence, piece: Piece) -> None:
+    def give(self, sequence: TokenSequence, piece: CopySource) -> None:
         """Let a row repeat a piece of an earlier text from its next step on."""
         if sequence.row is not None:
             sequence.piece = self._given[sequence] = piece

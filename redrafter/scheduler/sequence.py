@@ -17,7 +17,7 @@ from redrafter.grammar.grammar import GuidedText
 from redrafter.model.images import ImageInputs, ImagePrompt
 from redrafter.model.lora import Adapter
 from redrafter.sampling.params import SamplingParams
-from redrafter.scheduler.finished_texts import Piece
+from redrafter.scheduler.finished_texts import CopySource
 from redrafter.scheduler.logprobs import PromptScore
 
 
@@ -184,7 +184,7 @@ class TokenSequence:
     arrival: int = 0
     admitted_round: int | None = None
     row: int | None = None
-    piece: Piece | None = None
+    piece: CopySource | None = None
     repeats: Repeats = field(default_factory=Repeats)
     unread: int = 0
     launched: int = 0

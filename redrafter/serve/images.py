@@ -29,7 +29,7 @@ _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 T = TypeVar("T")
 
 
-class ImageReader:
+class ChatImageReader:
     """Reads the images of chats."""
 
     def __init__(self, processor: Any, names: Collection[str], options: ServeOptions | None = None):

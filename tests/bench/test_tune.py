@@ -17,7 +17,7 @@ from redrafter.cli import main
 from redrafter.convert.describe import describe
 from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.drafting.proposer import PlainProposer
-from redrafter.engine.call import Call
+from redrafter.engine.call import GenerateCall
 from redrafter.engine.tuning import Tuning, measured_on, tuning_path
 from redrafter.measure.report import facts, head
 from redrafter.measure.run import Workload
@@ -305,7 +305,7 @@ def test_bench_and_info_name_the_table_in_use(home):
 def test_a_batch_without_memory_is_left_out_and_prompts_are_written_on_fewer_at_a_time(pair, monkeypatch):
     lines: list[str] = []
     made = tuner(pair, report=lines.append, prompts=[[1, 40 + row] for row in range(5)])
-    decode, sizes = Call.decode, []
+    decode, sizes = GenerateCall.decode, []
 
     def full(call, scheduler):
         sizes.append(len(call.rows))
@@ -318,7 +318,7 @@ def test_a_batch_without_memory_is_left_out_and_prompts_are_written_on_fewer_at_
             raise NO_MEMORY[0]("full")
         return 10.0
 
-    monkeypatch.setattr(Call, "decode", full)
+    monkeypatch.setattr(GenerateCall, "decode", full)
     monkeypatch.setattr(made, "step_ms", step_ms)
     made.measure_trees(candidates(pair.proposer, (1,), (3,)))
     assert list(choose(made.timings)) == [1]

@@ -21,7 +21,7 @@ from redrafter.sandbox.process import zygote_of
 from redrafter.serve import encoding
 from redrafter.serve.encoding import LONG_TEXT, ClientTurns, EncodingThreads, TextEncoder
 from redrafter.serve.encoding_process import NICENESS
-from redrafter.serve.prompts import Prompts
+from redrafter.serve.prompts import PromptEncoder
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
 from redrafter.serve.routes import app
 
@@ -54,7 +54,7 @@ def longest_wait() -> Iterator[list[float]]:
 
 def test_no_thread_waits_for_all_of_a_long_chat_that_spells_control_tokens():
     tokenizer = tiny_tokenizer()
-    prompts = Prompts(tokenizer, "mine", len(tokenizer), 1 << 20)
+    prompts = PromptEncoder(tokenizer, "mine", len(tokenizer), 1 << 20)
     request = ChatRequest.model_validate({"messages": [{"role": "user", "content": MARKS * 20_000}]})
     prompts.encode_chat(request)  # starts the process from which others are forked
     shares = []

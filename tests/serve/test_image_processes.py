@@ -29,7 +29,7 @@ from redrafter.sandbox.process import SandboxedProcess
 from redrafter.serve import images
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.client import Stopped
-from redrafter.serve.images import ImageReader
+from redrafter.serve.images import ChatImageReader
 from redrafter.serve.network import guards
 from redrafter.serve.protocol.requests import ApiError
 from redrafter.serve.routes.app import create_app
@@ -49,15 +49,15 @@ def of_many_scans(side: int = 1024, count: int = 20_000) -> str:
 
 
 @pytest.fixture
-def reader() -> Iterator[ImageReader]:
+def reader() -> Iterator[ChatImageReader]:
     gc.collect()  # ends the processes of readers of earlier tests
     assert soon(lambda: not decoders(), seconds=60)
-    reader = ImageReader(llava_processor(), NAMES, ServeOptions(max_image_pixels=1 << 22))
+    reader = ChatImageReader(llava_processor(), NAMES, ServeOptions(max_image_pixels=1 << 22))
     yield reader
     reader.close()
 
 
-def place(reader: ImageReader, url: str) -> Callable[[SandboxedProcess], Any]:
+def place(reader: ChatImageReader, url: str) -> Callable[[SandboxedProcess], Any]:
     return lambda process: reader.place("<image>", [url], process)
 
 

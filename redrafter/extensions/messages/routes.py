@@ -14,10 +14,10 @@ from redrafter.extensions.messages.protocol import (
     CountTokensAnswer,
     CountTokensRequest,
     ImageBlock,
-    Message,
     MessageAnswer,
     MessagesErrorAnswer,
     MessagesRequest,
+    MessagesTurn,
     OutputConfig,
     TextBlock,
     ThinkingBlock,
@@ -171,7 +171,7 @@ def _messages(request: CountTokensRequest, template: ChatTemplate) -> list[dict[
     return messages
 
 
-def _forgotten(request: CountTokensRequest, turns: list[Message]) -> set[int]:
+def _forgotten(request: CountTokensRequest, turns: list[MessagesTurn]) -> set[int]:
     """Return the indices of the turns whose thoughts `context_management` removes."""
     thought = [
         number for number, turn in enumerate(turns) if any(isinstance(block, ThinkingBlock) for block in turn.blocks)
@@ -181,7 +181,7 @@ def _forgotten(request: CountTokensRequest, turns: list[Message]) -> set[int]:
     return set(thought[: max(len(thought) - kept, 0)])
 
 
-def _assistant(turn: Message, keep_thoughts: bool) -> dict[str, Any]:
+def _assistant(turn: MessagesTurn, keep_thoughts: bool) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": None}
     thoughts = [block.thinking for block in turn.blocks if isinstance(block, ThinkingBlock)]
     if any(thoughts) and keep_thoughts:

@@ -25,7 +25,7 @@ from redrafter.serve.protocol.answers import (
     CompletionAnswer,
     Model,
     ModelHealth,
-    Models,
+    ModelList,
     answer_responses,
     error_responses,
 )
@@ -131,7 +131,7 @@ def create_app(
             raise ApiError(503, "the server is stopping")
         return {"model": server.model, "running": server.engine.load.running}
 
-    @app.get("/v1/models", response_model=Models, responses=error_responses(401))
+    @app.get("/v1/models", response_model=ModelList, responses=error_responses(401))
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": server.model_entries}
 
