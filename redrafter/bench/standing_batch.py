@@ -169,7 +169,7 @@ def opened(engine: Engine, request: Request, proposer: Proposer) -> Iterator[tup
         # The caller holds the batch still, which a step launched ahead would move.
         scheduler.overlap = False
         with call.queued(scheduler):
-            scheduler.read()
+            scheduler.prefill()
             if scheduler.waiting:
                 raise CacheFullError(f"there is no memory for {len(call.rows)} rows at once")
             yield scheduler, call

@@ -38,7 +38,7 @@ class Answers:
         runs = self.drafted.repeats[0] if self.drafted.repeats else []
         turns = [row for run in runs for row in run.stats.rows]
         row = {"skipped": self.skipped, "tokens": sum(run.count for run in runs)}
-        row |= describe_acceptance(GenerateStats.of(turns, None), turns)
+        row |= describe_acceptance(GenerateStats.from_rows(turns, None), turns)
         if not turns:
             return row
         return row | {

@@ -85,7 +85,7 @@ class AssistedMethod(ComparedMethod):
         if self.draft_tokenizer is not None:
             arguments |= {"tokenizer": self.pair.tokenizer, "assistant_tokenizer": self.draft_tokenizer}
         runs = [transformers_run(model, prompt, seed + row, **arguments) for row, prompt in enumerate(batch)]
-        stats = GenerateStats.of([run.stats for run in runs], None)
+        stats = GenerateStats.from_rows([run.stats for run in runs], None)
         return Run([run.tokens[0] for run in runs], stats, sum(run.seconds for run in runs))
 
 

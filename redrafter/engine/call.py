@@ -35,7 +35,7 @@ class GenerateStats(Stats):
     seeds: list[int] | None = None
 
     @classmethod
-    def of(cls, rows: list[Stats], seeds: list[int] | None) -> "GenerateStats":
+    def from_rows(cls, rows: list[Stats], seeds: list[int] | None) -> "GenerateStats":
         """Sum the statistics of rows, whose drafts need not be of one length."""
         counts = ("steps", "drafted", "accepted", "copied", "copies", "emitted", "plain_steps")
         sums: dict[str, Any] = {name: sum(getattr(row, name) for row in rows) for name in counts}
@@ -157,7 +157,7 @@ class GenerateCall:
         shown = tqdm(total=len(self.rows), unit="text") if progress else nullcontext()
         with self.queued(scheduler), shown as bar:
             while not scheduler.idle:
-                scheduler.read()
+                scheduler.prefill()
                 # Rank 0's clock decides for all: ranks that stop after different rounds would wait for each other for
                 # ever.
                 if deadline < float("inf") and ranks.from_first(time.time() >= deadline):
@@ -184,7 +184,7 @@ class GenerateCall:
             sequences=sequences,  # type: ignore[arg-type]
             scores=_columns([row.scores for row in rows]) if "scores" in request.keeps else None,  # type: ignore[arg-type]
             logits=_columns([row.logits for row in rows]) if "logits" in request.keeps else None,  # type: ignore[arg-type]
-            stats=GenerateStats.of([row.sequence.stats for row in rows], seeds),
+            stats=GenerateStats.from_rows([row.sequence.stats for row in rows], seeds),
         )
 
     def _warn_slow(self) -> None:

@@ -142,7 +142,7 @@ class RepeatedRuns:
     @property
     def stats(self) -> Stats:
         """Speculation statistics of the first repeat, summed over its batches."""
-        return GenerateStats.of([run.stats for run in self.repeats[0]], None)
+        return GenerateStats.from_rows([run.stats for run in self.repeats[0]], None)
 
     def texts(self, repeat: int = 0) -> list[list[int]]:
         """Return the new token ids of each prompt in a repeat."""
@@ -252,7 +252,7 @@ def transformers_run(
     with hook, Stopwatch(model.device) as watch:
         out = model.generate(ids, attention_mask=mask, **arguments)
     text = out[0, ids.shape[1] :].tolist()
-    return Run([text], GenerateStats.of([Stats(steps=len(forwards), emitted=len(text))], None), watch.seconds)
+    return Run([text], GenerateStats.from_rows([Stats(steps=len(forwards), emitted=len(text))], None), watch.seconds)
 
 
 class _Arrivals:

@@ -182,13 +182,13 @@ def _temperature(processor: Any, call: CallPrompts) -> RowProcessor:
 def _cut(build: Callable[[Any, CallPrompts], RowProcessor]) -> Reader:
     """Return a reader that gives numbers of rows, but for an object that fills with another number or keeps more."""
 
-    def read(processor: Any, call: CallPrompts) -> OwnProcessor | Processor:
+    def read_row_settings(processor: Any, call: CallPrompts) -> OwnProcessor | Processor:
         usual = processor.filter_value == -math.inf and getattr(processor, "min_tokens_to_keep", 1) == 1
         if usual and getattr(processor, "top_p", None) != 1:  # which still removes tokens without probability
             return build(processor, call)
         return apply_to_scores(processor, call)
 
-    return read
+    return read_row_settings
 
 
 def _top_k(processor: Any, call: CallPrompts) -> RowProcessor:

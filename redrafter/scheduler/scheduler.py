@@ -218,11 +218,11 @@ class Scheduler:
 
     def round(self) -> None:
         """Admit sequences, read a chunk of their prompts, and step all rows."""
-        self.read()
+        self.prefill()
         self.step()
 
     @torch.inference_mode()
-    def read(self) -> None:
+    def prefill(self) -> None:
         """Run the first half of a round, which draws the first token of every prompt that is complete."""
         with self._ending(lambda: self._running.sequences):
             self._running.end_cancelled()

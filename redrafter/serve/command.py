@@ -96,7 +96,7 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `redrafter serve`, and return its exit code."""
 
-    def run() -> int:
+    def serve_model() -> int:
         args = _with_config(build_parser().parse_args(argv))
         options, load = read_options(ServeOptions, args), read_options(LoadOptions, args)
         draft = read_options(DraftOptions, args)
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         return 0
 
-    return run_command(run)
+    return run_command(serve_model)
 
 
 def _with_config(args: argparse.Namespace) -> argparse.Namespace:
@@ -173,7 +173,7 @@ def _serve(request: LoadEngine, keys: ApiKeys, operators: ApiKeys) -> None:
         url = address(options, listening)
         process = ServerProcess(options, listening)
         _LOG.info("on %s; loading %s", url, request.load.model or "the pair in the box")
-        process.run(start, ready, lambda: engine.doing)
+        process.serve_until_signal(start, ready, lambda: engine.doing)
 
 
 if __name__ == "__main__":

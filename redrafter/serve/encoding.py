@@ -85,7 +85,7 @@ class ClientTurns:
         self._at_once_per_client = at_once_per_client
         self._clients: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
-    def of(self, client: str) -> asyncio.Semaphore:
+    def for_client(self, client: str) -> asyncio.Semaphore:
         """Return the semaphore of a client, to be acquired before `all`."""
         return self._clients.setdefault(client, asyncio.Semaphore(self._at_once_per_client))
 
@@ -98,14 +98,14 @@ class EncodingThreads:
         most = sum(count for count, _ in AT_ONCE.values())
         self._threads = ThreadPoolExecutor(most, "redrafter-encoding")
 
-    async def run(self, encode: Callable[[], T], client: str, large: bool) -> T:
+    async def run_encoding(self, encode: Callable[[], T], client: str, large: bool) -> T:
         """Encode a request of a client in a thread, and return the result.
 
         After a large request, the client waits for as long as its thread has computed before its next turn, so that it
         uses at most half of a thread.
         """
         turns = self._turns[large]
-        own = turns.of(client)
+        own = turns.for_client(client)
         await own.acquire()
         seconds = 0.0
 

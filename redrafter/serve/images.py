@@ -41,14 +41,14 @@ class ChatImageReader:
         self._held: Counter[str] = Counter()  # bytes by client
         self._closed = False
 
-    async def run(self, encode: Callable[[SandboxedProcess], T], client: str) -> T:
+    async def run_encoding(self, encode: Callable[[SandboxedProcess], T], client: str) -> T:
         """Encode a request with images in a thread, when it is its turn.
 
         A client with `MAX_AT_ONCE_PER_CLIENT` requests or half of `MAX_HELD_BYTES` waits for its own requests.
         If the caller is cancelled, the process is killed at once, and the turn is released when its thread is free.
         `encode` is called with a process that decodes the images. Raises `Stopped` once the reader is closed.
         """
-        async with self._turns.of(client):
+        async with self._turns.for_client(client):
             while not self._closed and (
                 self._held[client] > MAX_HELD_BYTES // 2 or self._held.total() > MAX_HELD_BYTES
             ):

@@ -236,8 +236,8 @@ class Server:
         client = str(facts.get("client", ""))
         if isinstance(self.images, str) or not any(message.images for message in messages or ()):
             large = facts.get("body_bytes", 0) > SMALL_BODY_BYTES
-            return await self._encoding.run(lambda: encode(request, None), client, large)
-        return await self.images.run(lambda decoder: encode(request, decoder), client)
+            return await self._encoding.run_encoding(lambda: encode(request, None), client, large)
+        return await self.images.run_encoding(lambda decoder: encode(request, decoder), client)
 
     def _check_room(self, prompt: int, asked: int, param: str) -> int:
         """Return the number of tokens asked for, or raise `TooManyTokensError` if the context has no room for them."""
@@ -434,7 +434,7 @@ def _grammar_source(request: AnyRequest) -> GrammarSource | None:
             spec = {"json_schema": form.json_schema.schema_}
         elif form is not None and form.type != "text":
             spec = {"json_object": True} if form.lark_grammar is None else {"lark": form.lark_grammar}
-    return None if spec is None else GrammarSource.of(spec)
+    return None if spec is None else GrammarSource.from_spec(spec)
 
 
 def _chat_grammar(

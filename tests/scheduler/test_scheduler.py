@@ -230,7 +230,7 @@ def test_a_batch_without_memory_for_longer_rows_goes_on_with_those_it_has(engine
     with monkeypatch.context() as patched:
         patched.setattr(served.batch, "_positions", 0)  # as if the next sequence were longer than all before
         patched.setattr("redrafter.scheduler.row_caches.PagedRows.reserve", lambda *_: 1 / 0)
-        served.read()
+        served.prefill()
     assert failed(long)
     go_on(served)
     same_alone(engine, [short])

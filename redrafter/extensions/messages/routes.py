@@ -233,7 +233,7 @@ def _head(body: MessagesRequest, model: str) -> dict[str, Any]:
 
 def _whole(head: dict[str, Any], answer: dict[str, Any], body: MessagesRequest) -> dict[str, Any]:
     blocks = BlockWriter(head["id"], body)
-    for _ in (*blocks.read(answer), *blocks.close()):
+    for _ in (*blocks.translate(answer), *blocks.close()):
         pass
     return head | {"content": blocks.done} | blocks.ending | {"usage": blocks.usage, "metrics": answer["metrics"]}
 
@@ -329,7 +329,7 @@ async def message_events(
     blocks, begun = BlockWriter(head["id"], body), False
     try:
         async for chunk in chunks:
-            events = list(blocks.read(chunk))
+            events = list(blocks.translate(chunk))
             if not begun:
                 begun = True
                 yield {"type": "message_start", "message": head | {"usage": blocks.usage}}

@@ -222,7 +222,7 @@ def create_router(
         except ApiError as error:
             return await error_answer(error, scope["path"])(scope, receive, send)
         key = routing_key(dict(scope["headers"]).get(SESSION_HEADER), document)
-        call = HttpCall.of(scope, body, key, scope["facts"]["id"])
+        call = HttpCall.from_scope(scope, body, key, scope["facts"]["id"])
         answering = _Answer(call, can_resume(scope["path"], document), send).relay(ask, lost)
         if scope["path"] not in HEALTH_PATHS:
             return await answering

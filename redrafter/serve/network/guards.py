@@ -66,7 +66,7 @@ class AccessPolicy:
     operators: ApiKeys = field(default_factory=ApiKeys)  # if empty, nobody may change the engine
 
     @classmethod
-    def of(cls, keys: ApiKeys, options: ServeOptions, operators: ApiKeys | None = None) -> "AccessPolicy":
+    def from_options(cls, keys: ApiKeys, options: ServeOptions, operators: ApiKeys | None = None) -> "AccessPolicy":
         """Return the policy of a server.
 
         By default, a server on a loopback address accepts only its own names. This prevents DNS rebinding, where a web

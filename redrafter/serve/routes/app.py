@@ -76,7 +76,7 @@ _REFUSED = {
 def server_app(server: "Server") -> FastAPI:
     """Return the ASGI application of a server, with its access policy, limits and traces."""
     options = server.options
-    policy = AccessPolicy.of(server.keys, options, server.operators)
+    policy = AccessPolicy.from_options(server.keys, options, server.operators)
     app = create_app(server, policy, options.max_body_size, options.allow_runtime_lora_updating)
     if server.traces is not None:
         app.add_middleware(server.traces.continue_traces)

@@ -69,7 +69,7 @@ class PartWriter(ABC):
     def _end(self, cut: bool) -> Iterator[Event]:
         """Complete the open part, whose text is `_written`, and append it to `done`; `cut` marks it incomplete."""
 
-    def read(self, answer: dict[str, Any]) -> Iterator[Event]:
+    def translate(self, answer: dict[str, Any]) -> Iterator[Event]:
         """Process a chunk of a chat's stream, or a whole answer, and yield events."""
         self.told |= {name: answer[name] for name in ("usage", "metrics") if answer.get(name) is not None}
         for choice in answer["choices"]:
