@@ -204,7 +204,7 @@ class RopeByLength(ABC):
         """Return a key that is equal for prompts whose equal tokens have equal keys. prompt: its number of tokens."""
 
     @abstractmethod
-    def apply(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
+    def add_to(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
         """Give each token of a forward the frequencies of its own row.
 
         Args:
@@ -247,7 +247,7 @@ class SwitchingRope(RopeByLength):
         """Return whether the prompt is longer than the first context."""
         return prompt > self.switch_at
 
-    def apply(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
+    def add_to(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
         """Give each token the frequencies of short or of long texts; see `RopeByLength`."""
 
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> tuple[Tensor, ...]:
@@ -390,7 +390,7 @@ class DynamicRope(RopeByLength):
         """Return the length of a prompt past the first context; see `RopeByLength`."""
         return prompt if prompt > self.switch_at else None
 
-    def apply(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
+    def add_to(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
         """Give each token the frequencies of its own length; see `RopeByLength`."""
         patch.set_running(self._running, at_least)
         for parent, name, stand_in in self._places:

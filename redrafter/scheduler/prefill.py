@@ -306,7 +306,7 @@ class Prefiller:
         prompt = sequence.images.prepare(self._target.model, sequence.prompt)
         sequence.position_shift = prompt.position_shift
         self._read_drafts([sequence], [count], Prompts(tokens, [0], [count], caches.target), caches.draft)
-        logits, hidden = self._target.images.read(tokens[:, :count], prompt, caches.target, adapters)
+        logits, hidden = self._target.images.read_prompt(tokens[:, :count], prompt, caches.target, adapters)
         _take_note([(sequence, count)])
         return PrefilledRows([sequence], tokens, upto, logits, hidden, caches, [0])
 

@@ -208,7 +208,7 @@ class RunningBatch:
             sampler, window = self.sampling.sampler_of(drawn.sequences), drawn.caches.target.window
             prompts = drawn.tokens, drawn.lengths, drawn.logits, drawn.hidden
             output = draw_first_tokens(*prompts, window, sampler, self.target.ranks)[1]
-            first = LaunchedStep.of(drawn.sequences, output, PendingReport(output.pack_for_host()))
+            first = LaunchedStep.from_output(drawn.sequences, output, PendingReport(output.pack_for_host()))
             pending[to_device(new, pending.device, torch.long)] = output.tokens[:, 0]
         self.add(read, pending)
         return first
@@ -286,7 +286,7 @@ class RunningBatch:
             times.observe(size, step.proposer, times.clock() - began)
         else:
             report = step.replay()
-        return LaunchedStep.of(tuple(self.rows), step.output, report, step.proposer), step.output
+        return LaunchedStep.from_output(tuple(self.rows), step.output, report, step.proposer), step.output
 
     def prepare_step(self, chunks: Sequence[Chunk] = ()) -> CapturedStep:
         """Return the next step of all rows, which is captured if it is the first of its kind."""

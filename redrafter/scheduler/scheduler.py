@@ -370,7 +370,7 @@ class Scheduler:
             return
         step = forward
         accepted, indices, copied = list[int](), list[int](), 0  # of rows that took drafts
-        for sequence, drawn in step.read():
+        for sequence, drawn in step.read_deltas():
             sequence.launched -= 1
             if sequence.ended:
                 continue

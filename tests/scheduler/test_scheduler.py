@@ -58,7 +58,7 @@ def test_rows_come_and_go_without_a_wait_for_a_gpu(engine, monkeypatch):
         sequence.params = replace(sequence.params, logprobs=3)
     monkeypatch.setattr(engine.target.prompt_reader, "masks", True)  # as on a GPU
     attention, processor = (tree_attention, "gathered_attention"), (RowProcessor, "__call__")
-    for place, name in ((PendingReport, "read"), (CapturedStep, "run"), attention, processor):
+    for place, name in ((PendingReport, "read_numbers"), (CapturedStep, "run_step"), attention, processor):
         monkeypatch.setattr(place, name, waits.elsewhere(getattr(place, name)))
     monkeypatch.setattr(PendingReport, "on_host", False)
     with waits:

@@ -146,7 +146,7 @@ async def test_an_engine_ends_at_once_when_cuda_cannot_continue(engine, monkeypa
     where, name = {
         "step": (served.batch, "step"),
         "read": (served.prefiller, "forward"),
-        "draws": (LaunchedStep, "read"),
+        "draws": (LaunchedStep, "read_deltas"),
     }[part]
     error = accelerator_error(SECRET.format(text))
     monkeypatch.setattr(where, name, failing(error)(getattr(where, name)))
