@@ -14,6 +14,13 @@ import redrafter
 from helpers.fake_ray import FakeRay
 
 ROOT = Path(__file__).parent.parent
+# Where the object and the argument say it: `change.apply(memory)`, `times.of(proposer, rows)`, the public `Grammar.of`.
+BARE_NAMES = {
+    "apply": {"engine/changes.py", "scheduler/engine_change.py"},
+    "of": {"drafting/estimates.py", "grammar/grammar.py"},
+    "read": set(),
+    "run": set(),
+}
 
 
 def test_public_names_are_exactly_those_listed():
@@ -62,6 +69,11 @@ def definitions(*kinds: type[ast.AST]) -> dict[str, list[str]]:
 def test_no_two_public_classes_share_a_name():
     classes = definitions(ast.ClassDef)
     assert {name: files for name, files in classes.items() if len(files) > 1 and not name.startswith("_")} == {}
+
+
+def test_functions_say_what_they_read_run_or_apply():
+    functions = definitions(ast.FunctionDef, ast.AsyncFunctionDef)
+    assert {name: set(functions[name]) for name in BARE_NAMES} == BARE_NAMES
 
 
 def test_every_module_lists_its_names_and_they_exist(monkeypatch):
