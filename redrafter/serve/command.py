@@ -26,7 +26,7 @@ from redrafter.serve.config import (
     read_config,
 )
 from redrafter.serve.engine_process.start import EngineProcess, LoadEngine
-from redrafter.serve.extension import extensions
+from redrafter.serve.extension import extensions, writing_paths
 from redrafter.serve.network.api_keys import ApiKeys, collect_keys, collect_operator_keys
 
 if TYPE_CHECKING:
@@ -65,9 +65,8 @@ def build_parser() -> Parser:
     """Build the parser of `redrafter serve`."""
     parser = Parser(
         prog="redrafter serve",
-        description="Serve a model over OpenAI's protocol (/v1/completions, /v1/chat/completions, /v1/responses) and\n"
-        "Anthropic's (/v1/messages), with /v1/models, /tokenize, /health, /metrics, /docs. Without MODEL, the pair in\n"
-        "the box.",
+        description=f"Serve a model over HTTP: {', '.join(writing_paths())},\n"
+        "with /v1/models, /tokenize, /health, /metrics, /docs. Without MODEL, the pair in the box.",
         epilog="examples:\n"
         "  redrafter serve my-merged --port 8000\n"
         "  redrafter serve my-base --drafter my-drafter --max-batch-size 64 --api-key-file keys.txt\n"
