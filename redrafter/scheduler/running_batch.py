@@ -236,14 +236,14 @@ class RunningBatch:
         if state.pieces is not None:
             state.pieces[rows] = 0  # what another sequence of the row was given may be of another salt
             for sequence in sequences:
-                sequence.piece = None
+                sequence.copying.source = None
         self.sampling.write(first, sequences)
         self.caches.add(first, sequences, read.caches, read.rows)
 
     def give(self, sequence: TokenSequence, piece: CopySource) -> None:
         """Let a row repeat a piece of an earlier text from its next step on."""
         if sequence.row is not None:
-            sequence.piece = self._given[sequence] = piece
+            sequence.copying.source = self._given[sequence] = piece
 
     def update_block_tables(self, sequences: Sequence[TokenSequence]) -> None:
         """Copy the ids of blocks into the rows of sequences, after these were given some."""
@@ -354,10 +354,7 @@ class RunningBatch:
             return self._plain
         match = None
         if self._knows_matches:  # a CPU's step is read before the next one, so all tokens are known
-            match = any(
-                row.params.speculate and row.repeats.has_match(row.tokens, row.piece.tokens if row.piece else None)
-                for row in self.rows
-            )
+            match = any(row.params.speculate and row.copying.has_match(row.tokens) for row in self.rows)
         step = StepRows(
             self._sizes[len(self.rows)],
             len(self.rows),

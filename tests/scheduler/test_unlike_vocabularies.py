@@ -25,8 +25,8 @@ def test_a_prefix_is_found_in_both_caches(engine):
     served.submit(second)
     served.prefill()
     assert second.reused == 3 * BLOCK_SIZE
-    assert second.draft_block_table.reused >= 3 * BLOCK_SIZE
-    assert second.draft_prefilled == second.draft_length(len(second.prompt))
+    assert second.draft.block_table.reused >= 3 * BLOCK_SIZE
+    assert second.draft.prefilled == second.draft_length(len(second.prompt))
     run(served, [])
     same_alone(engine, [first, second])
     nothing_is_held(served)

@@ -154,7 +154,7 @@ class Worker:
     def _write(self, number: int, sequence: TokenSequence, delta: SequenceDelta) -> None:
         if self._reused.get(number) != sequence.reused:  # it may grow when a preempted sequence resumes
             scores = [] if number in self._reused else sequence.prompt_scores
-            self._prompts[number] = sequence.reused, sequence.queued, scores
+            self._prompts[number] = sequence.reused, sequence.admission.queued, scores
             self._reused[number] = sequence.reused
         if delta.error is not None and not isinstance(delta.error, ReDrafterError):  # its message is only logged
             request = self._requests[number]
