@@ -5,8 +5,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,11 +35,8 @@ class GenerateStats(Stats):
 
     @classmethod
     def from_rows(cls, rows: list[Stats], seeds: list[int] | None) -> "GenerateStats":
-        """Sum the statistics of rows, whose drafts need not be of one length."""
-        counts = ("steps", "drafted", "accepted", "copied", "copies", "emitted", "plain_steps")
-        sums: dict[str, Any] = {name: sum(getattr(row, name) for row in rows) for name in counts}
-        depths = map(sum, zip_longest(*(row.accepted_by_depth for row in rows), fillvalue=0))
-        return cls(**sums, accepted_by_depth=[*depths], rows=rows, seeds=seeds)
+        """Sum the statistics of rows."""
+        return cls(**vars(Stats.total(rows)), rows=rows, seeds=seeds)
 
 
 @dataclass

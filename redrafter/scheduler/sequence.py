@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise, zip_longest
 from typing import Literal
 
 from torch import Tensor
@@ -69,6 +69,13 @@ class Stats:
         """
         reached = [self.draft_steps, *self.accepted_by_depth]
         return [after / before if before else None for before, after in pairwise(reached)]
+
+    @classmethod
+    def total(cls, rows: Sequence["Stats"]) -> "Stats":
+        """Return the sums of the counts of rows, whose drafts need not be of one length."""
+        depths = map(sum, zip_longest(*(row.accepted_by_depth for row in rows), fillvalue=0))
+        counts = [each.name for each in fields(Stats) if each.name != "accepted_by_depth"]
+        return Stats(**{name: sum(getattr(row, name) for row in rows) for name in counts}, accepted_by_depth=[*depths])
 
     def count(self, drafted: int | None, accepted: int, emitted: int, copied: int = 0, copies: int = 0) -> None:
         """Add a step: drafts verified, None where nothing was drafted, and output tokens, after a stop has cut them."""

@@ -120,11 +120,16 @@ class EncodingThreads:
         loop = asyncio.get_running_loop()
         try:
             async with turns.all:
-                work = loop.run_in_executor(self._threads, timed)
-                try:
-                    return await asyncio.shield(work)
-                except asyncio.CancelledError:
-                    await asyncio.gather(work, return_exceptions=True)  # wait until its thread is free
-                    raise
+                return await until_thread_is_free(loop.run_in_executor(self._threads, timed))
         finally:
             loop.call_later(seconds if large else 0, own.release)
+
+
+async def until_thread_is_free(work: "asyncio.Future[T]", on_cancel: Callable[[], object] = lambda: None) -> T:
+    """Return the result of work in a thread. If the caller is cancelled, call `on_cancel` and wait for the thread."""
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        on_cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        raise

@@ -12,7 +12,7 @@ from redrafter.errors import first_line
 from redrafter.sandbox.frames import receive_frame, send_frame
 from redrafter.sandbox.process import SandboxedProcess, Zygote, zygote_of
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.encoding import ClientTurns
+from redrafter.serve.encoding import ClientTurns, until_thread_is_free
 from redrafter.serve.engine_process.client import Stopped
 from redrafter.serve.protocol.requests import DATA_URL, ApiError
 
@@ -61,12 +61,7 @@ class ChatImageReader:
                     if self._closed:
                         raise Stopped
                     work = loop.run_in_executor(self._threads, encode, process)
-                    try:
-                        return await asyncio.shield(work)
-                    except asyncio.CancelledError:
-                        process.end()
-                        await asyncio.gather(work, return_exceptions=True)  # wait until its thread is free
-                        raise
+                    return await until_thread_is_free(work, process.end)
                 finally:
                     self._processes.discard(process)
                     process.end()

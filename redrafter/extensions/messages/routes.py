@@ -233,8 +233,7 @@ def _head(body: MessagesRequest, model: str) -> dict[str, Any]:
 
 def _whole(head: dict[str, Any], answer: dict[str, Any], body: MessagesRequest) -> dict[str, Any]:
     blocks = BlockWriter(head["id"], body)
-    for _ in (*blocks.translate(answer), *blocks.close()):
-        pass
+    blocks.translate_whole(answer)
     return head | {"content": blocks.done} | blocks.ending | {"usage": blocks.usage, "metrics": answer["metrics"]}
 
 

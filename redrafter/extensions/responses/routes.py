@@ -158,8 +158,7 @@ def _head(body: ResponsesRequest, model: str) -> dict[str, Any]:
 
 def _whole(answer: dict[str, Any]) -> dict[str, Any]:
     items = ItemWriter()
-    for _ in (*items.translate(answer), *items.close()):
-        pass
+    items.translate_whole(answer)
     return _ending(items) | _usage(answer)
 
 

@@ -82,6 +82,11 @@ class PartWriter(ABC):
                 delta = message | {"tool_calls": calls}
             yield from self._add(delta)
 
+    def translate_whole(self, answer: dict[str, Any]) -> None:
+        """Process a whole answer, whose parts are then `done`."""
+        for _ in (*self.translate(answer), *self.close()):
+            pass
+
     def _add(self, delta: dict[str, Any]) -> Iterator[Event]:
         for kind, piece in (("thought", delta.get("reasoning_content")), ("text", delta.get("content"))):
             if piece:
