@@ -377,7 +377,7 @@ class DynamicRope(RopeByLength):
         """Stand in for the rope modules of a model; layouts: the form of each one's output, by the type of layers."""
         of_all = [layout for by_type in layouts.values() for layout in by_type.values()]
         self.switch_at, self.context = (min(x) for x in zip(*((y.first, y.context) for y in of_all), strict=True))
-        self._running = Running()  # holds `at_least` of `apply`
+        self._running = Running()  # holds `at_least` of `add_to`
         stand_ins = {module: _PerToken(module, by_type, self._running) for module, by_type in layouts.items()}
         self._places = [
             (parent, name, stand_ins[child])
