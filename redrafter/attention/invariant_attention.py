@@ -33,7 +33,7 @@ def invariant_attention_reference(inputs: AttentionInputs) -> Tensor:
     it sees change nothing. All sums are in float32.
     """
     assert not inputs.chunk_size, "models that attend within chunks are refused by `batch_invariance.support_of`"
-    places = _Places.of(inputs.rows)
+    places = _Places.from_rows(inputs.rows)
     count = len(places.end)
     for store, x in inputs.sides():
         write_slots(store, places.new_slots(), x[:count])
@@ -67,7 +67,7 @@ class _Places(NamedTuple):
     path: Tensor
 
     @classmethod
-    def of(cls, rows: TokenRows) -> "_Places":
+    def from_rows(cls, rows: TokenRows) -> "_Places":
         """Find the places of the tokens that are no padding."""
         (count, nodes, new, chunks), starts, chunk_starts = rows.sizes, rows.starts, rows.chunk_starts
         length, depth, seen, table = rows.by_row()

@@ -218,4 +218,4 @@ def _operator(plan: Plan, device: torch.device) -> Callable[..., Tensor]:
         return invariant_attention
     if device.type == "cuda":
         return tree_attention
-    return lambda *arguments: gathered_attention(plan, AttentionInputs.of(*arguments))
+    return lambda *arguments: gathered_attention(plan, AttentionInputs.from_arguments(*arguments))

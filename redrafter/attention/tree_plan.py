@@ -206,7 +206,7 @@ def _slots(table: Tensor, offsets: Tensor) -> Tensor:
     return blocks.where(index < width, 0) * BLOCK_SIZE + offsets % BLOCK_SIZE
 
 
-# The schema of all operators of attention; `AttentionInputs.of` gathers their arguments.
+# The schema of all operators of attention; `AttentionInputs.from_arguments` gathers their arguments.
 _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor keys, SymInt key_layer, Tensor values, SymInt value_layer, "
     "Tensor length, Tensor starts, Tensor depth, Tensor ancestors, Tensor table, Tensor chunk_starts, "
@@ -219,7 +219,7 @@ def attention_operator(name: str, reference: Attend, kernel: Attend | None) -> C
     """Make an operator, which a compiler does not look into, of a reference for any device and a kernel for GPUs."""
 
     def gathering(attend: Attend) -> Callable[..., Tensor]:
-        return lambda *args, **settings: attend(AttentionInputs.of(*args, **settings))
+        return lambda *args, **settings: attend(AttentionInputs.from_arguments(*args, **settings))
 
     # Nothing is declared as mutated, though the pools are written: the only readers of a pool are these operators,
     # which run in order because each layer needs the one before. Declared, the compiler might copy a whole pool.

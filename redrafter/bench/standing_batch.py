@@ -15,12 +15,12 @@ from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.drafting.estimates import SHARING_ROWS
 from redrafter.drafting.policy import DraftPolicy, FixedTreePolicy
 from redrafter.drafting.proposer import Proposer, SearchProposer
-from redrafter.engine.call import Call
+from redrafter.engine.call import GenerateCall
 from redrafter.engine.engine import Engine
 from redrafter.engine.request import Request
 from redrafter.errors import CacheFullError, first_line
 from redrafter.measure.floors import Bandwidth, slot_bytes
-from redrafter.measure.run import Prompts, Workload, median_ms
+from redrafter.measure.run import PromptIds, Workload, median_ms
 from redrafter.model.forward_batch import ForwardBatch
 from redrafter.model.linear_layers import forward_bytes
 from redrafter.sampling.params import SamplingParams
@@ -159,7 +159,7 @@ class StandingBatch:
         for steps in (0, ALLOCATION_STEPS):
             for _ in range(steps):
                 self.restore()
-                self.captured.replay().read()
+                self.captured.replay().read_numbers()
             counts.append(torch.cuda.memory_stats(self.device)["allocation.all.allocated"])
         allocations = counts[1] - counts[0]
         return {"no_wait": waited is None, "waited": waited, "allocations": allocations, "steps": ALLOCATION_STEPS}
@@ -168,14 +168,14 @@ class StandingBatch:
 @contextmanager
 def opened(
     engine: Engine, request: Request, proposer: Proposer, sized_for: int = SHARING_ROWS
-) -> Iterator[tuple[Scheduler, Call]]:
+) -> Iterator[tuple[Scheduler, GenerateCall]]:
     """Prefill all rows of a request in a new scheduler with a single proposer; the caller runs the steps."""
     with engine.scheduler_for(request, models=OneProposer(engine, proposer, sized_for)) as scheduler:
-        call = Call(request)
+        call = GenerateCall(request)
         # The caller holds the batch still, which a step launched ahead would move.
         scheduler.overlap = False
         with call.queued(scheduler):
-            scheduler.read()
+            scheduler.prefill()
             if scheduler.waiting:
                 raise CacheFullError(f"there is no memory for {len(call.rows)} rows at once")
             yield scheduler, call
@@ -202,7 +202,7 @@ def open_standing_batch(
     work.engine.forget_prefixes()
 
 
-def make_request(work: Workload, texts: Prompts, new: int, eos: frozenset[int] = frozenset()) -> Request:
+def make_request(work: Workload, texts: PromptIds, new: int, eos: frozenset[int] = frozenset()) -> Request:
     """Create a request for `new` tokens after each text, ended by ids of `eos`, with the sampling of a workload.
 
     Unlike `generate` it does not check that texts fit the context, since longer ones are timed too.
@@ -223,7 +223,7 @@ def make_request(work: Workload, texts: Prompts, new: int, eos: frozenset[int] =
     )
 
 
-def long_texts(prompts: Prompts, rows: int, length: int) -> list[list[int]]:
+def long_texts(prompts: PromptIds, rows: int, length: int) -> list[list[int]]:
     """Return `rows` texts of `length` tokens, cut from the prompts joined and repeated.
 
     Each row begins at another token of the joined prompts, so that no two rows share a prefix and so keys and values.

@@ -47,7 +47,7 @@ def load_drafter(
             raise ArgumentError("a loaded model comes without a drafter: pass drafter=")
         file = find_defaults_file(str(model), revision)
         if file is not None:
-            defaults = Defaults.read(file)
+            defaults = Defaults.from_file(file)
             drafter = open_drafter_model(model, subfolder=DRAFTER_FOLDER, revision=revision)
         elif (drafter := load_mtp(str(model), target, revision)) is None:
             raise CheckpointError(

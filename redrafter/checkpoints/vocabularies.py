@@ -80,7 +80,7 @@ def map_vocabularies(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTra
 
     Raises `UnsupportedError` if a tokenizer's tokens cannot be written as bytes, or the two share too few of them.
     """
-    target, draft = _TokenBytes.of(tokenizer), _TokenBytes.of(draft_tokenizer)
+    target, draft = _TokenBytes.from_tokenizer(tokenizer), _TokenBytes.from_tokenizer(draft_tokenizer)
     draft_ids_of = draft.by_bytes()
     pairs = {  # each draft id at most once
         id: draft_id
@@ -154,7 +154,7 @@ class _TokenBytes:
     byte_level: bool
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "_TokenBytes":
+    def from_tokenizer(cls, tokenizer: PreTrainedTokenizerBase) -> "_TokenBytes":
         """Read the vocabulary of a tokenizer, which is byte-level BPE or like sentencepiece."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         both = () if backend is None else (backend.decoder, backend.pre_tokenizer)

@@ -244,7 +244,7 @@ class AssistantProposer(SearchProposer):
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
     ) -> Tree:
         """Draft a tree by beam search; see `Proposer.propose`."""
-        shared, carried = self.read(cache, state.length), state.hidden[:, None]
+        shared, carried = self.read_shared(cache, state.length), state.hidden[:, None]
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
             nonlocal carried
@@ -255,7 +255,7 @@ class AssistantProposer(SearchProposer):
 
         return self.grow(state, sampler, expand)
 
-    def read(self, cache: KVCache, length: Tensor) -> dict[str, Shared]:
+    def read_shared(self, cache: KVCache, length: Tensor) -> dict[str, Shared]:
         """Return the target's entries that the assistant attends to, of `length` `[B]` int64 committed tokens."""
         shared, window = {}, self.drafter.assistant.model.config.sliding_window
         for kind, layer in self.layers_shared.items():

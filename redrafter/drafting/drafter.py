@@ -328,7 +328,7 @@ class RecurrentDrafter(TrainableDrafter):
             context = PackedContext(self.context, self.config, fused, embedding, texts.segment, anchors)
         flat, state, start, head_inputs = embedding.flatten(0, 1), None, self.begin(hidden), []
         for k in range(texts.position.shape[1]):
-            read = None if context is None else partial(context.read, k)
+            read = None if context is None else partial(context.attend, k)
             x, state = self.advance(flat[texts.position[:, k]], state, start, read)
             head_inputs.append(x)
         return torch.stack(head_inputs, dim=1)
@@ -358,7 +358,7 @@ class RecurrentDrafter(TrainableDrafter):
         size = min(self.config.context_window or 0, tokens.shape[1] - 1)  # no text has more pairs
 
         def at(row: Tensor, length: Tensor) -> ContextWindow:
-            return ContextWindow.read(length, size, lambda n: (keys[row[:, None], n], values[row[:, None], n]))
+            return ContextWindow.read_last(length, size, lambda n: (keys[row[:, None], n], values[row[:, None], n]))
 
         return at
 
@@ -387,7 +387,9 @@ class RecurrentProposer(SearchProposer):
         size = self.drafter.config.context_window
         if not size:
             return None
-        return ContextWindow.read(state.length, min(size, cache.window), cache.read_drafter_layer)  # a row has no more
+        return ContextWindow.read_last(
+            state.length, min(size, cache.window), cache.read_drafter_layer
+        )  # a row has no more
 
     def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: ContextWindow | None) -> Expand:
         """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""

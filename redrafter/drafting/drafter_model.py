@@ -93,7 +93,7 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
 
     def prepare(self, target: Target) -> None:
         """Precompute tables of the current weights that make drafting for a target faster on its device."""
-        self.int8_head = Int8Head.of(getattr(self, "lm_head", None))
+        self.int8_head = Int8Head.from_linear(getattr(self, "lm_head", None))
 
     def train(self, mode: bool = True) -> "DrafterModel":
         """Set training or evaluation mode; training drops what `prepare` computed."""

@@ -25,7 +25,7 @@ class Int8Head(NamedTuple):
     scale: Tensor
 
     @classmethod
-    def of(cls, head: nn.Module | None) -> "Int8Head | None":
+    def from_linear(cls, head: nn.Module | None) -> "Int8Head | None":
         """Return the rounded weight of a head; None where the head is small, or no faster in 8 bits."""
         if type(head) is not nn.Linear or head.bias is not None or head.weight.numel() < LEAST_WEIGHTS:
             return None

@@ -191,7 +191,7 @@ def split_own(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
         processors = [*(arguments.get("logits_processor") or []), TemperaturePerRow(temperature)]
         others |= {"temperature": 1.0, "logits_processor": LogitsProcessorList(processors)}
 
-    def read(grammar: Any) -> Grammar | None:
+    def read_grammar(grammar: Any) -> Grammar | None:
         if grammar is None or isinstance(grammar, Grammar):
             return grammar
         if arguments.get("tokenizer") is None:
@@ -199,7 +199,9 @@ def split_own(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
         return Grammar.of(grammar, arguments["tokenizer"])
 
     if (given := arguments.get("grammar")) is not None:
-        own["grammar"] = [read(each) for each in given] if isinstance(given, list | tuple) else read(given)
+        own["grammar"] = (
+            [read_grammar(each) for each in given] if isinstance(given, list | tuple) else read_grammar(given)
+        )
     return others, own
 
 

@@ -33,7 +33,7 @@ from redrafter.engine.arguments import (
     with_stop_strings,
     without_cache,
 )
-from redrafter.engine.call import Call, ColumnStream, GenerateOutput, StepStreamer, takes_columns
+from redrafter.engine.call import ColumnStream, GenerateCall, GenerateOutput, StepStreamer, takes_columns
 from redrafter.engine.changeable import Changeable
 from redrafter.engine.idle_batches import IdleBatches
 from redrafter.engine.modes import set_modes
@@ -404,4 +404,4 @@ class Engine(Changeable):
             if takes_columns(stream):
                 stream = ColumnStream(stream, len(input_ids), request.pad_token)
             with self.scheduler_for(request, mine.speculate) as scheduler:
-                return Call(request, stream).decode(scheduler, mine.progress)
+                return GenerateCall(request, stream).decode(scheduler, mine.progress)

@@ -105,7 +105,7 @@ class Tuning:
         write_atomically(Path(path), json.dumps(self.to_dict()) + "\n")
 
     @classmethod
-    def read(cls, path: str | Path) -> "Tuning":
+    def from_file(cls, path: str | Path) -> "Tuning":
         """Read a tuning; `CheckpointError` when the file cannot be read or is not one."""
         try:
             return replace(_from_dict(json.loads(Path(path).read_text(encoding="utf-8"))), path=Path(path))
@@ -144,7 +144,7 @@ def find_tuning(tuning: str | Path | None, target: Target, drafter: DrafterModel
     path = tuning_path(target, drafter) if tuning == "auto" else Path(tuning)
     if tuning == "auto" and not path.is_file():
         return None
-    shapes = Tuning.read(path)
+    shapes = Tuning.from_file(path)
     shapes.check(target, drafter, str(path))
     return shapes
 
@@ -163,7 +163,7 @@ def tuning_folder() -> Path:
 
 def tunings_of(target: str, drafter: str) -> list[Tuning]:
     """Read the tunings that are used for a pair of these fingerprints, on any device and in any dtype."""
-    return [Tuning.read(path) for path in sorted(tuning_folder().glob(f"*-{target}-{drafter}.json"))]
+    return [Tuning.from_file(path) for path in sorted(tuning_folder().glob(f"*-{target}-{drafter}.json"))]
 
 
 def measured_on(target: Target, drafter: DrafterModel) -> dict[str, str]:

@@ -121,7 +121,7 @@ def run_in_deep_thread(work: Callable[[], Any], nice: int = 0) -> Any:
     """
     result: Future[Any] = Future()
 
-    def run() -> None:
+    def do_work() -> None:
         try:
             os.nice(nice)
             result.set_result(work())
@@ -130,7 +130,7 @@ def run_in_deep_thread(work: Callable[[], Any], nice: int = 0) -> Any:
 
     before = threading.stack_size(limits.STACK_BYTES)
     try:
-        thread = threading.Thread(target=run)
+        thread = threading.Thread(target=do_work)
         thread.start()
     finally:
         threading.stack_size(before)

@@ -174,7 +174,7 @@ class Grammar:
     @classmethod
     def json_object(cls, tokenizer: Any) -> "Grammar":
         """Allow any JSON object."""
-        return cls(GrammarSource.of({"json_object": True}), tokenizer)
+        return cls(GrammarSource.from_spec({"json_object": True}), tokenizer)
 
     @classmethod
     def regex(cls, pattern: str, tokenizer: Any) -> "Grammar":
@@ -205,7 +205,7 @@ class Grammar:
                 `{"choice": [...]}`, or one of these as JSON.
             tokenizer: The tokenizer of the texts; a fast one.
         """
-        return cls(GrammarSource.of(spec), tokenizer)
+        return cls(GrammarSource.from_spec(spec), tokenizer)
 
     def restore(self) -> None:
         """Compile the grammar again if its process has ended, for texts that begin from now on."""

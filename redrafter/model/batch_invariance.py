@@ -138,7 +138,7 @@ class RowByRow:
         self._configs = list({id(module.config): module.config for module in experts}.values())
         self._on_cpu = device.type == "cpu"
 
-    def apply(self, patch: ModelPatch) -> None:
+    def add_to(self, patch: ModelPatch) -> None:
         """Have one forward compute row by row."""
         for config in self._configs:
             patch.set(config, "_experts_implementation", EXPERTS_NAME)

@@ -248,7 +248,9 @@ class ImageReader:
             )
         return Support(self._target.features.conflict(IMAGES))
 
-    def read(self, ids: Tensor, prompt: ImagePrompt, cache: KVCache, adapters: Tensor | None) -> tuple[Tensor, Tensor]:
+    def read_prompt(
+        self, ids: Tensor, prompt: ImagePrompt, cache: KVCache, adapters: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Read one prompt with images into a cache, as the model itself does.
 
         Args:

@@ -205,7 +205,7 @@ class FusedLinears:
                 stand_in = (_NextStandIn if index else _FirstStandIn)(module, group, index)
                 self._stand_ins.append((model.get_submodule(parent), attribute, stand_in))
 
-    def apply(self, patch: ModelPatch) -> None:
+    def add_to(self, patch: ModelPatch) -> None:
         """Have stand-ins in the places of the layers."""
         for parent, name, stand_in in self._stand_ins:
             patch.put(parent._modules, name, stand_in)

@@ -187,7 +187,7 @@ class LoraStacks:
         """Set what the tokens of the running forward keep, as `keep` returns it."""
         self._running.value = keep
 
-    def apply(self, patch: ModelPatch, keep: Tensor) -> None:
+    def add_to(self, patch: ModelPatch, keep: Tensor) -> None:
         """Have stand-ins in the places of the layers, or of fused ones, which apply what `keep` returned."""
         patch.set_running(self._running, keep)
         for name in self._weights:

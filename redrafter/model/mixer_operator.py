@@ -48,7 +48,7 @@ class _StandIn(nn.Module):
     def mix(self, x: Tensor) -> Tensor:
         """Compute what the mixer returns for tokens `[B, T, D]`."""
         given = dict.fromkeys(self._mixer.arguments) | {self.name: x}
-        mixed: Tensor = self._running.value.run(self._mixer, self._forward, given)
+        mixed: Tensor = self._running.value.run_mixer(self._mixer, self._forward, given)
         return mixed.contiguous()
 
 
@@ -66,7 +66,7 @@ class MixerOperators:
             if id(module) in by_id
         ]
 
-    def apply(self, patch: ModelPatch, plan: TreeStates | PromptStates) -> None:
+    def add_to(self, patch: ModelPatch, plan: TreeStates | PromptStates) -> None:
         """Let a plan compute what the mixers return. Call `finish` of the plan after the forward."""
         patch.set_running(self._running, plan)
         for parent, name, stand_in in self._stand_ins:

@@ -158,7 +158,7 @@ class ModelState:
     compiled: list[CompiledPart]
 
     @classmethod
-    def of(cls, model: nn.Module) -> "ModelState":
+    def from_model(cls, model: nn.Module) -> "ModelState":
         """Return the state of a model now. The caller holds the lock of its forwards, which set hooks on it."""
         memory, writes, compiled = list[tuple[int, int]](), list[int](), list[CompiledPart]()
         code: list[tuple[Any, ...]] = [_hook_ids(torch_module)]

@@ -204,7 +204,7 @@ class RopeByLength(ABC):
         """Return a key that is equal for prompts whose equal tokens have equal keys. prompt: its number of tokens."""
 
     @abstractmethod
-    def apply(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
+    def add_to(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
         """Give each token of a forward the frequencies of its own row.
 
         Args:
@@ -247,7 +247,7 @@ class SwitchingRope(RopeByLength):
         """Return whether the prompt is longer than the first context."""
         return prompt > self.switch_at
 
-    def apply(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
+    def add_to(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
         """Give each token the frequencies of short or of long texts; see `RopeByLength`."""
 
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> tuple[Tensor, ...]:
@@ -377,7 +377,7 @@ class DynamicRope(RopeByLength):
         """Stand in for the rope modules of a model; layouts: the form of each one's output, by the type of layers."""
         of_all = [layout for by_type in layouts.values() for layout in by_type.values()]
         self.switch_at, self.context = (min(x) for x in zip(*((y.first, y.context) for y in of_all), strict=True))
-        self._running = Running()  # holds `at_least` of `apply`
+        self._running = Running()  # holds `at_least` of `add_to`
         stand_ins = {module: _PerToken(module, by_type, self._running) for module, by_type in layouts.items()}
         self._places = [
             (parent, name, stand_ins[child])
@@ -390,7 +390,7 @@ class DynamicRope(RopeByLength):
         """Return the length of a prompt past the first context; see `RopeByLength`."""
         return prompt if prompt > self.switch_at else None
 
-    def apply(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
+    def add_to(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
         """Give each token the frequencies of its own length; see `RopeByLength`."""
         patch.set_running(self._running, at_least)
         for parent, name, stand_in in self._places:

@@ -54,7 +54,7 @@ class PromptReader:
         """Return whether prompts are read into this cache in pieces, without masks."""
         return not self.masks and (isinstance(cache, PagedCache) or not self.masks_on_dense)
 
-    def read(
+    def read_prompts(
         self, prompts: Prompts, *, max_tokens: int | None = None, show: ShowLogits | None = None
     ) -> tuple[Tensor, Tensor]:
         """Read prompts into a cache, with the arguments and results of `Target.prefill`."""
@@ -66,7 +66,7 @@ class PromptReader:
         return read(prompts, max_tokens, show)
 
     def _read_pieces(self, prompts: Prompts, max_tokens: int, show: ShowLogits | None) -> tuple[Tensor, Tensor]:
-        """Read as `read` does, on a CPU: in pieces, one after the other."""
+        """Read prompts on a CPU: in pieces, one after the other."""
         last: dict[int, tuple[Tensor, Tensor]] = {}
         for pieces in cut_prompts(prompts.starts, prompts.ends, max_tokens):
             logits, hidden = self._varlen.read_pieces(pieces, prompts, all_tokens=show is not None)
@@ -82,7 +82,7 @@ class PromptReader:
         return torch.stack(logits_of_rows), torch.stack(hidden_of_rows)
 
     def _read_chunks(self, prompts: Prompts, max_tokens: int, show: ShowLogits | None) -> tuple[Tensor, Tensor]:
-        """Read as `read` does, with any model on any device: in chunks side by side, each a chain with its mask."""
+        """Read prompts with any model on any device: in chunks side by side, each a chain with its mask."""
         cache, length, device = prompts.cache, prompts.upto, prompts.tokens.device
         start, forward = to_device(prompts.starts, device, torch.long), self.forward_on(cache)
         rows, width = prompts.tokens.shape

@@ -73,7 +73,7 @@ class Mixer:
         named = dict(zip(self.parameters, args, strict=False)) | dict(kwargs)
         return {name: value for name, value in named.items() if name in self.arguments}
 
-    def run(
+    def run_forward(
         self, forward: Callable[..., Any], arguments: Mapping[str, Any], states: Sequence[Tensor] | None
     ) -> tuple[Any, list[Tensor]]:
         """Call the module's own `forward` on some states; return its output, and its states after the last token.
@@ -156,7 +156,7 @@ class TreeStates:
         self._index = torch.where(nodes == new, -1, starts[:, None] + nodes).flatten()
         self._taken = self._index.clamp(min=0)
 
-    def run(self, mixer: Mixer, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    def run_mixer(self, mixer: Mixer, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Compute what a mixer returns for all tokens of a call of its forward, level by level."""
         x = arguments[mixer.tokens_argument]
         tokens, levels = _Tokens(x.shape[0], x.shape[1], x.device), self._levels
@@ -180,7 +180,7 @@ class TreeStates:
             for level, given in enumerate(tokens.take_levels(arguments, taken, len(parents))):
                 if level:  # which also copies: a mixer may write to its arguments
                     states = [state.index_select(0, parents[level]) for state in states]
-                output, states = mixer.run(forward, given, states)
+                output, states = mixer.run_forward(forward, given, states)
                 states = [state.to(dtype) for state, dtype in zip(states, dtypes, strict=True)]
                 outputs.append(output)
                 after.append(states)
@@ -208,7 +208,7 @@ class PromptStates:
         counts = accumulate((piece.count for piece in pieces), initial=0)
         self._starts = list(counts)[:-1] if width is None else [piece.row * width for piece in pieces]
 
-    def run(self, mixer: Mixer, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    def run_mixer(self, mixer: Mixer, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Compute what a mixer returns for all tokens of a call of its forward, row by row."""
         x = arguments[mixer.tokens_argument]
         tokens = _Tokens(x.shape[0], x.shape[1], x.device)
@@ -224,7 +224,7 @@ class PromptStates:
                 # Some mixers read several tokens as if none came before: from a state, these read one at a time.
                 step = end - first if states is None or mixer.continues else 1
                 index = start - piece.first + torch.arange(first, first + step, device=tokens.device)
-                output, states = mixer.run(forward, tokens.take_run(arguments, index), states)
+                output, states = mixer.run_forward(forward, tokens.take_run(arguments, index), states)
                 # Of the tokens of one row, `[1, T, ...]`, each becomes a row of its own.
                 outputs.append(pytree.tree_map(lambda x: x.transpose(0, 1) if isinstance(x, Tensor) else x, output))
                 read.append(index)
@@ -317,7 +317,7 @@ def replace_mixers(patch: ModelPatch, mixers: Sequence[Mixer], plan: TreeStates 
     """Let a plan compute what mixers return, in this thread alone. Call `finish` of the plan after the forward."""
     for mixer in mixers:
 
-        def run(forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mixer: Mixer = mixer) -> Any:
-            return plan.run(mixer, forward, mixer.named(args, kwargs))
+        def run_with_plan(forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mixer: Mixer = mixer) -> Any:
+            return plan.run_mixer(mixer, forward, mixer.named(args, kwargs))
 
-        patch.replace_forward(mixer.module, run)
+        patch.replace_forward(mixer.module, run_with_plan)

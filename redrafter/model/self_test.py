@@ -129,7 +129,7 @@ class SelfTest:
         self._wide_tolerance = _RECURRENT_WIDENED if self._decoded else _WIDENED
         self._test_in_float32 = target.dtype in _HALF and not rounds_inputs
 
-    def run(self, shapes: Sequence[LayerShape], new_cache: NewCache, *, far: bool = True) -> None:
+    def run_trials(self, shapes: Sequence[LayerShape], new_cache: NewCache, *, far: bool = True) -> None:
         """Run every trial on caches of one kind.
 
         Args:
@@ -254,7 +254,9 @@ class SelfTest:
                 cache.fill_first_slots(trial.states.items())
             else:
                 most = None if whole else trial.prompts.shape[1] - trial.prompts.shape[1] // 5
-                self._reader.read(Prompts(trial.prompts, [0] * rows, trial.length.tolist(), cache), max_tokens=most)
+                self._reader.read_prompts(
+                    Prompts(trial.prompts, [0] * rows, trial.length.tolist(), cache), max_tokens=most
+                )
             tree = tree_of(tokens, parents, depth, max_depth=2)
             logits = forward(ForwardBatch(tree, trial.length, cache))[0]
             path = Path(torch.tensor([0, 2, 4], device=device).expand(rows, 3), torch.full_like(trial.length, 2))
@@ -385,7 +387,7 @@ class CacheSupport:
         # The fastest way that is right: without masks for prompts, then with them, then with copied keys.
         while True:
             try:
-                self._self_test.run(self.shapes, self.new_dense)
+                self._self_test.run_trials(self.shapes, self.new_dense)
                 return
             except UnsupportedError as error:
                 if reader.reads_without_masks(self.new_dense(self.shapes, 1)):
@@ -435,7 +437,7 @@ class CacheSupport:
         try:
             with torch.no_grad():
                 stored = [replace(shape, source=None) for shape in self.paged_shapes]
-                self._self_test.run(self.paged_shapes, self._new_paged, far=stored == self.shapes)
+                self._self_test.run_trials(self.paged_shapes, self._new_paged, far=stored == self.shapes)
         except UnsupportedError as error:
             return Support(f"its attention cannot be replaced: {error}")
         return Support()

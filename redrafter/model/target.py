@@ -111,7 +111,7 @@ class Target(BoundModel):
         warn_of_shared_scales(model.config, self.name)
         check_autocast(self.device)
         # Not in inference mode: some quantisers make the weights in the first forward, for good.
-        self._state = ModelState.of(model)
+        self._state = ModelState.from_model(model)
         with torch.no_grad(), made_on_host(), ModelPatch() as patch:
             patch.run_uncompiled(self._state.compiled)
             self._bind()
@@ -179,7 +179,7 @@ class Target(BoundModel):
 
     def _follow(self) -> None:
         """Record changes of the model, if the watch may have missed some."""
-        before, now = self._state, ModelState.of(self.model)
+        before, now = self._state, ModelState.from_model(self.model)
         if now != before:
             for what, fact in self._facts().items():
                 if fact != self._bound_as[what]:
@@ -194,7 +194,7 @@ class Target(BoundModel):
 
     def note_state(self) -> None:
         """Take the model's weights and code as they are now, so that `follow_changes` finds later changes alone."""
-        self._state, self._watch = ModelState.of(self.model), ModelWatch(self.model)
+        self._state, self._watch = ModelState.from_model(self.model), ModelWatch(self.model)
         self.compiled_parts = self._state.compiled
 
     @property
@@ -241,7 +241,7 @@ class Target(BoundModel):
         if reason:
             raise UnsupportedError(f"{self.name} cannot be batch-invariant: {reason}")
         forward, shapes = self.varlen_forward, self.paged_shapes
-        forward.row_by_row = RowByRow(self.model, self.device).apply
+        forward.row_by_row = RowByRow(self.model, self.device).add_to
         try:
             check_products(forward, shapes)
             if self.device.type == "cpu":
@@ -338,7 +338,7 @@ class Target(BoundModel):
         with cache.subset(rows, end) as some:
             starts, ends, long = [0] * len(rows), [end] * len(rows), torch.full_like(rows, end + 1)
             of_rows = {feature: x[rows] for feature, x in inputs.items()} | {ROPE_BY_LENGTH: long}
-            self.prompt_reader.read(Prompts(tokens[rows], starts, ends, some, of_rows))
+            self.prompt_reader.read_prompts(Prompts(tokens[rows], starts, ends, some, of_rows))
 
     def prefill(
         self, prompts: Prompts, *, max_tokens: int | None = None, show: ShowLogits | None = None
@@ -354,7 +354,7 @@ class Target(BoundModel):
         Returns:
             Logits `[B, V]` and hidden states `[B, F]` of each prompt's last token.
         """
-        return self.prompt_reader.read(prompts, max_tokens=max_tokens, show=show)
+        return self.prompt_reader.read_prompts(prompts, max_tokens=max_tokens, show=show)
 
 
 def context_of(config: object) -> int | None:

@@ -291,7 +291,7 @@ def _tried(mixer: Mixer, given: Mapping[str, Any], returned: Any, cache: Cache, 
     forward, expected = mixer.module.forward, _part({"": returned}, half, count, count)[""]
     begun = _part(given, 0, half, count)
     with linear_calls(mixer.module) as linears:
-        output, states = mixer.run(forward, begun, None)
+        output, states = mixer.run_forward(forward, begun, None)
     # Linear layers that read the mixer's tokens as they are, and the one whose output it returns. One that is called
     # twice is none of them, nor is one that is both.
     names, tokens = [name for name, _, _ in linears], begun[mixer.tokens_argument]
@@ -300,7 +300,7 @@ def _tried(mixer: Mixer, given: Mapping[str, Any], returned: Any, cache: Cache, 
     last = next((layer for layer, x, y in once if y is output and x is not tokens), None)
     later, parts = [state.clone() for state in states], []
     for token in range(half, count):
-        part, states = mixer.run(forward, _part(given, token, token + 1, count), states)
+        part, states = mixer.run_forward(forward, _part(given, token, token + 1, count), states)
         parts.append(part)
     one_by_one = pytree.tree_map(lambda *x: torch.cat(x, dim=1) if isinstance(x[0], Tensor) else x[0], *parts)
     if not _close(one_by_one, expected, _ONE_BY_ONE):
@@ -308,7 +308,7 @@ def _tried(mixer: Mixer, given: Mapping[str, Any], returned: Any, cache: Cache, 
             f"layer {mixer.layer} of {name} ({type(mixer.module).__name__}) continues from its state with other "
             "numbers than it reads a whole text with; this architecture cannot be verified exactly"
         )
-    at_once, _ = mixer.run(forward, _part(given, half, count, count), later)
+    at_once, _ = mixer.run_forward(forward, _part(given, half, count, count), later)
     return replace(
         mixer,
         continues=_close(at_once, expected, _AT_ONCE),
@@ -323,7 +323,7 @@ def _takes_tokens_alone(mixer: Mixer, tokens: Tensor, returned: Any) -> bool:
     if not isinstance(returned, Tensor) or (returned.shape, returned.dtype) != (tokens.shape, tokens.dtype):
         return False
     try:
-        found, _ = mixer.run(
+        found, _ = mixer.run_forward(
             mixer.module.forward, dict.fromkeys(mixer.arguments) | {mixer.tokens_argument: tokens}, None
         )
     except MODEL_ERRORS:

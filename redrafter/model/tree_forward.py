@@ -194,12 +194,12 @@ class PaddedForward(TreeForward):
                 mixing = mixer_plan(batch, padded=True)
                 replace_mixers(patch, self._mixers, mixing)
             if (adapters := batch.inputs.get(ADAPTERS)) is not None:
-                bound.adapters.loaded.apply(patch, bound.adapters.loaded.keep(adapters[:, None].expand(-1, new)))
+                bound.adapters.loaded.add_to(patch, bound.adapters.loaded.keep(adapters[:, None].expand(-1, new)))
             if self._slot_readers:
                 answer_by_position(patch, self._slot_readers, lambda: places, slots)
             if bound.rope is not None:
                 at_least = batch.inputs.get(ROPE_BY_LENGTH, torch.zeros_like(length))
-                bound.rope.apply(patch, lambda: at_least[:, None])
+                bound.rope.add_to(patch, lambda: at_least[:, None])
             self._index, self._written = index, cache
             mask = None if cache.committed else self._mask(slots)
             out = self._call_model(tree.tokens[:, -new:], positions, cache, attention_mask=mask)
@@ -230,9 +230,9 @@ class PaddedForward(TreeForward):
         bound = self.bound
         with bound.lock, self._recording() as patch:
             if adapters is not None:
-                bound.adapters.loaded.apply(patch, bound.adapters.loaded.keep(adapters[:, None].expand_as(ids)))
+                bound.adapters.loaded.add_to(patch, bound.adapters.loaded.keep(adapters[:, None].expand_as(ids)))
             if bound.rope is not None:
-                bound.rope.apply(patch, lambda: torch.tensor([[prompt]], device=ids.device))
+                bound.rope.add_to(patch, lambda: torch.tensor([[prompt]], device=ids.device))
             self._index = torch.tensor([[ids.shape[1] - 1]], device=ids.device)
             given: dict[str, Any] = {self._cache_argument: past}
             out = bound.model(input_ids=ids, use_cache=True, **given, **inputs)

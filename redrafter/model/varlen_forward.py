@@ -277,17 +277,17 @@ class VarlenForward(TreeForward):
                 loaded = bound.config._attn_implementation
                 patch.set(bound.config, "_attn_implementation", replacement_for(loaded, attention))
                 if mixing is not None and self._operators is not None and not threads_apart:
-                    self._operators.apply(patch, mixing)
+                    self._operators.add_to(patch, mixing)
                 elif mixing is not None:
                     replace_mixers(patch, self._mixers, mixing)
                 if bound.rope is not None:
-                    bound.rope.apply(patch, self._running_prompt)
+                    bound.rope.add_to(patch, self._running_prompt)
                 if self.row_by_row is not None:
                     self.row_by_row(patch)
                 if self._fused is not None:
-                    self._fused.apply(patch)
+                    self._fused.add_to(patch)
                 if keep is not None:  # its stand-ins are called before those for fused layers
-                    bound.adapters.loaded.apply(patch, keep)
+                    bound.adapters.loaded.add_to(patch, keep)
                 if self._slot_readers:  # after the fused layers, whose stand-ins have the hooks then
                     answer_by_position(patch, self._slot_readers, self._new_positions)
                 yield

@@ -74,10 +74,10 @@ class PendingReport:
 
     @property
     def on_host(self) -> bool:
-        """Return whether the numbers are on the host already, so that `read` does not wait."""
+        """Return whether the numbers are on the host already, so that `read_numbers` does not wait."""
         return self._done is None
 
-    def read(self) -> list[Any]:
+    def read_numbers(self) -> list[Any]:
         """Wait for the numbers, and return them as nested lists."""
         if self._read is None:
             if self._done is not None:
@@ -122,7 +122,7 @@ class CapturedStep:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.ran = False
 
-    def run(self) -> None:
+    def run_step(self) -> None:
         """Take the step uncaptured, in place."""
         self.ran = True
         state, self.output = step(
@@ -151,7 +151,7 @@ class CapturedStep:
             For each row what `StepOutput.pack_for_host` says of it.
         """
         if self.graph is None:
-            self.run()
+            self.run_step()
         else:
             self.graph.replay()
         return PendingReport(self.report)
@@ -184,7 +184,7 @@ class GraphCapturer:
             return
         try:
             pool = next((graph.pool() for graph in self._graphs), None)  # which ends with the last graph in it
-            step.graph = capture(step.run, pool, watched=self._target.ranks.size > 1)
+            step.graph = capture(step.run_step, pool, watched=self._target.ranks.size > 1)
             self._graphs.add(step.graph)
         # The model can be captured; only now there is too little memory.
         except torch.OutOfMemoryError:
@@ -227,7 +227,7 @@ class LaunchedStep:
     proposer: Proposer | None = None
 
     @classmethod
-    def of(
+    def from_output(
         cls,
         sequences: Sequence[TokenSequence],
         output: StepOutput,
@@ -247,7 +247,7 @@ class LaunchedStep:
         logprobs = None
         if counts:
             # A GPU scores the entries after the drawn tokens too, since the host does not know their number yet.
-            width, known = output.tokens.shape[1], report.read() if report.on_host else None
+            width, known = output.tokens.shape[1], report.read_numbers() if report.on_host else None
             sizes = {row: width if known is None else known[row][width] + 1 for row in counts}
             index = [(row, place) for row, size in sizes.items() for place in range(size)]
             rows, places = to_device(index, output.tokens.device, torch.long).unbind(1)  # [T]
@@ -259,14 +259,14 @@ class LaunchedStep:
 
     def outcomes(self) -> list[list[int]]:
         """Wait for the step, and return the counts of its drafts by likelihood, as `count_outcomes` has them."""
-        flat, count = list(chain.from_iterable(self.report.read()[self.size :])), len(LIKELIHOODS)
+        flat, count = list(chain.from_iterable(self.report.read_numbers()[self.size :])), len(LIKELIHOODS)
         searched = self.levels - self.grafted
         return [flat[at * count : (at + 1) * count] for at in range(2 + searched)]
 
-    def read(self) -> Iterator[tuple[TokenSequence, SequenceDelta]]:
+    def read_deltas(self) -> Iterator[tuple[TokenSequence, SequenceDelta]]:
         """Wait for the step, and yield the tokens drawn for each of its sequences."""
-        reports = zip(self.sequences, self.report.read(), strict=False)
-        scored = zip(*(each.read() for each in self.logprobs or ()), strict=True)
+        reports = zip(self.sequences, self.report.read_numbers(), strict=False)
+        scored = zip(*(each.read_numbers() for each in self.logprobs or ()), strict=True)
         for row, (sequence, (*tokens, accepted, drafted, finite, copied)) in enumerate(reports):
             count = min(accepted + 1, finite)
             logits, scores = (x[row][:count] if row in x else None for x in (self.logits, self.scores))

@@ -16,6 +16,7 @@ from redrafter.cache.kv_cache import stored_as
 from redrafter.cache.options import CacheOptions
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.cache.states import RowStates
+from redrafter.drafting.vocabulary_map import DraftText
 from redrafter.errors import CacheFullError, UnsupportedError, first_line
 from redrafter.features import BATCH_INVARIANCE, OWNERS_HOOKS, FeatureSet
 from redrafter.files.home import keep_kernels
@@ -28,7 +29,9 @@ from redrafter.scheduler.sequence import TokenSequence
 from redrafter.tree.token_tree import chain
 
 _LOG = logging.getLogger(__name__)
-MAX_TEXT_TOKENS = 32768  # of the sequence in each row that the cache is sized for; a longer one takes blocks of others
+PLANNED_ROW_TOKENS = (
+    32768  # of the sequence in each row that the cache is sized for; a longer one takes blocks of others
+)
 MOST_ROWS = 64  # rows of such sequences that the paged cache is sized for, where memory allows
 MAX_RECOMPILES = 64  # of one function, before torch.compile gives up on it
 EXTRA_SLOTS = 256  # of a row beyond its sequence: the tree, and the overshoot of a last step
@@ -196,8 +199,8 @@ class PagedMemory:
             CacheFullError: The device has too little memory.
             ArgumentError: The host has less memory than that.
         """
-        longest = min((x for x in (target.context, max_seq_len) if x is not None), default=MAX_TEXT_TOKENS)
-        tokens = max(rows * (min(longest, MAX_TEXT_TOKENS) + EXTRA_SLOTS), longest + EXTRA_SLOTS)
+        longest = min((x for x in (target.context, max_seq_len) if x is not None), default=PLANNED_ROW_TOKENS)
+        tokens = max(rows * (min(longest, PLANNED_ROW_TOKENS) + EXTRA_SLOTS), longest + EXTRA_SLOTS)
         models = [target] if draft_model is None else [target, draft_model]
         # A mixer that cannot continue would read the rest after a prefix token by token, slower than the whole at once.
         keeps = reuse and all(mixer.continues for model in models for mixer in model.traits.mixers)
@@ -290,7 +293,7 @@ def tables_of(sequences: Sequence[TokenSequence]) -> list[BlockTable]:
 
 def draft_tables_of(sequences: Sequence[TokenSequence]) -> list[BlockTable]:
     """Return the block tables of sequences in the draft model's vocabulary, all of which have one."""
-    tables = [sequence.draft_block_table for sequence in sequences if sequence.draft_block_table is not None]
+    tables = [s.draft.block_table for s in sequences if s.draft is not None and s.draft.block_table is not None]
     assert len(tables) == len(sequences), "a sequence has no blocks"
     return tables
 
@@ -321,7 +324,7 @@ class SequenceBlocks:
     def could_hold(self, sequence: TokenSequence, slots: int) -> bool:
         """Return whether this number of positions of a sequence fits into an empty cache."""
         fits = slots <= self._memory.blocks.num_blocks * BLOCK_SIZE
-        if sequence.draft_text is None or self._memory.draft_blocks is None:
+        if sequence.draft is None or self._memory.draft_blocks is None:
             return fits
         return fits and sequence.draft_bound(slots) <= self._memory.draft_blocks.num_blocks * BLOCK_SIZE
 
@@ -376,14 +379,14 @@ class SequenceBlocks:
         sequence.block_table = self._memory.blocks.admit(
             tokens, slots, reuse, self._salt(sequence), publishes=self._publishes
         )
-        if sequence.draft_text is not None:
+        if (draft := sequence.draft) is not None:
             try:
-                sequence.draft_block_table = self._admit_draft_text(sequence, slots, reuse)
+                draft.block_table = self._admit_draft_text(sequence, draft.text, slots, reuse)
             except CacheFullError:
                 self._memory.blocks.release(sequence.block_table)
                 sequence.block_table = None
                 raise
-            sequence.draft_prefilled = sequence.draft_block_table.reused
+            draft.prefilled = draft.block_table.reused
         self._memory.restore_states(sequence.block_table)
         if self._publishes and reuse:
             self._memory.reserve_snapshot_row(sequence.block_table)
@@ -401,10 +404,9 @@ class SequenceBlocks:
             finally:
                 self._memory.copy_blocks()
 
-    def _admit_draft_text(self, sequence: TokenSequence, slots: int, reuse: bool) -> BlockTable:
+    def _admit_draft_text(self, sequence: TokenSequence, text: DraftText, slots: int, reuse: bool) -> BlockTable:
         """Give a sequence blocks for its draft text, with a cached prefix no longer than what the target has found."""
-        text, blocks = sequence.draft_text, self._memory.draft_blocks
-        assert text is not None
+        blocks = self._memory.draft_blocks
         assert blocks is not None
         assert sequence.block_table is not None
         draft_slots = sequence.draft_bound(slots)
@@ -419,9 +421,9 @@ class SequenceBlocks:
                 given where only those of a draft model were too few.
         """
         grown = self._grow(self._memory.blocks, sequence.block_table, slots)
-        if sequence.draft_text is None:
+        if (draft := sequence.draft) is None:
             return grown
-        return self._grow(self._memory.draft_blocks, sequence.draft_block_table, sequence.draft_bound(slots)) or grown
+        return self._grow(self._memory.draft_blocks, draft.block_table, sequence.draft_bound(slots)) or grown
 
     def _grow(self, blocks: BlockManager | None, block_table: BlockTable | None, slots: int) -> bool:
         assert blocks is not None
@@ -438,15 +440,16 @@ class SequenceBlocks:
         if self._publishes and self._is_steady(sequence):
             with self._memory.lock:
                 self._memory.blocks.publish(sequence.block_table, sequence.tokens[:count])
-                if sequence.draft_text is not None:
+                if (draft := sequence.draft) is not None:
                     assert self._memory.draft_blocks is not None
-                    assert sequence.draft_block_table is not None
-                    read = sequence.draft_text.ids[: sequence.draft_length(count)]
-                    self._memory.draft_blocks.publish(sequence.draft_block_table, read)
+                    assert draft.block_table is not None
+                    read = draft.text.ids[: sequence.draft_length(count)]
+                    self._memory.draft_blocks.publish(draft.block_table, read)
 
     def withdraw(self, sequence: TokenSequence) -> None:
         """Let no later sequence find the blocks of this one, whose contents are unknown after an error."""
-        tables = (self._memory.blocks, sequence.block_table), (self._memory.draft_blocks, sequence.draft_block_table)
+        draft_table = None if sequence.draft is None else sequence.draft.block_table
+        tables = (self._memory.blocks, sequence.block_table), (self._memory.draft_blocks, draft_table)
         with self._memory.lock:
             for blocks, block_table in tables:
                 if blocks is not None and block_table is not None:
@@ -465,11 +468,12 @@ class SequenceBlocks:
             self.publish(sequence, sequence.prefilled if sequence.row is None else self._cached(sequence))
         with self._memory.released:
             self._memory.blocks.release(sequence.block_table)
-            if sequence.draft_block_table is not None:
+            if (draft := sequence.draft) is not None and draft.block_table is not None:
                 assert self._memory.draft_blocks is not None
-                self._memory.draft_blocks.release(sequence.draft_block_table)
+                self._memory.draft_blocks.release(draft.block_table)
+                draft.block_table = None
             self._memory.released.notify_all()
-        sequence.block_table = sequence.draft_block_table = None
+        sequence.block_table = None
 
     def _is_steady(self, sequence: TokenSequence) -> bool:
         """Return whether a sequence's blocks depend on its tokens alone, so that others may share them.
@@ -492,4 +496,4 @@ class SequenceBlocks:
         if not sequence.params.speculate:
             return min(len(sequence.tokens) - 2, len(sequence.prompt))  # the draft model may have read no more
         # The draft model may have proposed the last one and not read it, nor the drafts that a step has copied.
-        return len(sequence.tokens) - 2 - sequence.unread
+        return len(sequence.tokens) - 2 - sequence.copying.unread

@@ -101,7 +101,7 @@ def choose_chunks(prefilling: Sequence[TokenSequence], budget: int, padded: bool
         plan.add(sequence, max(budget // 2, 1), whole=not chunked)
     for sequence in prefilling:
         plan.add(sequence, budget, whole=not chunked)
-    forwards = [sorted(plan.counts.items(), key=lambda chunk: chunk[0].arrival)] if plan.counts else []
+    forwards = [sorted(plan.counts.items(), key=lambda chunk: chunk[0].admission.arrival)] if plan.counts else []
     oldest = prefilling[0]
     if oldest not in plan.counts and not chunked:
         forwards.append([(oldest, oldest.prefill_length - oldest.prefilled)])
@@ -282,13 +282,13 @@ class Prefiller:
         if model is None:
             return
         assert cache is not None, "a draft model has a cache"
-        texts = [sequence.draft_text for sequence in sequences if sequence.draft_text is not None]
-        if texts:  # in a vocabulary of its own, where the same sequence has another length
-            starts = [sequence.draft_prefilled for sequence in sequences]
+        drafts = [sequence.draft for sequence in sequences if sequence.draft is not None]
+        if drafts:  # in a vocabulary of its own, where the same sequence has another length
+            starts = [draft.prefilled for draft in drafts]
             lengths = [sequence.draft_length(end) for sequence, end in zip(sequences, ends, strict=True)]
-            for sequence, length in zip(sequences, lengths, strict=True):
-                sequence.draft_prefilled = length
-            tokens = to_device(_stack([text.ids for text in texts], lengths), model.device)
+            for draft, length in zip(drafts, lengths, strict=True):
+                draft.prefilled = length
+            tokens = to_device(_stack([draft.text.ids for draft in drafts], lengths), model.device)
             model.prefill(Prompts(tokens, starts, lengths, cache))
         else:
             read_drafts(prompts, model, cache)
@@ -306,7 +306,7 @@ class Prefiller:
         prompt = sequence.images.prepare(self._target.model, sequence.prompt)
         sequence.position_shift = prompt.position_shift
         self._read_drafts([sequence], [count], Prompts(tokens, [0], [count], caches.target), caches.draft)
-        logits, hidden = self._target.images.read(tokens[:, :count], prompt, caches.target, adapters)
+        logits, hidden = self._target.images.read_prompt(tokens[:, :count], prompt, caches.target, adapters)
         _take_note([(sequence, count)])
         return PrefilledRows([sequence], tokens, upto, logits, hidden, caches, [0])
 

@@ -39,7 +39,7 @@ from redrafter.scheduler.row_caches import PagedRows
 from redrafter.scheduler.running_batch import Models, RunningBatch
 from redrafter.scheduler.running_set import RunningSet
 from redrafter.scheduler.sampling_tensors import SamplingTensors
-from redrafter.scheduler.sequence import SequenceDelta, TokenSequence, check_sequences, not_finite
+from redrafter.scheduler.sequence import DraftSequence, SequenceDelta, TokenSequence, check_sequences, not_finite
 from redrafter.scheduler.waiting_queue import Limits
 
 _LOG = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ class Scheduler:
         """
         if self._draft_vocabulary is not None:
             for sequence in sequences:
-                sequence.draft_text = DraftText(self._draft_vocabulary)
+                sequence.draft = DraftSequence(DraftText(self._draft_vocabulary))
         self._running.enqueue(sequences, self.limits)
 
     def cancel(self, *sequences: TokenSequence) -> None:
@@ -218,11 +218,11 @@ class Scheduler:
 
     def round(self) -> None:
         """Admit sequences, read a chunk of their prompts, and step all rows."""
-        self.read()
+        self.prefill()
         self.step()
 
     @torch.inference_mode()
-    def read(self) -> None:
+    def prefill(self) -> None:
         """Run the first half of a round, which draws the first token of every prompt that is complete."""
         with self._ending(lambda: self._running.sequences):
             self._running.end_cancelled()
@@ -370,7 +370,7 @@ class Scheduler:
             return
         step = forward
         accepted, indices, copied = list[int](), list[int](), 0  # of rows that took drafts
-        for sequence, drawn in step.read():
+        for sequence, drawn in step.read_deltas():
             sequence.launched -= 1
             if sequence.ended:
                 continue
@@ -386,7 +386,7 @@ class Scheduler:
             self._running.charge(sequence, len(delta.tokens))
             if delta.finish is None:
                 if self.finished is not None and not delta.copied:  # else the text that it copies from is kept already
-                    piece = self.finished.find(sequence.prefix_salt, sequence.tokens, sequence.piece)
+                    piece = self.finished.find(sequence.prefix_salt, sequence.tokens, sequence.copying.source)
                     if piece is not None:
                         self.batch.give(sequence, piece)
                 sequence.sink(sequence, delta)
