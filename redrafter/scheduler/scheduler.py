@@ -393,9 +393,18 @@ class Scheduler:
             else:
                 self._running.end(sequence, delta, keep=delta.error is None)
         if accepted and step.proposer is not None:
-            rows, became = len(step.sequences), step.outcomes()
+            outcomes = step.report.outcomes
             self.batch.policy.record(
-                DraftedStep(step.size, rows, step.proposer, accepted, copied, became, step.levels, indices)
+                DraftedStep(
+                    size=step.size,
+                    rows=len(step.sequences),
+                    proposer=step.proposer,
+                    accepted=accepted,
+                    copied=copied,
+                    outcomes=() if outcomes is None else outcomes.tolist(),
+                    levels=step.levels,
+                    indices=indices,
+                )
             )
 
 
