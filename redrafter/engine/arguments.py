@@ -280,7 +280,8 @@ def check_ids(input_ids: Tensor, mask: Tensor | None, target: Target, options: E
     if low < 0 or high >= target.vocab_size:
         bad = low if low < 0 else high
         raise ArgumentError(f"token id {bad} is out of range: the target's vocabulary has {target.vocab_size} ids")
-    seen, longest = torch.ones_like(input_ids, dtype=torch.bool), input_ids.shape[1]
+    seen = torch.ones_like(input_ids, dtype=torch.bool)
+    longest = input_ids.shape[1]
     if mask is not None and not bool((mask := mask.bool()).all()):
         seen, longest = mask, int(mask.sum(dim=1).max())
         if not bool(seen.any(dim=1).all()):

@@ -83,7 +83,8 @@ class DraftTarget(Engine):
             raise ArgumentError(
                 f"num_beams={num_beams} is more than the tokens that the draft model can draft: {common}"
             )
-        self.draft_vocabulary, self.rejection_sampling = vocabulary, acceptance == "rejection"
+        self.draft_vocabulary = vocabulary
+        self.rejection_sampling = acceptance == "rejection"
         self.acceptance, self.adaptive, self.draft_len = acceptance, adaptive, draft_len
         self._draft_cost = _cost(draft_model) / _cost(target)
         self._node_cost = NODE_COST_FORWARDS.get(target.device.type, 0.0)
@@ -177,7 +178,8 @@ class DraftTarget(Engine):
         """
         options, load, adapters = split_keywords(cls.from_pretrained, keywords)
         draft_keywords = dict(draft_model_kwargs or {})
-        model, draft_model = locate_gguf(model, load), locate_gguf(draft_model, draft_keywords)
+        model = locate_gguf(model, load)
+        draft_model = locate_gguf(draft_model, draft_keywords)
         check_quantization(load["quantization"], model)
         check_quantization(draft_quantization, draft_model, "draft_quantization")
         trusted = load["trust_remote_code"]

@@ -174,7 +174,8 @@ class Engine(Changeable):
         if reason and self.target.device.type == "cuda" and not self._warned:
             self._warned = True
             warnings.warn(f"{self.target.name} is decoded without CUDA graphs, slower: {reason}", stacklevel=6)
-        memory, rows = None if reason else owner.open_memory(), min(len(request.lengths), most)
+        memory = None if reason else owner.open_memory()
+        rows = min(len(request.lengths), most)
         limits = Limits(
             rows,
             sys.maxsize,

@@ -180,7 +180,8 @@ class ReDrafter(Engine):
             shape = self.tuning.shape_for(rows)
         elif self.shape.node_budget is None:
             costs, whole = self._assumed, self.proposer
-            verified, free = time_at(costs.trees, step_tokens(whole, rows)), NEARLY_FREE[self.target.device.type]
+            verified = time_at(costs.trees, step_tokens(whole, rows))
+            free = NEARLY_FREE[self.target.device.type]
             if verified > free * time_at(costs.steps, rows):
                 best = self._best_shapes(self._assumed, rows, (QUALITY,))
                 shape = best[0] if best else None
@@ -200,8 +201,11 @@ class ReDrafter(Engine):
         """
         if not self.pauses:
             return super().draft_policy(sizes, memory)
-        costs, on_cpu = self.step_costs(memory), self.target.device.type == "cpu"
-        kinds, known, copying = dict[int, list[Proposer]](), list[tuple[int, Proposer, float]](), dict[int, Proposer]()
+        costs = self.step_costs(memory)
+        on_cpu = self.target.device.type == "cpu"
+        kinds = dict[int, list[Proposer]]()
+        known = list[tuple[int, Proposer, float]]()
+        copying = dict[int, Proposer]()
         for size in sizes:
             found = [self.proposer_for(size)]
             if self.adapts:

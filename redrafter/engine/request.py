@@ -165,7 +165,8 @@ def read_request(
     config, sampled = generation_config, generation_config.do_sample
     check_modes(config, target.model.generation_config)
     # A GPU is asked for ids and mask once, instead of for each number that follows from them.
-    ids, mask = input_ids.cpu(), None if attention_mask is None else attention_mask.cpu()
+    ids = input_ids.cpu()
+    mask = None if attention_mask is None else attention_mask.cpu()
     seen = check_ids(ids, mask, target, options)
     images = read_prepared(prepared, ids, seen, target)
     if config.num_return_sequences is not None and config.num_return_sequences < 1:

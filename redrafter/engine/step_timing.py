@@ -115,7 +115,8 @@ class _Steps:
         state.length.fill_(COMMITTED)
         with device:
             table = torch.zeros(rows, blocks, dtype=torch.int32)
-            zeros, ids = torch.zeros(rows, dtype=torch.long), torch.arange(target.vocab_size)
+            zeros = torch.zeros(rows, dtype=torch.long)
+            ids = torch.arange(target.vocab_size)
             sampler = Sampler(None, (), torch.ones(rows), zeros, zeros, ids)
         cache = PagedCache(self._memory.store, table, zeros)
         step = CapturedStep(state, proposer, target, cache, sampler, keeps_logits=False)

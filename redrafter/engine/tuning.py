@@ -185,7 +185,8 @@ def device_name(device: torch.device) -> str:
 
 def target_fingerprint(target: Target) -> str:
     """Return a digest of the model's sizes and a few norms, which distinguish it from other models of these sizes."""
-    layers, norms = getattr(target.config, "num_hidden_layers", None), embedding_norms(target.embedding)
+    layers = getattr(target.config, "num_hidden_layers", None)
+    norms = embedding_norms(target.embedding)
     return fingerprint_of_sizes(target.hidden_size, target.vocab_size, layers, norms)
 
 

@@ -109,7 +109,8 @@ def small_pool(shapes: Sequence[LayerShape]) -> KVCachePool:
 
 def _read(forward: VarlenForward, sizes: Sequence[int], pool: KVCachePool) -> Tensor:
     """Return the logits of a text, `[T, V]`, that is read in forwards of these numbers of tokens."""
-    bound, blocks = forward.bound, min(pool.num_blocks - 1, 1 + -(-TOKENS // BLOCK_SIZE))
+    bound = forward.bound
+    blocks = min(pool.num_blocks - 1, 1 + -(-TOKENS // BLOCK_SIZE))
     bounds = [x for x in (bound.context, bound.fixed_rope_context, blocks * BLOCK_SIZE) if x is not None]
     count = min([sum(sizes), *bounds])
     ids = (torch.arange(count, device=bound.device) * 7919 + 11) % bound.vocab_size

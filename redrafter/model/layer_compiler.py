@@ -40,7 +40,8 @@ class LayerCompiler:
             numbers[node] = number
             number += alone
         whole = split_module(graph, graph, numbers.__getitem__, keep_original_order=True)
-        known, pieces = dict[Any, Compiled](), dict[str, Any](whole.named_children())
+        known = dict[Any, Compiled]()
+        pieces = dict[str, Any](whole.named_children())
         for name, piece in pieces.items():
             if any(self._is_cut(node) for node in piece.graph.nodes):
                 continue  # has nothing to compile, and is called as it is

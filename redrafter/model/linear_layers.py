@@ -43,7 +43,8 @@ class Float8Linear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         weight, scale = quantize_weight(layer.weight.detach().to(device))
-        self.weight, self.bias = nn.Parameter(weight, requires_grad=False), layer.bias
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = layer.bias
         self.register_buffer("weight_scale", scale)
         self.train(layer.training)
 
@@ -235,7 +236,8 @@ def forward_bytes(model: Any) -> int:
     These are all weights but the embedding table, of which a forward reads a few rows, unless the table is also the
     head. For a mixture of experts it is an upper bound, as a forward reads the experts that it chooses.
     """
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     skipped = set() if tied else set(map(id, embedding.parameters()))
     return sum(weight.nbytes for weight in model.parameters() if id(weight) not in skipped)

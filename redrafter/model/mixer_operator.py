@@ -34,7 +34,8 @@ class _StandIn(nn.Module):
 
     def __init__(self, mixer: Mixer, running: Running):
         super().__init__()
-        self.name, self.at = mixer.tokens_argument, mixer.parameters.index(mixer.tokens_argument)
+        self.name = mixer.tokens_argument
+        self.at = mixer.parameters.index(mixer.tokens_argument)
         # Above those of all living stand-ins, since a compiled forward keeps the number of its own.
         self.number = 1 + max(_STAND_INS.keys(), default=0)
         self._mixer, self._forward, self._running = mixer, mixer.module.forward, running

@@ -160,7 +160,9 @@ class ModelState:
     @classmethod
     def of(cls, model: nn.Module) -> "ModelState":
         """Return the state of a model now. The caller holds the lock of its forwards, which set hooks on it."""
-        memory, writes, compiled = list[tuple[int, int]](), list[int](), list[CompiledPart]()
+        memory = list[tuple[int, int]]()
+        writes = list[int]()
+        compiled = list[CompiledPart]()
         code: list[tuple[Any, ...]] = [_hook_ids(torch_module)]
         waiting, seen = [model], set[int]()
         while waiting:  # several times faster than `modules()`
@@ -171,7 +173,8 @@ class ModelState:
             state, kind = vars(module), type(module)
             waiting.extend(child for child in state["_modules"].values() if child is not None)
             hooks = _hook_ids(module) if state["_forward_hooks"] or state["_forward_pre_hooks"] else ()
-            forward, adapters = state.get("forward"), _adapters_of(module) if _has_adapters(kind) else None
+            forward = state.get("forward")
+            adapters = _adapters_of(module) if _has_adapters(kind) else None
             code.append((id(module), kind.forward, forward, hooks, adapters))
             if state.get("_compiled_call_impl") is not None:
                 compiled.append((module, "_compiled_call_impl", None))
@@ -220,9 +223,11 @@ class ModelWatch:
         if any(buffers):
             tensors += [x for state in states if state["_buffers"] for x in _saved_buffers(state)]
         try:
-            addresses, writes = list(map(Tensor.data_ptr, tensors)), list(map(_VERSION, tensors))
+            addresses = list(map(Tensor.data_ptr, tensors))
+            writes = list(map(_VERSION, tensors))
         except (RuntimeError, NotImplementedError):  # of a tensor without an address, or without a version
-            addresses, writes = list(map(_address, tensors)), list(map(_count_writes, tensors))
+            addresses = list(map(_address, tensors))
+            writes = list(map(_count_writes, tensors))
         kinds_once, adapters = dict.fromkeys(kinds), list[Any]()
         if any(map(_has_adapters, kinds_once)):
             adapters = [_adapters_of(module) for module in self._modules if _has_adapters(type(module))]

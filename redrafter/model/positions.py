@@ -219,7 +219,8 @@ def find_switching_rope(model: Any, config: Any, cache: DenseCache) -> "RopeByLe
 
     The cache is an empty one for one row.
     """
-    whole, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
+    whole = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
     entries = (rope, *(entry for entry in rope.values() if isinstance(entry, dict)))  # of all kinds of layers
     entry = next((entry for entry in entries if entry.get("rope_type") == "longrope"), {})
     switch_at = entry.get("original_max_position_embeddings") or getattr(
@@ -251,7 +252,8 @@ class SwitchingRope(RopeByLength):
         """Give each token the frequencies of short or of long texts; see `RopeByLength`."""
 
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> tuple[Tensor, ...]:
-            states, positions = args[0] if args else kwargs["x"], kwargs.get("position_ids")
+            states = args[0] if args else kwargs["x"]
+            positions = kwargs.get("position_ids")
             positions = args[1] if positions is None else positions
             rest = {name: value for name, value in kwargs.items() if name not in ("x", "position_ids")}
             rest |= {"layer_type": args[2]} if len(args) > 2 else {}
@@ -309,7 +311,8 @@ class _Layout:
 
         `AssertionError` is raised where it returns something else; other errors may come from the module.
         """
-        config, kind = module.config, {} if layer_type is None else {"layer_type": layer_type}
+        config = module.config
+        kind = {} if layer_type is None else {"layer_type": layer_type}
         entry = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
         self.first, self.factor = first, factor = config.max_position_embeddings, float(entry["factor"])
         assert module.original_max_seq_len == first, "frequencies change elsewhere"
@@ -342,7 +345,8 @@ class _Layout:
 
     def rotate(self, x: Tensor, positions: Tensor, at_least: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of tokens at positions `[...]`, `[..., D]` each, on the device of `x`."""
-        positions, dtype = positions.to(x.device), x.dtype if self.follows else torch.float32
+        positions = positions.to(x.device)
+        dtype = x.dtype if self.follows else torch.float32
         length = torch.maximum(positions + 1, at_least.to(x.device))
         angles = positions[..., None].float() * self.frequencies(length[..., None])
         angles = angles[..., self.columns.to(x.device)]

@@ -160,7 +160,8 @@ class TreeStates:
         """Compute what a mixer returns for all tokens of a call of its forward, level by level."""
         x = arguments[mixer.tokens_argument]
         tokens, levels = _Tokens(x.shape[0], x.shape[1], x.device), self._levels
-        keys, dtypes = [state.key for state in mixer.states], [state.dtype for state in mixer.states]
+        keys = [state.key for state in mixer.states]
+        dtypes = [state.dtype for state in mixer.states]
         parents, taken = levels.parents.to(x.device), self._taken.to(x.device)
         states = self._states.read_entries(keys, levels.roots)
         outputs, after = [], []

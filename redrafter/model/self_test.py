@@ -230,7 +230,8 @@ class SelfTest:
     ) -> None:
         """Run a trial, and raise `UnsupportedError` where its logits are off by more than is allowed."""
         cache = new_cache(shapes, len(trial.length), int(trial.length.max()) + TRIAL_SLOTS)
-        logits, expected = self._logits_of(trial, cache, whole=whole).float(), trial.expected.float()
+        logits = self._logits_of(trial, cache, whole=whole).float()
+        expected = trial.expected.float()
         error = (logits - expected).std(dim=-1) / expected.std(dim=-1).clamp(min=1e-6)  # [B, N]
         if not bool((error.max() <= allowed[0]) & (error.median() <= allowed[1])):
             after = "" if trial.prompts is not None else f" after {int(trial.length[0])} tokens"
@@ -246,7 +247,9 @@ class SelfTest:
         model cannot run a tree.
         """
         root, a, b, c, d, e = trial.nodes
-        rows, device, forward = len(trial.length), self._target.device, self._reader.forward_on(cache)
+        rows = len(trial.length)
+        device = self._target.device
+        forward = self._reader.forward_on(cache)
         tokens = torch.stack([root, a, b, c, d]).expand(rows, 5)
         parents, depth = (torch.tensor(x, device=device).expand(rows, 5) for x in ([0, 0, 0, 1, 2], [0, 1, 1, 2, 2]))
         try:
@@ -271,7 +274,8 @@ def _decoded(model: Any, prompts: Tensor, paths: Tensor) -> tuple[Tensor, Any]:
     """Return the logits along paths `[B, T]` that are read token by token after prompts, and the last output."""
     argument = cache_argument(model.forward)
     assert argument is not None, "a model with states takes a cache"
-    out, logits = model(input_ids=prompts, use_cache=True, **_positions(model, prompts)), []
+    out = model(input_ids=prompts, use_cache=True, **_positions(model, prompts))
+    logits = []
     for offset, token in enumerate(paths.unbind(1)):
         given = {argument: out[argument]} | _positions(model, token[:, None], prompts.shape[1] + offset)
         out = model(input_ids=token[:, None], use_cache=True, **given)

@@ -180,7 +180,8 @@ def stored_shapes(output: Any, config: Any, name: str, states: Sequence[StateSha
     by_layer = {index: tuple(state for state in states if state.layer == index) for index in range(len(layers))}
     shapes = dict[int, LayerShape]()
     for index, layer in enumerate(layers):
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        keys = getattr(layer, "keys", None)
+        values = getattr(layer, "values", None)
         if keys is None and by_layer[index]:
             first = by_layer[index][0]
             shapes[index] = LayerShape(0, 0, 0, first.dtype, first.device, states=by_layer[index])

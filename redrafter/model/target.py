@@ -90,13 +90,15 @@ class Target(BoundModel):
         model = base_of(model)
         self.name = name or type(model).__name__
         check_supported(model, self.name)
-        self.ranks, self.features = use_local_shards(model), FeatureSet(self.name)
+        self.ranks = use_local_shards(model)
+        self.features = FeatureSet(self.name)
         self.features.add(TENSOR_PARALLELISM, self.ranks.size > 1)
         self.features.add(QUANTISED_WEIGHTS, is_quantized(model.config))
         self.features.add(FP8_WEIGHTS, has_float8_layers(model))
         super().__init__(model)
         self.config = model.config.get_text_config(decoder=True)
-        self.embedding, self.head = model.get_input_embeddings(), model.get_output_embeddings()
+        self.embedding = model.get_input_embeddings()
+        self.head = model.get_output_embeddings()
         if self.head is None:
             raise UnsupportedError(f"{self.name} has no language-modelling head; load it with AutoModelForCausalLM")
         self.context = context_of(self.config)
@@ -104,7 +106,8 @@ class Target(BoundModel):
         assert isinstance(table, Tensor)
         check_on_device(model, table, self.name)
         self.device = table.device
-        self.hidden_size, self.vocab_size = head_width(self.head, self.config), self.config.vocab_size
+        self.hidden_size = head_width(self.head, self.config)
+        self.vocab_size = self.config.vocab_size
         self.version, self._drafter_shapes = 0, tuple[LayerShape, ...]()
         self.image_arguments = image_arguments(model)
         self.image_inputs = self.image_arguments | token_type_arguments(model)
@@ -134,7 +137,8 @@ class Target(BoundModel):
                 f"{self.name} changes its masks by what a text says (layer {layer}), so which tokens are "
                 "seen depends on slots of the cache, and a tree fills others; use a model whose masks follow positions"
             )
-        self._padded_forward, self.varlen_forward = PaddedForward(self), VarlenForward(self)
+        self._padded_forward = PaddedForward(self)
+        self.varlen_forward = VarlenForward(self)
         self.prompt_reader = PromptReader(self._padded_forward, self.varlen_forward)
         self._caches = CacheSupport(self, self.prompt_reader)
         self.features.add(INDEXED_ATTENTION, any(shape.extra_dim for shape in self._caches.shapes))
@@ -194,7 +198,8 @@ class Target(BoundModel):
 
     def note_state(self) -> None:
         """Take the model's weights and code as they are now, so that `follow_changes` finds later changes alone."""
-        self._state, self._watch = ModelState.of(self.model), ModelWatch(self.model)
+        self._state = ModelState.of(self.model)
+        self._watch = ModelWatch(self.model)
         self.compiled_parts = self._state.compiled
 
     @property
@@ -336,7 +341,9 @@ class Target(BoundModel):
         if not len(rows):
             return
         with cache.subset(rows, end) as some:
-            starts, ends, long = [0] * len(rows), [end] * len(rows), torch.full_like(rows, end + 1)
+            starts = [0] * len(rows)
+            ends = [end] * len(rows)
+            long = torch.full_like(rows, end + 1)
             of_rows = {feature: x[rows] for feature, x in inputs.items()} | {ROPE_BY_LENGTH: long}
             self.prompt_reader.read(Prompts(tokens[rows], starts, ends, some, of_rows))
 

@@ -182,7 +182,8 @@ def _kind_of(rule: MaskRule, device: Any) -> AttentionKind | None:
 
     The rule may hold tensors on the device.
     """
-    first, second = _first_seen(rule, PROBED_POSITION, device), _first_seen(rule, PROBED_POSITION + 1, device)
+    first = _first_seen(rule, PROBED_POSITION, device)
+    second = _first_seen(rule, PROBED_POSITION + 1, device)
     if first is None or second is None:
         return None
     if first == 0:
@@ -198,7 +199,8 @@ def _kind_of(rule: MaskRule, device: Any) -> AttentionKind | None:
 
 def _first_seen(rule: MaskRule, position: int, device: Any) -> int | None:
     """Return the first position that `position` sees; None unless it sees all from there to itself and no other."""
-    batch, query = torch.zeros((), dtype=torch.long, device=device), torch.tensor(position, device=device)
+    batch = torch.zeros((), dtype=torch.long, device=device)
+    query = torch.tensor(position, device=device)
     seen = torch.as_tensor(rule(batch, batch, query, torch.arange(position + 2, device=device)))
     seen = seen.expand(position + 2)
     first = int(seen.int().argmax())
@@ -214,7 +216,8 @@ def _by_name(by_layer: tuple[AttentionKind, ...] | None, config: object) -> dict
     if (
         by_layer is None
     ):  # the kind of each named kind of layer, by the rule that transformers uses to choose its caches
-        window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+        window = getattr(config, "sliding_window", None)
+        chunk = getattr(config, "attention_chunk_size", None)
         of_config = {
             "full_attention": AttentionKind(),
             "sliding_attention": AttentionKind(window=window),
@@ -247,7 +250,9 @@ def find_mixers(model: Any, config: Any, ids: Tensor, name: str) -> list[Mixer]:
     cache = DynamicCache(config=config)
     if argument is None or not any(isinstance(layer, _RECURRENT) for layer in cache.layers):
         return []
-    empty, known, calls = [copied_layer(layer) for layer in cache.layers], set[StateKey](), list[_Call]()
+    empty = [copied_layer(layer) for layer in cache.layers]
+    known = set[StateKey]()
+    calls = list[_Call]()
 
     def after_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Take note of a module that has left new tensors in the cache. Modules inside it were called before."""
@@ -271,7 +276,8 @@ def find_mixers(model: Any, config: Any, ids: Tensor, name: str) -> list[Mixer]:
                 f"its {type(module).__name__} keeps states in a way that is not known, so they cannot be rolled back "
                 "to a branch of a tree"
             )
-        names, begun = (parameters, frozenset(given), handed[0], vectors[0]), empty[layer]
+        names = (parameters, frozenset(given), handed[0], vectors[0])
+        begun = empty[layer]
         calls.append((Mixer(module, layer, tuple(left), *names, begun, begun), given, output))
 
     with ModelPatch() as patch:
@@ -287,14 +293,17 @@ def _tried(mixer: Mixer, given: Mapping[str, Any], returned: Any, cache: Cache, 
     In a plain forward of one row of `count` tokens, with that cache, it was `given` these arguments. Raises
     `UnsupportedError` where it continues from its states wrongly, one token at a time.
     """
-    mixer, half = replace(mixer, full=layer_without_tensors(cache.layers[mixer.layer])), count // 2
-    forward, expected = mixer.module.forward, _part({"": returned}, half, count, count)[""]
+    mixer = replace(mixer, full=layer_without_tensors(cache.layers[mixer.layer]))
+    half = count // 2
+    forward = mixer.module.forward
+    expected = _part({"": returned}, half, count, count)[""]
     begun = _part(given, 0, half, count)
     with linear_calls(mixer.module) as linears:
         output, states = mixer.run(forward, begun, None)
     # Linear layers that read the mixer's tokens as they are, and the one whose output it returns. One that is called
     # twice is none of them, nor is one that is both.
-    names, tokens = [name for name, _, _ in linears], begun[mixer.tokens_argument]
+    names = [name for name, _, _ in linears]
+    tokens = begun[mixer.tokens_argument]
     once = [(layer, x, y) for layer, x, y in linears if names.count(layer) == 1 and y is not x]
     first = tuple(layer for layer, x, y in once if x is tokens and y is not output)
     last = next((layer for layer, x, y in once if y is output and x is not tokens), None)

@@ -98,7 +98,9 @@ class TreeForward(ABC):
     def __init__(self, bound: BoundModel):
         """Make the forward of a model whose traits are known."""
         self.bound, traits = bound, bound.traits
-        self._kinds, self._slot_readers, self._mixers = traits.kinds, traits.slot_readers, traits.mixers
+        self._kinds = traits.kinds
+        self._slot_readers = traits.slot_readers
+        self._mixers = traits.mixers
         self._cache_argument = cache_argument(bound.model.forward) or CACHE_NAME
         self._thread: int | None = None  # the one that runs the forward; None where other threads' are recorded too
         self._index: Tensor | None = None  # `[B, R]` int64; this and the next three hold something only during a call
@@ -130,7 +132,10 @@ class TreeForward(ABC):
                     patch.run_uncompiled(self.bound.compiled_parts)
                 yield patch
         finally:
-            self._index, self._written, self._head_inputs, self._aux_outputs = None, None, (), ()
+            self._index = None
+            self._written = None
+            self._head_inputs = ()
+            self._aux_outputs = ()
 
     def _record_head_input(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         """Record the hidden states of all tokens, and pass only those of selected ones on to the LM head.
@@ -177,7 +182,11 @@ class PaddedForward(TreeForward):
 
     def __call__(self, batch: ForwardBatch) -> tuple[Tensor, Tensor, None]:
         """Run new nodes of trees through the model; see `TreeForward`."""
-        bound, tree, length, cache, places = self.bound, batch.tree, batch.length, batch.cache, batch.places
+        bound = self.bound
+        tree = batch.tree
+        length = batch.length
+        cache = batch.cache
+        places = batch.places
         assert batch.chunks is None, "chunks are read on a paged cache"
         new, mixing = tree.new, None
         nodes = tree.tokens.shape[1]

@@ -86,7 +86,11 @@ class VarlenForward(TreeForward):
 
     def __call__(self, batch: ForwardBatch) -> tuple[Tensor, Tensor, ChunkEnds | None]:
         """Run new nodes of trees, and then chunks of prompts, through the model; see `TreeForward`."""
-        bound, tree, length, cache, chunks = self.bound, batch.tree, batch.length, batch.cache, batch.chunks
+        bound = self.bound
+        tree = batch.tree
+        length = batch.length
+        cache = batch.cache
+        chunks = batch.chunks
         # 1. Which tokens there are, where they are, and at which of them the head is computed.
         new, count = tree.new, tree.size
         index = torch.arange(count, device=length.device)
@@ -102,11 +106,14 @@ class VarlenForward(TreeForward):
         if (shift := batch.inputs.get(IMAGES)) is not None:
             positions = batch.flat(in_rows + shift[:, None], in_chunks)
         if bound.context is not None:  # what is past the end is never kept
-            places, positions = places.clamp(max=bound.context - 1), positions.clamp(max=bound.context - 1)
+            places = places.clamp(max=bound.context - 1)
+            positions = positions.clamp(max=bound.context - 1)
         tokens = len(ids), ids, places
 
         # 2. What attention and adapters must know. Numbers of tokens vary from call to call of a compiled forward.
-        ids, positions, head_index = _aligned(ids), _aligned(positions), _aligned(index)
+        ids = _aligned(ids)
+        positions = _aligned(positions)
+        head_index = _aligned(index)
         if self.row_by_row is not None and chunks is None and tree.is_chain and new > MAX_NODES_APART:
             plan = cache.plan_chains(tree, length, self._kinds.windows, len(ids))
         else:
@@ -149,7 +156,9 @@ class VarlenForward(TreeForward):
 
         Returns logits `[R, V]` and hidden states `[R, F]` of R tokens: one a piece, or all T with `all_tokens`.
         """
-        bound, cache, counts = self.bound, read.cache, torch.tensor([piece.count for piece in pieces])
+        bound = self.bound
+        cache = read.cache
+        counts = torch.tensor([piece.count for piece in pieces])
         rows = torch.tensor([piece.row for piece in pieces]).repeat_interleave(counts)  # [T]
         positions = torch.cat([torch.arange(piece.first, piece.end) for piece in pieces])
         tokens = read.tokens[rows, positions]
@@ -239,7 +248,9 @@ class VarlenForward(TreeForward):
         least, `[T]` int64, `keep` the columns of adapters that it keeps, `[T, S * R]` bool, and `cache` the model's own
         kind of cache, where the plan names no pages. Returns logits `[R, V]` and the hidden states of all tokens.
         """
-        self._index, self._prompt, self._positions = index[None], prompt, positions
+        self._index = index[None]
+        self._prompt = prompt
+        self._positions = positions
         if keep is not None:  # set here, where a compiled forward sees that it is another tensor each time
             self.bound.adapters.loaded.set_keep(keep)
         out = self._call_model(ids[None], positions[None], cache, plan=plan)

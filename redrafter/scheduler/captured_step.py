@@ -45,7 +45,8 @@ def capture(
     with torch.cuda.stream(stream):
         run()
     torch.cuda.current_stream().wait_stream(stream)
-    graph, pool = torch.cuda.CUDAGraph(), None if other is None else other.pool()
+    graph = torch.cuda.CUDAGraph()
+    pool = None if other is None else other.pool()
     collecting = gc.isenabled()
     gc.disable()  # it might free a graph, and freeing one ends the process while another is captured
     try:
@@ -153,7 +154,8 @@ class CapturedStep:
 def new_state(target: Target, rows: int, width: int, piece: int = 0) -> State:
     """Return inactive rows, with room for sequences of `width` tokens and for `piece` tokens of earlier ones."""
     with target.device:
-        tokens, length = torch.zeros(rows, width, dtype=torch.long), torch.zeros(rows, dtype=torch.long)
+        tokens = torch.zeros(rows, width, dtype=torch.long)
+        length = torch.zeros(rows, dtype=torch.long)
         hidden = torch.zeros(rows, target.feature_size, dtype=target.dtype)
         features = (ADAPTERS, IMAGES) if target.images.ok else (ADAPTERS,)
         inputs = {feature: torch.zeros_like(length) for feature in features}

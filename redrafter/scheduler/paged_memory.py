@@ -71,7 +71,8 @@ class PagedMemory:
         self.host, self.draft_host = host, draft_host
         self.forget_prefixes()
         self.lock = threading.RLock()
-        self.released, self.turns = threading.Condition(self.lock), list[object]()
+        self.released = threading.Condition(self.lock)
+        self.turns = list[object]()
         self.capturer = GraphCapturer(target)
         self._compile, self._versions = compile, dict[Target, int]()
 

@@ -157,7 +157,8 @@ class ChunkBuffers:
                 numbers_of.append(given[feature])
         empty = room - len(chunks)
         # Sizes are those of the buffers, so that one captured step reads any chunks that fit.
-        padding, ends = [0] * (len(buffers.tokens) - len(tokens)), starts[-1:] * empty
+        padding = [0] * (len(buffers.tokens) - len(tokens))
+        ends = starts[-1:] * empty
         parts = [tokens + padding, starts + ends, lengths, *inputs.values()]
         device, sizes = buffers.tokens.device, [len(part) for part in parts]
         numbers = to_device(list(chain.from_iterable(parts)), device, torch.long).split(sizes)  # one copy
@@ -232,7 +233,8 @@ class Prefiller:
         """
         seeing = [sequence for sequence in sequences if sequence.images is not None]
         forwards = [[(sequence, sequence.prefill_length)] for sequence in seeing[: 1 if self._limits.paced else None]]
-        most, chunked = self._limits.max_num_tokens - step_tokens, self._limits.chunked
+        most = self._limits.max_num_tokens - step_tokens
+        chunked = self._limits.chunked
         budget = max(min(most, self.pace.tokens) if chunked and self._limits.paced else most, BLOCK_SIZE)
         texts = [sequence for sequence in sequences if sequence.images is None]
         kinds = [[sequence for sequence in texts if sequence.needs_scores is scored] for scored in (False, True)]
@@ -258,13 +260,15 @@ class Prefiller:
         complete = [end == sequence.prefill_length for sequence, end in zip(sequences, ends, strict=True)]
         first = [0 if whole else max(start - 1, 0) for whole, start in zip(complete, starts, strict=True)]
         tokens = to_device(_stack([sequence.tokens for sequence in sequences], ends, first), device)
-        caches, inputs = row_caches.of_prompts(sequences), {ROPE_BY_LENGTH: to_device(rope, device)}
+        caches = row_caches.of_prompts(sequences)
+        inputs = {ROPE_BY_LENGTH: to_device(rope, device)}
         if any(slots := [sequence.inputs[ADAPTERS] for sequence in sequences]):
             inputs[ADAPTERS] = to_device(slots, device, torch.long)
         prompts = Prompts(tokens, starts, ends, caches.target, inputs)
 
         def show(row: int, first: int, logits: Tensor) -> None:
-            sequence, count = sequences[row], sequences[row].params.prompt_logprobs
+            sequence = sequences[row]
+            count = sequence.params.prompt_logprobs
             assert count is not None
             following = list(sequence.prompt[first + 1 : first + 1 + len(logits)])
             sequence.prompt_scores.extend(score_prompt(logits, following, count))
@@ -298,7 +302,8 @@ class Prefiller:
         assert sequence.images is not None
         device, count = self._target.device, sequence.prefill_length
         caches = row_caches.of_prompts([sequence])
-        tokens, upto = to_device(_stack([sequence.tokens], [count]), device), to_device([count], device, torch.long)
+        tokens = to_device(_stack([sequence.tokens], [count]), device)
+        upto = to_device([count], device, torch.long)
         adapters = None
         if sequence.adapter is not None:
             sequence.adapter.check_images()
@@ -339,10 +344,8 @@ class Prefiller:
         complete = [chunks[row][0] for row in done]
         caches = row_caches.of_prompts(complete)
         lengths = [sequence.prefilled for sequence in complete]
-        tokens, upto = (
-            to_device(_stack([sequence.tokens for sequence in complete], lengths), device),
-            to_device(lengths, device, torch.long),
-        )
+        tokens = to_device(_stack([sequence.tokens for sequence in complete], lengths), device)
+        upto = to_device(lengths, device, torch.long)
         logits, hidden = (x.index_select(0, to_device(done, device, torch.long)) for x in (ends.logits, ends.hidden))
         return PrefilledRows(complete, tokens, upto, logits, hidden, caches, range(len(complete)))
 
@@ -356,7 +359,8 @@ def read_drafts(prompts: Prompts, model: Target, cache: KVCache) -> None:
     if cache.states is None:
         model.prefill(Prompts(tokens, prompts.starts, prompts.ends, cache))
         return
-    starts, ends = [max(start - 1, 0) for start in prompts.starts], [max(end - 1, 1) for end in prompts.ends]
+    starts = [max(start - 1, 0) for start in prompts.starts]
+    ends = [max(end - 1, 1) for end in prompts.ends]
     model.prefill(Prompts(tokens, starts, ends, cache))
     cache.states.forget([row for row, end in enumerate(prompts.ends) if end == 1])
 

@@ -59,9 +59,11 @@ class PagedRows:
             has_draft_model: Whether a draft model reads the sequences too.
             vocabulary: That model's tokens for each of the target's; None where its ids are the target's.
         """
-        self._memory, self._draft_store = memory, memory.draft_store if has_draft_model else None
+        self._memory = memory
+        self._draft_store = memory.draft_store if has_draft_model else None
         self.tables = torch.zeros(0, 0, dtype=torch.int32, device=memory.target.device)
-        self._vocabulary, self.draft_tables = vocabulary, None if vocabulary is None else self.tables.clone()
+        self._vocabulary = vocabulary
+        self.draft_tables = None if vocabulary is None else self.tables.clone()
         self.state_rows = torch.zeros(0, 2, dtype=torch.long, device=memory.target.device)
 
     def reserve(self, rows: int, positions: int) -> None:

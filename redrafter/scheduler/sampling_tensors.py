@@ -132,8 +132,10 @@ class SamplingTensors:
         integers, doubles = zip(*map(_numbers, sequences), strict=True)
         whole = to_device(integers, device, torch.long).T  # [I + F, R']
         real = to_device(doubles, device, torch.double).T
-        self._integers[:, rows], self._flags[:, rows] = whole[: len(INTEGERS)], whole[len(INTEGERS) :].bool()
-        self._floats[:, rows], self._doubles[:, rows] = real[: len(FLOATS)].float(), real[len(FLOATS) :]
+        self._integers[:, rows] = whole[: len(INTEGERS)]
+        self._flags[:, rows] = whole[len(INTEGERS) :].bool()
+        self._floats[:, rows] = real[: len(FLOATS)].float()
+        self._doubles[:, rows] = real[len(FLOATS) :]
         for row, sequence in enumerate(sequences, start=first):
             params = sequence.params
             if self._bias_and_stops is not None or params.logit_bias or params.min_new_tokens:
@@ -178,7 +180,8 @@ class SamplingTensors:
         if not sequences:
             return None
         params = [sequence.params for sequence in sequences]
-        greedy, guided = all(each.greedy for each in params), any(each.grammar is not None for each in params)
+        greedy = all(each.greedy for each in params)
+        guided = any(each.grammar is not None for each in params)
         if not self._of_call:
             rows, cut = bucket(len(params)), sum(each.cuts for each in params)
             sorted_rows = rows if cut > rows // FEW else rows // FEW * bool(cut)
@@ -227,7 +230,8 @@ class SamplingTensors:
             keep_scores |= kind.keeps_scores
             all_greedy, mixed, plain = kind.greedy, False, kind.plain
         else:
-            edits, cut = list(EDITS) if kind.edits else [], made(CUTS) if kind.sorted_rows else []
+            edits = list(EDITS) if kind.edits else []
+            cut = made(CUTS) if kind.sorted_rows else []
             if cut and self.ids.is_cuda:
                 # A captured step sorts once for both. A CPU sorts for top-p alone: it can look how many top-k needs.
                 both = RowTopP(self._columns["top_p"][:rows], self._columns["top_k"][:rows])

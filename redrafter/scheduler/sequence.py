@@ -244,7 +244,8 @@ class TokenSequence:
 
     def append(self, drawn: SequenceDelta) -> SequenceDelta:
         """Append drawn tokens up to where the sequence ends, and return those appended."""
-        stop_token_ids, left = self.params.stop_token_ids, self.max_new_tokens - self.written
+        stop_token_ids = self.params.stop_token_ids
+        left = self.max_new_tokens - self.written
         new: list[int] = []
         finish: Finish | None = None
         for token in drawn.tokens:
