@@ -148,7 +148,9 @@ def gathered_attention(plan: Plan, inputs: AttentionInputs) -> Tensor:
 
 def _attend_rows(inputs: AttentionInputs, query: Tensor, mask: Tensor, key: Tensor, value: Tensor) -> Tensor:
     if inputs.softcap or inputs.sinks is not None:
-        return explicit_attention(query, key, value, mask, inputs.scale, inputs.softcap, inputs.sinks)
+        return explicit_attention(
+            query, key, value, mask=mask, scale=inputs.scale, softcap=inputs.softcap, sinks=inputs.sinks
+        )
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=inputs.scale)
 
 

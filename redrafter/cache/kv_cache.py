@@ -50,7 +50,7 @@ class LayerShape:
 
     def storing_nothing(self, source: int | None = None) -> "LayerShape":
         """Return the shape of a layer with the dtype and device of this one that stores nothing of its own."""
-        return LayerShape(0, 0, 0, self.dtype, self.device, source)
+        return LayerShape(heads=0, key_dim=0, value_dim=0, dtype=self.dtype, device=self.device, source=source)
 
 
 def states_of(shapes: Sequence[LayerShape]) -> list[StateShape]:

@@ -167,11 +167,11 @@ class PagedCache(KVCache):
     def plan_chains(self, tree: Tree, length: Tensor, windows: tuple[int, ...], tokens: int) -> Plan:
         """Return the attention plan of a forward over chains alone: each chain is a chunk, and there are no trees."""
         no_tree = replace(chain(tree.tokens[:1, :1]), counts=torch.zeros_like(length[:1]), total=0)
-        chunks = PromptChunks(tree.tokens, tree.row_starts(), length, self.table, {})
+        chunks = PromptChunks(tokens=tree.tokens, starts=tree.row_starts(), lengths=length, table=self.table, inputs={})
         # A plan always has a tree. This one has no token, by its count, and its table names block 0, which no row
         # holds.
         nowhere = PagedCache(self.pool, torch.zeros_like(self.table[:1]))
-        return nowhere.plan(no_tree, torch.zeros_like(length[:1]), windows, chunks, tokens)
+        return nowhere.plan(no_tree, torch.zeros_like(length[:1]), windows=windows, chunks=chunks, tokens=tokens)
 
     @contextmanager
     def subset(self, rows: Tensor, slots: int) -> Iterator["PagedCache"]:
@@ -184,7 +184,7 @@ class PagedCache(KVCache):
         blocks, offsets = positions // BLOCK_SIZE, positions % BLOCK_SIZE
         seen = [self.table[p.row].long()[blocks[: p.end]] * BLOCK_SIZE + offsets[: p.end] for p in pieces]
         new = torch.cat([slots[p.first :] for p, slots in zip(pieces, seen, strict=True)])
-        return PromptPlan(pieces, kinds, new, self.pool.layer_pools, seen)
+        return PromptPlan(pieces, kinds, new=new, pools=self.pool.layer_pools, seen=seen)
 
     def commit(self, length: Tensor, nodes: Tensor) -> None:
         """Move the keys and values of accepted nodes as `KVCache.commit` does, on a GPU by one launch a pool."""

@@ -114,7 +114,9 @@ class RecurrentDrafter(TrainableDrafter):
         if self.context is None:
             return None
         compute = partial(_remember_compiled if compiled else _remember, self, target.embedding)
-        return drafter_layer(self, target, self.config.context_kv_heads, self.config.context_head_dim, compute)
+        return drafter_layer(
+            self, target, heads=self.config.context_kv_heads, width=self.config.context_head_dim, remember=compute
+        )
 
     def prepare(self, target: Target) -> None:
         """Tabulate the cell's product with embeddings on a GPU, where the table takes a small part of its memory.
@@ -325,7 +327,9 @@ class RecurrentDrafter(TrainableDrafter):
         else:
             fused = self.fuse_hidden(features)  # [B, T, D]: all tokens have keys, not only anchors
             hidden = fused.flatten(0, 1).index_select(0, anchors)
-            context = PackedContext(self.context, self.config, fused, embedding, texts.segment, anchors)
+            context = PackedContext(
+                self.context, self.config, hidden=fused, embedding=embedding, segment=texts.segment, anchors=anchors
+            )
         flat, state, start, head_inputs = embedding.flatten(0, 1), None, self.begin(hidden), []
         for k in range(texts.position.shape[1]):
             read = None if context is None else partial(context.read, k)
@@ -405,7 +409,9 @@ class RecurrentProposer(SearchProposer):
             out, carried = advance(drafter, self.target.embedding, tokens, sources, carried, start, windows[k])
             if drafter.shortlist is None:
                 return sampler.draft_scores(out, noise, k, drafter.draft_ids)
-            return drafter.shortlist.choose(out, drafter.lm_head, count, sampler, noise, k, drafter.draft_ids)
+            return drafter.shortlist.choose(
+                out, drafter.lm_head, count, sampler=sampler, noise=noise, step=k, names=drafter.draft_ids
+            )
 
         return expand
 

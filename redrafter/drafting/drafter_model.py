@@ -81,7 +81,15 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         Raises as `check_search` does.
         """
         self.check_search(target, depth)
-        return self.proposer_class(self, target, beams, depth, nodes, shared_nodes, compiled)
+        return self.proposer_class(
+            drafter=self,
+            target=target,
+            beams=beams,
+            depth=depth,
+            nodes=nodes,
+            shared_nodes=shared_nodes,
+            compiled=compiled,
+        )
 
     def check_search(self, target: Target, depth: int) -> None:
         """Raise `UnsupportedError` for a target, or `ArgumentError` for a depth, that it cannot draft with."""
@@ -206,7 +214,9 @@ def drafter_layer(
     drafter: DrafterModel, target: Target, heads: int, width: int, remember: Callable[..., tuple[Tensor, Tensor]]
 ) -> DrafterLayer:
     """Return the layer of `heads` keys and values that `remember` computes of every token of a target."""
-    shape = LayerShape(heads, width, width, target.dtype, target.device, of_drafter=True)
+    shape = LayerShape(
+        heads=heads, key_dim=width, value_dim=width, dtype=target.dtype, device=target.device, of_drafter=True
+    )
     return DrafterLayer(drafter, shape, remember)
 
 

@@ -49,7 +49,14 @@ class State:
         """Return the state of rows `rows`, `[B']` int64 or a slice, alone."""
         inputs = {feature: x[rows] for feature, x in self.inputs.items()}
         pieces = None if self.pieces is None else self.pieces[rows]
-        return State(self.tokens[rows], self.length[rows], self.hidden[rows], self.active[rows], inputs, pieces)
+        return State(
+            tokens=self.tokens[rows],
+            length=self.length[rows],
+            hidden=self.hidden[rows],
+            active=self.active[rows],
+            inputs=inputs,
+            pieces=pieces,
+        )
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -93,11 +93,11 @@ class DraftTarget(Engine):
         lengths = {draft_len, *(length for length in shorter if adaptive and length < draft_len)}
         self._by_length = {
             length: DraftModelProposer(
-                draft_model,
-                target.vocab_size,
-                num_beams,
-                length,
-                node_count(node_budget, num_beams, length, target.device),
+                model=draft_model,
+                vocab_size=target.vocab_size,
+                beams=num_beams,
+                depth=length,
+                nodes=node_count(node_budget, num_beams, length, target.device),
                 sampled=self.rejection_sampling,
                 confidence=self._doubt if adaptive and not captured and target.ranks.size == 1 else None,
                 vocabulary=vocabulary,

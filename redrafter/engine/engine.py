@@ -133,7 +133,9 @@ class Engine(Changeable):
         alone, proposer = self.target.ranks.size == 1, self.proposer
         read = proposer.draft_bytes if alone and isinstance(proposer, SearchProposer) else 0
         device, itemsize = self.target.device.type, self.target.dtype.itemsize
-        return StepCosts.assumed(device, read, forward_bytes(self.model), max(proposer.depth, 1), itemsize)
+        return StepCosts.assumed(
+            device, draft=read, forward=forward_bytes(self.model), depth=max(proposer.depth, 1), itemsize=itemsize
+        )
 
     def make_memory(self, rows: int = MOST_ROWS, max_rows: int | None = None, *, reuse: bool = True) -> PagedMemory:
         """Take memory for a paged cache, for at most `rows` rows of the longest text, and prepare the models' forwards.
@@ -185,7 +187,7 @@ class Engine(Changeable):
             admit_together=max(rows // 8, min(rows // 4, 2), 1),  # measured on a GPU: docs/benchmarks.md
         )
         with owner.batches.lent(drafting, memory, request.params, most, speculate=speculate) as batch:
-            scheduler = Scheduler(drafting, memory, limits, speculate, batch)
+            scheduler = Scheduler(drafting, memory, limits, speculate=speculate, batch=batch)
             batch.reserve(max(request.limits))
             yield scheduler
 
@@ -333,7 +335,17 @@ class Engine(Changeable):
         target, device = self.target, self.target.device
         if PREPARES_ON_HOST and not target.image_arguments:
             device = torch.device("cpu")  # or each number that follows from ids and mask would be a launch, some a wait
-        mine = OwnArguments(streamer, seed, adapter, speculate, progress, len(input_ids), None, target.device, own)
+        mine = OwnArguments(
+            streamer=streamer,
+            seed=seed,
+            adapter=adapter,
+            speculate=speculate,
+            progress=progress,
+            prompts=len(input_ids),
+            temperature=None,
+            device=target.device,
+            params=own,
+        )
         prepared = False
 
         def decode_prepared(model: PreTrainedModel, input_ids: Tensor, **inputs: Any) -> Tensor | GenerateOutput:

@@ -157,7 +157,9 @@ class ReDrafter(Engine):
         if isinstance(drafter, str | Path):
             check_drafter(drafter)
         target = bind(model, **load)
-        drafter, defaults = load_drafter(model, drafter, target, load.get("revision"), draft_quantization)
+        drafter, defaults = load_drafter(
+            model, drafter, target, revision=load.get("revision"), quantization=draft_quantization
+        )
         shapes = find_tuning(tuning, target, drafter) if asked == TreeShape() else None
         merged = defaults.shape
         # The checkpoint's copy of the default is no request: on a CPU, fewer levels may be drafted.

@@ -262,7 +262,9 @@ class ImageReader:
         """
         past = DynamicCache() if cache.fp8 is None else RoundingCache(cache.fp8)
         length = prompt.length + prompt.position_shift
-        logits, hidden = self._read_whole(ids[:, : prompt.length], prompt.inputs, past, adapters, length)
+        logits, hidden = self._read_whole(
+            ids[:, : prompt.length], prompt.inputs, past, adapters=adapters, prompt=length
+        )
         if prompt.length < ids.shape[1]:
             positions = torch.arange(prompt.length, ids.shape[1], device=ids.device) + prompt.position_shift
             text = ids[:, prompt.length :], {"position_ids": positions[None]}
@@ -275,5 +277,7 @@ class ImageReader:
             places = torch.arange(ids.shape[1], device=ids.device)
             slots = cache.slots(places[None])
             earlier = (places - 1).clamp(min=0)
-            drafter_layer.write(cache, slots, lambda: slots[earlier], ids[0], places, hidden[0])
+            drafter_layer.write(
+                cache, slots=slots, before=lambda: slots[earlier], ids=ids[0], positions=places, hidden=hidden[0]
+            )
         return logits, hidden[:, -1]

@@ -260,7 +260,9 @@ class AdapterSlots:
             if name in self._by_name:
                 raise ArgumentError(f"an adapter {name!r} is loaded already: unload it first, or use another name")
             _check_layers(self._model, weights)
-            stacks = self.stacks or LoraStacks(self._model, self._device, self._dtype, max_loras, max_lora_rank)
+            stacks = self.stacks or LoraStacks(
+                self._model, self._device, self._dtype, slots=max_loras, rank=max_lora_rank
+            )
             if weights.rank > stacks.rank:
                 raise ArgumentError(
                     f"{weights.source} has rank {weights.rank}, and there is room for rank {stacks.rank}: raise "

@@ -184,7 +184,13 @@ class ModelState:
                 if tensor is not None:
                     memory.append((id(tensor), _address(tensor)))
                     writes.append(_count_writes(tensor))
-        return cls(memory, writes, code, bool(code[0]) or any(entry[3] for entry in code[1:]), compiled)
+        return cls(
+            memory=memory,
+            writes=writes,
+            code=code,
+            hooked=bool(code[0]) or any(entry[3] for entry in code[1:]),
+            compiled=compiled,
+        )
 
 
 _TABLES = itemgetter("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks", "training")

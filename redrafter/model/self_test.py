@@ -177,7 +177,7 @@ class SelfTest:
                 logits = out.logits[:, n:]
             expected.append(_at_nodes(logits.to(target.device)))
         length = torch.tensor(lengths, device=target.device)
-        return Trial(nodes, length, prompts, {}, torch.stack(expected)), out
+        return Trial(nodes=nodes, length=length, prompts=prompts, states={}, expected=torch.stack(expected)), out
 
     def _run_far(self, shapes: Sequence[LayerShape], new_cache: NewCache, allowed: _Tolerance) -> None:
         """Run far trials, on the first layers alone: long enough to cross the numbers of the config."""
@@ -214,7 +214,13 @@ class SelfTest:
         given = {cache_argument(target.model.forward) or CACHE_NAME: past, "use_cache": True}
         out = target.model(input_ids=_paths(nodes), position_ids=positions, **given)
         lengths = torch.tensor([length], device=target.device)
-        return Trial(nodes, lengths, None, states, _at_nodes(out.logits.to(target.device))[None])
+        return Trial(
+            nodes=nodes,
+            length=lengths,
+            prompts=None,
+            states=states,
+            expected=_at_nodes(out.logits.to(target.device))[None],
+        )
 
     def _ids(self, count: int) -> Tensor:
         return (torch.arange(count, device=self._target.device) * 7919 + 11) % self._target.config.vocab_size

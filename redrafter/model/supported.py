@@ -184,7 +184,9 @@ def stored_shapes(output: Any, config: Any, name: str, states: Sequence[StateSha
         values = getattr(layer, "values", None)
         if keys is None and by_layer[index]:
             first = by_layer[index][0]
-            shapes[index] = LayerShape(0, 0, 0, first.dtype, first.device, states=by_layer[index])
+            shapes[index] = LayerShape(
+                heads=0, key_dim=0, value_dim=0, dtype=first.dtype, device=first.device, states=by_layer[index]
+            )
             continue
         # A layer that attends to what an earlier one stores, or to images alone, holds nothing after a forward.
         if keys is None and hasattr(layer, "keys") and not any(isinstance(x, Tensor) for x in vars(layer).values()):
@@ -193,11 +195,11 @@ def stored_shapes(output: Any, config: Any, name: str, states: Sequence[StateSha
             raise UnsupportedError(f"layer {index} of {name} keeps no keys and values ({type(layer).__name__})")
         index_keys = getattr(layer, "indexer_keys", None)  # [B, T, dim]
         shapes[index] = LayerShape(
-            keys.shape[1],
-            keys.shape[3],
-            values.shape[3],
-            keys.dtype,
-            keys.device,
+            heads=keys.shape[1],
+            key_dim=keys.shape[3],
+            value_dim=values.shape[3],
+            dtype=keys.dtype,
+            device=keys.device,
             extra_dim=0 if index_keys is None else index_keys.shape[-1],
             states=by_layer[index],
         )

@@ -69,7 +69,9 @@ class AttentionProbe:
         # The tensors themselves are kept: an id alone could be that of a later tensor at the same address.
         self.given.append((layer, key, value))
         if source is None:
-            self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+            self.shapes[layer] = LayerShape(
+                heads=key.shape[1], key_dim=key.shape[3], value_dim=value.shape[3], dtype=key.dtype, device=key.device
+            )
         else:
             self.shapes[layer] = self.shapes[source].storing_nothing(source)
         numbers = set() if mask is None else set(mask.flatten().tolist())
@@ -260,7 +262,7 @@ def find_mixers(model: Any, config: Any, ids: Tensor, name: str) -> list[Mixer]:
         given = dict(zip(parameters, args, strict=False)) | kwargs
         handed = [name for name, value in given.items() if value is cache]
         left = [
-            StateShape(index, name, tuple(x.shape[1:]), x.dtype, x.device)
+            StateShape(layer=index, name=name, shape=tuple(x.shape[1:]), dtype=x.dtype, device=x.device)
             for index, layer in enumerate(cache.layers if handed else ())
             if isinstance(layer, _RECURRENT)
             for name, x in layer_tensors(layer).items()
@@ -276,9 +278,18 @@ def find_mixers(model: Any, config: Any, ids: Tensor, name: str) -> list[Mixer]:
                 f"its {type(module).__name__} keeps states in a way that is not known, so they cannot be rolled back "
                 "to a branch of a tree"
             )
-        names = (parameters, frozenset(given), handed[0], vectors[0])
-        begun = empty[layer]
-        calls.append((Mixer(module, layer, tuple(left), *names, begun, begun), given, output))
+        mixer = Mixer(
+            module=module,
+            layer=layer,
+            states=tuple(left),
+            parameters=parameters,
+            arguments=frozenset(given),
+            cache_argument=handed[0],
+            tokens_argument=vectors[0],
+            empty=empty[layer],
+            full=empty[layer],
+        )
+        calls.append((mixer, given, output))
 
     with ModelPatch() as patch:
         for module in model.modules():

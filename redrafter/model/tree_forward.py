@@ -216,9 +216,14 @@ class PaddedForward(TreeForward):
         if mixing is not None:
             mixing.finish()
         if bound.drafter_layer is not None:
-            flat = tree.tokens[:, -new:].flatten(), places.flatten(), hidden.flatten(0, 1)
-            written = cache.written[bound.device]
-            bound.drafter_layer.write(cache, written, lambda: cache.slots(batch.row_slots_before), *flat)
+            bound.drafter_layer.write(
+                cache,
+                slots=cache.written[bound.device],
+                before=lambda: cache.slots(batch.row_slots_before),
+                ids=tree.tokens[:, -new:].flatten(),
+                positions=places.flatten(),
+                hidden=hidden.flatten(0, 1),
+            )
         if index is not None:
             hidden = hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[-1]))
         return out.logits.to(bound.device), hidden, None

@@ -108,7 +108,7 @@ class VarlenForward(TreeForward):
         if bound.context is not None:  # what is past the end is never kept
             places = places.clamp(max=bound.context - 1)
             positions = positions.clamp(max=bound.context - 1)
-        tokens = len(ids), ids, places
+        new_ids = ids  # before padding
 
         # 2. What attention and adapters must know. Numbers of tokens vary from call to call of a compiled forward.
         ids = _aligned(ids)
@@ -117,7 +117,7 @@ class VarlenForward(TreeForward):
         if self.row_by_row is not None and chunks is None and tree.is_chain and new > MAX_NODES_APART:
             plan = cache.plan_chains(tree, length, self._kinds.windows, len(ids))
         else:
-            plan = cache.plan(tree, length, self._kinds.windows, chunks, len(ids))
+            plan = cache.plan(tree, length, windows=self._kinds.windows, chunks=chunks, tokens=len(ids))
         plan = replace(plan, chunk_sizes=self._kinds.chunk_sizes, invariant=self.row_by_row is not None)
         prompt = None
         if bound.rope is not None:
@@ -134,15 +134,21 @@ class VarlenForward(TreeForward):
         # A compiled forward cannot ask which thread calls it, so only the lock keeps those of other threads apart.
         with bound.lock, self._attending(ATTENTION_NAME, plan, mixing, keep, threads_apart=False):
             logits, hidden = self._run(ids, positions, head_index, plan, prompt, keep)
-        hidden = hidden[: tokens[0]]
+        hidden = hidden[: len(new_ids)]
         if bound.drafter_layer is not None:
 
             def slots(of_rows: Tensor, back: int) -> Tensor:
                 of_nodes = cache.slots(of_rows)[batch.nodes]
                 return of_nodes if chunks is None else torch.cat([of_nodes, chunks.slots(back)])
 
-            new_slots = slots(batch.row_slots, 0)
-            bound.drafter_layer.write(cache, new_slots, lambda: slots(batch.row_slots_before, 1), *tokens[1:], hidden)
+            bound.drafter_layer.write(
+                cache,
+                slots=slots(batch.row_slots, 0),
+                before=lambda: slots(batch.row_slots_before, 1),
+                ids=new_ids,
+                positions=places,
+                hidden=hidden,
+            )
 
         # 4. Divide what the head gave between the rows and the chunks.
         logits = logits[: len(index)]
@@ -185,7 +191,9 @@ class VarlenForward(TreeForward):
                 earlier = cache.slots(ends[:, None])[rows[counts.cumsum(0) - counts]]
                 return plan.new.roll(1).index_copy(0, counts.cumsum(0) - counts, earlier)
 
-            bound.drafter_layer.write(cache, plan.new, before, tokens, positions, hidden)
+            bound.drafter_layer.write(
+                cache, slots=plan.new, before=before, ids=tokens, positions=positions, hidden=hidden
+            )
         return logits, hidden[index]
 
     @property

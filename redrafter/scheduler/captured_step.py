@@ -124,7 +124,13 @@ class CapturedStep:
         """Take the step uncaptured, in place."""
         self.ran = True
         state, self.output = step(
-            self.state, self.proposer, self.target, self.cache, self.sampler, self.draft_cache, self.chunks
+            self.state,
+            self.proposer,
+            self.target,
+            self.cache,
+            self.sampler,
+            draft_cache=self.draft_cache,
+            chunks=self.chunks,
         )
         # In place: a replay reads and writes the buffers that it was captured with.
         self.state.length.copy_(state.length)
@@ -161,7 +167,7 @@ def new_state(target: Target, rows: int, width: int, piece: int = 0) -> State:
         inputs = {feature: torch.zeros_like(length) for feature in features}
         active = torch.zeros(rows, dtype=torch.bool)
         pieces = torch.zeros(rows, piece, dtype=torch.long) if piece else None
-        return State(tokens, length, hidden, active, inputs, pieces)
+        return State(tokens=tokens, length=length, hidden=hidden, active=active, inputs=inputs, pieces=pieces)
 
 
 class GraphCapturer:
@@ -250,14 +256,14 @@ class LaunchedStep:
             index = [(row, depth) for row, size in sizes.items() for depth in range(size)]
             rows, depths = to_device(index, tokens.device, torch.long).unbind(1)  # [T]
             nodes = output.path.nodes[rows, depths]
-            values, ids = score_drawn(output.logits, rows, nodes, tokens[rows, depths], max(counts.values()))
+            values, ids = score_drawn(output.logits, rows, nodes, tokens[rows, depths], count=max(counts.values()))
             logprobs = HostCopy(values), HostCopy(ids)
         return cls(
-            sequences,
-            packed,
-            logits,
-            scores,
-            logprobs,
+            sequences=sequences,
+            packed=packed,
+            logits=logits,
+            scores=scores,
+            logprobs=logprobs,
             levels=output.levels,
             grafted=output.grafted,
             size=len(tokens),

@@ -264,7 +264,7 @@ class Prefiller:
         inputs = {ROPE_BY_LENGTH: to_device(rope, device)}
         if any(slots := [sequence.inputs[ADAPTERS] for sequence in sequences]):
             inputs[ADAPTERS] = to_device(slots, device, torch.long)
-        prompts = Prompts(tokens, starts, ends, caches.target, inputs)
+        prompts = Prompts(tokens, starts, ends, cache=caches.target, inputs=inputs)
 
         def show(row: int, first: int, logits: Tensor) -> None:
             sequence = sequences[row]
@@ -276,7 +276,15 @@ class Prefiller:
         self._read_drafts(sequences, ends, prompts, caches.draft)
         logits, hidden = self._target.prefill(prompts, show=show if sequences[0].needs_scores else None)
         done = _take_note(chunks)
-        return PrefilledRows(sequences, tokens, prompts.upto, logits, hidden, caches, range(len(sequences))).at(done)
+        return PrefilledRows(
+            sequences=sequences,
+            tokens=tokens,
+            lengths=prompts.upto,
+            logits=logits,
+            hidden=hidden,
+            caches=caches,
+            rows=range(len(sequences)),
+        ).at(done)
 
     def _read_drafts(
         self, sequences: Sequence[TokenSequence], ends: Sequence[int], prompts: Prompts, cache: KVCache | None
@@ -313,7 +321,9 @@ class Prefiller:
         self._read_drafts([sequence], [count], Prompts(tokens, [0], [count], caches.target), caches.draft)
         logits, hidden = self._target.images.read(tokens[:, :count], prompt, caches.target, adapters)
         _take_note([(sequence, count)])
-        return PrefilledRows([sequence], tokens, upto, logits, hidden, caches, [0])
+        return PrefilledRows(
+            sequences=[sequence], tokens=tokens, lengths=upto, logits=logits, hidden=hidden, caches=caches, rows=[0]
+        )
 
     @property
     def can_mix(self) -> bool:
@@ -347,7 +357,15 @@ class Prefiller:
         tokens = to_device(_stack([sequence.tokens for sequence in complete], lengths), device)
         upto = to_device(lengths, device, torch.long)
         logits, hidden = (x.index_select(0, to_device(done, device, torch.long)) for x in (ends.logits, ends.hidden))
-        return PrefilledRows(complete, tokens, upto, logits, hidden, caches, range(len(complete)))
+        return PrefilledRows(
+            sequences=complete,
+            tokens=tokens,
+            lengths=upto,
+            logits=logits,
+            hidden=hidden,
+            caches=caches,
+            rows=range(len(complete)),
+        )
 
 
 def read_drafts(prompts: Prompts, model: Target, cache: KVCache) -> None:

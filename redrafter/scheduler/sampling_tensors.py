@@ -188,14 +188,14 @@ class SamplingTensors:
             return Kind(greedy, any(each.edits for each in params), sorted_rows, guided)
         asked = {kind for each in params for kind in each.asked}
         return CallKind(
-            tuple(kind for kind in (*EDITS, *CUTS) if kind in asked),
-            bound_on_k([each.top_k for each in params], len(self.ids)) if RowTopK in asked else None,
-            greedy,
-            not all(each.speculate for each in params),
-            guided,
-            any("scores" in sequence.keeps for sequence in sequences),
-            _kinds(params[0].extra),
-            _kinds(params[0].extra_last),
+            asked=tuple(kind for kind in (*EDITS, *CUTS) if kind in asked),
+            largest_k=bound_on_k([each.top_k for each in params], len(self.ids)) if RowTopK in asked else None,
+            greedy=greedy,
+            plain=not all(each.speculate for each in params),
+            guided=guided,
+            keeps_scores=any("scores" in sequence.keeps for sequence in sequences),
+            extra=_kinds(params[0].extra),
+            extra_last=_kinds(params[0].extra_last),
         )
 
     def sampler(self, rows: int, sequences: Sequence[TokenSequence], keep_scores: bool = False) -> Sampler:

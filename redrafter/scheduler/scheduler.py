@@ -99,7 +99,9 @@ class Scheduler:
             rows = bucket(limits.max_batch_size)
             sampling = SamplingTensors(rows, engine.target.vocab_size, engine.target.device)
             caches = PagedRows(memory, draft_model is not None, self._draft_vocabulary)
-            batch = RunningBatch(engine.target, sampling, rows, caches, memory, 0 if finished is None else PIECE)
+            batch = RunningBatch(
+                engine.target, sampling, rows, caches, memory=memory, piece=0 if finished is None else PIECE
+            )
         self.batch = batch
         batch.draft_with(engine, limits.max_batch_size, speculate=speculate)
         self.prefiller = Prefiller(engine.target, draft_model, limits)

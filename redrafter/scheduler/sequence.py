@@ -264,7 +264,9 @@ class TokenSequence:
         copied = max(drawn.copied - cut_off, 0)
         delta = SequenceDelta(new, accepted, finish=finish, drafted=drawn.drafted, copied=copied, copies=drawn.copies)
         if self.written:
-            self.stats.count(drawn.drafted, accepted, len(new), copied, drawn.copies)
+            self.stats.count(
+                drafted=drawn.drafted, accepted=accepted, emitted=len(new), copied=copied, copies=drawn.copies
+            )
         self.tokens += new
         self.unread = copied
         if self.guide is not None and self.guide.error is not None:
