@@ -4,10 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from redrafter.attention.mask import AttentionKind
 from redrafter.attention.prompt_attention import Piece, PromptPlan
@@ -99,7 +99,7 @@ class KVCache(ABC):
     window: int
     has_drafter_layer: bool
     states: StatesOfRows | None
-    for_model: Any = None
+    for_model: Cache | None = None
     pools: list[Tensor]  # `[G, slots, heads, dim]` each
     movable: list[Tensor]  # the pools, those of FP8 as bytes: not every operator that moves numbers knows it
 

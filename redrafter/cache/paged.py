@@ -4,7 +4,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import psutil
 import torch
@@ -237,7 +236,7 @@ class RoundingCache(DynamicCache):
         self._dtype = dtype
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Keep new keys and values of a layer, rounded, and return all that it has; as `Cache.update`."""
         key_states, value_states = (round_trip(x, self._dtype) for x in (key_states, value_states))

@@ -173,10 +173,10 @@ def stored_shapes(output: Any, config: Any, name: str, states: Sequence[StateSha
     past = cache_in(output)
     if past is None and getattr(config, "is_decoder", None) is False:
         raise UnsupportedError(f"{name} is no decoder: its tokens see later ones; load it with is_decoder=True")
-    if not hasattr(past, "layers"):
+    layers = getattr(past, "layers", None)
+    if layers is None:
         kept = "no keys and values of past tokens" if past is None else f"past tokens in its {type(past).__name__}"
         raise UnsupportedError(f"{name} keeps {kept}; only models with an ordinary cache can be verified as a tree")
-    layers = past.layers
     by_layer = {index: tuple(state for state in states if state.layer == index) for index in range(len(layers))}
     shapes = dict[int, LayerShape]()
     for index, layer in enumerate(layers):

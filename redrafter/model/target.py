@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from redrafter.cache.dense import DenseCache
 from redrafter.cache.kv_cache import KVCache, LayerShape
-from redrafter.cache.paged import PagedCache
 from redrafter.cache.to_device import made_on_host
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, first_line
 from redrafter.features import (
@@ -330,7 +329,7 @@ class Target(BoundModel):
 
         Nothing is committed.
         """
-        forward = self.varlen_forward if isinstance(batch.cache, PagedCache) else self._padded_forward
+        forward = self.prompt_reader.forward_on(batch.cache)
         tree = batch.tree if self.rope is None else self.rope.drop_past_switch(batch.tree, batch.length)
         return ForwardOutput(tree, *forward(batch))
 

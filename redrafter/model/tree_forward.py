@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.cache_utils import Cache
 
 from redrafter.attention.mask import TreeSlots, additive_mask
 from redrafter.attention.tree_plan import ChunkEnds
@@ -112,7 +113,7 @@ class TreeForward(ABC):
     def __call__(self, batch: ForwardBatch) -> tuple[Tensor, Tensor, ChunkEnds | None]:
         """Run a batch through the model, and return logits, hidden states and ends of chunks as in `ForwardOutput`."""
 
-    def _call_model(self, ids: Tensor, positions: Tensor, cache: Any, **arguments: Any) -> Any:
+    def _call_model(self, ids: Tensor, positions: Tensor, cache: Cache | None, **arguments: object) -> Any:
         """Call the model; one without attention takes no positions."""
         if self._kinds.by_name:
             arguments["position_ids"] = positions
@@ -187,6 +188,7 @@ class PaddedForward(TreeForward):
         length = batch.length
         cache = batch.cache
         places = batch.places
+        assert isinstance(cache, DenseCache), "a padded forward writes to a dense cache"
         assert batch.chunks is None, "chunks are read on a paged cache"
         new, mixing = tree.new, None
         nodes = tree.tokens.shape[1]
@@ -248,7 +250,7 @@ class PaddedForward(TreeForward):
             if bound.rope is not None:
                 bound.rope.apply(patch, lambda: torch.tensor([[prompt]], device=ids.device))
             self._index = torch.tensor([[ids.shape[1] - 1]], device=ids.device)
-            given: dict[str, Any] = {self._cache_argument: past}
+            given: dict[str, Cache] = {self._cache_argument: past}
             out = bound.model(input_ids=ids, use_cache=True, **given, **inputs)
             hidden = self._recorded_hidden().to(bound.device)
         return out.logits[:, -1].to(bound.device), hidden

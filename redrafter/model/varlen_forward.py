@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers.cache_utils import Cache
 
 from redrafter.attention.prompt_attention import PROMPT_ATTENTION_NAME, Piece, PromptPlan
 from redrafter.attention.tree_attention import (
@@ -18,7 +19,7 @@ from redrafter.attention.tree_attention import (
     tree_attention_forward,
 )
 from redrafter.attention.tree_plan import RUNNING_PLAN, ChunkEnds, Plan
-from redrafter.cache.dense import DenseCache
+from redrafter.cache.paged import PagedCache
 from redrafter.features import ADAPTERS, IMAGES, ROPE_BY_LENGTH
 from redrafter.kernels.attention_inputs import TOKEN_MULTIPLE
 from redrafter.model.forward_batch import ForwardBatch, Prompts
@@ -91,6 +92,7 @@ class VarlenForward(TreeForward):
         length = batch.length
         cache = batch.cache
         chunks = batch.chunks
+        assert isinstance(cache, PagedCache), "trees are verified on a paged cache"
         # 1. Which tokens there are, where they are, and at which of them the head is computed.
         new, count = tree.new, tree.size
         index = torch.arange(count, device=length.device)
@@ -248,7 +250,7 @@ class VarlenForward(TreeForward):
         plan: Plan | PromptPlan,
         prompt: Tensor | None,
         keep: Tensor | None,
-        cache: DenseCache | None = None,
+        cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run T tokens `ids` at `positions` `[T]` through the model, and the head at R of them, `index` `[R]` int64.
 
