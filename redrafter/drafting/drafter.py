@@ -99,7 +99,7 @@ class RecurrentDrafter(TrainableDrafter):
         elif config.rnn:
             self.rnn_u = nn.Linear(hidden, hidden)
             self.rnn_w = nn.Linear(hidden, hidden, bias=False)
-        self.context: Any = ContextAttention(config) if config.context_window else None
+        self.context = ContextAttention(config) if config.context_window else None
         self.embedded: Tensor | None
         self.register_buffer("embedded", None, persistent=False)
         self.post_init()
@@ -381,7 +381,7 @@ class RecurrentDrafter(TrainableDrafter):
 
 
 @dataclass(frozen=True)
-class RecurrentProposer(SearchProposer):
+class RecurrentProposer(SearchProposer[ContextWindow | None]):
     """Drafts with a recurrent drafter; the attributes are those of `SearchProposer`."""
 
     drafter: RecurrentDrafter
@@ -443,7 +443,8 @@ def _advance(
     if carried is not None:
         # Beams are chosen again at each step, so each takes over the state of the beam that it continues.
         carried = carried.gather(1, sources[:, :, None].expand(-1, -1, carried.shape[-1]))
-    read = None if window is None else partial(drafter.context, window=window)
+    context = drafter.context
+    read = None if window is None or context is None else partial(context, window=window)
     step_made = drafter.step if drafter.shortlist is None else drafter.advance
     embedded = None if drafter.embedded is None else drafter.embedded[tokens]
     return step_made(embedding(tokens), carried, start, read, embedded)
