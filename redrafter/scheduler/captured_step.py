@@ -98,6 +98,7 @@ class CapturedStep:
         output: The output of the last replay. The next replay overwrites it. Logits and scores are empty unless they
             were asked for: a graph would hold them for good, in addition to those of every other graph.
         packed: Its report, packed by `StepReport.pack`, overwritten likewise.
+        num_bytes: Bytes of the logits and scores that the step holds.
         graph: The captured step; None where it cannot be captured and runs as it is.
         ran: Whether it has run, so that a run pays for nothing that only first ones pay for.
     """
@@ -119,6 +120,7 @@ class CapturedStep:
         self.cache, self.draft_cache, self.chunks = cache, draft_cache, chunks
         self.graph: torch.cuda.CUDAGraph | None = None
         self.ran = False
+        self.num_bytes = 0
 
     def run(self) -> None:
         """Take the step uncaptured, in place."""
@@ -139,14 +141,8 @@ class CapturedStep:
         if not self._keeps_logits:
             nothing = self.output.logits.new_empty(0)
             self.output = replace(self.output, logits=nothing, scores=nothing)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the logits and scores that the step holds."""
-        output = getattr(self, "output", None)  # none before the first run
-        return (
-            0 if output is None else output.logits.nbytes + output.scores.nbytes * (output.scores is not output.logits)
-        )
+        logits, scores = self.output.logits, self.output.scores
+        self.num_bytes = logits.nbytes + (0 if scores is logits else scores.nbytes)
 
     def replay(self) -> HostCopy:
         """Launch one step without waiting for it, and return the copy of its packed report."""
@@ -310,18 +306,18 @@ class LaunchedStep:
 
 
 @dataclass(frozen=True)
-class LaunchedPrefill:
-    """A forward over chunks of prompts.
+class LaunchedForward:
+    """A step, or a forward over chunks of prompts, whose tokens the host has not read.
 
     Attributes:
-        first: The draws of the tokens that follow prompts; None where none is complete.
-        size: Tokens of the forward, with those of padding; 0 for one whose time is not measured.
-        timer: Measures the forward.
+        draws: The step, or the draws of the tokens that follow prompts; None where no prompt is complete.
+        prompt_tokens: Tokens of a forward over prompts alone, with those of padding; 0 where its time is not measured.
+        timer: Measures a forward over prompts alone; None for a step.
     """
 
-    first: LaunchedStep | None
-    size: int
-    timer: "Timer"
+    draws: LaunchedStep | None
+    prompt_tokens: int = 0
+    timer: "Timer | None" = None
 
 
 class Timer:

@@ -141,9 +141,8 @@ class SamplingTensors:
             if self._bias_and_stops is not None or params.logit_bias or params.min_new_tokens:
                 self._write_bias_and_stops(row, params)
             for mine, theirs in zip(self._own_of(params), (*params.extra, *params.extra_last), strict=True):
-                if isinstance(mine, RowProcessor) and isinstance(theirs, RowProcessor):
-                    for buffer, value in zip(mine.settings, theirs.settings, strict=True):
-                        buffer[row] = value[0]
+                for buffer, value in zip(mine.settings, theirs.settings, strict=True):
+                    buffer[row] = value[0]
 
     def _write_bias_and_stops(self, row: int, params: SamplingParams) -> None:
         bias, stops = self.bias_and_stops
@@ -159,19 +158,14 @@ class SamplingTensors:
         given = (*params.extra, *params.extra_last)
         assert self._of_call or not given, "the rows of a server ask for processors by name alone"
         if (kinds := _kinds(given)) not in self._own:
-            self._own[kinds] = [
-                each.map(lambda x: x.new_zeros(self._rows, *x.shape[1:], device=self.ids.device))
-                if isinstance(each, RowProcessor)
-                else type(each)([])
-                for each in given
-            ]
+            self._own[kinds] = [each.with_rows(self._rows, self.ids.device) for each in given]
         return self._own[kinds]
 
     def move(self, source: int, to: int) -> None:
         """Copy the parameters of one row to another."""
         for table in self._tables:
             table[:, to] = table[:, source]
-        own = (each for buffers in self._own.values() for each in buffers if isinstance(each, RowProcessor))
+        own = (each for buffers in self._own.values() for each in buffers)
         for tensor in (*(self._bias_and_stops or ()), *(x for each in own for x in each.settings)):
             tensor[to] = tensor[source]
 
@@ -221,7 +215,7 @@ class SamplingTensors:
             return [each(*(setting(name)[:rows] for name in each.reads)) for each in kinds]
 
         params = sequences[0].params
-        own = [x.map(lambda x: x[:rows]) if isinstance(x, RowProcessor) else x for x in self._own_of(params)]
+        own = [each.map(lambda setting: setting[:rows]) for each in self._own_of(params)]
         if isinstance(kind, CallKind):
             edits, cuts = ([each for each in group if each in kind.asked] for group in (EDITS, CUTS))
             cut = made(cuts)
