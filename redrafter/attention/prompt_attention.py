@@ -137,7 +137,7 @@ def prompt_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """Attend as an attention function of transformers, over pieces of prompts.
 
@@ -185,7 +185,7 @@ def prompt_attention(
     return out[None], None
 
 
-def _mask_for_other_threads(*args: Any, **kwargs: Any) -> Tensor | None:
+def _mask_for_other_threads(*args: object, **kwargs: object) -> Tensor | None:
     # A forward of ours needs none; one of another thread meanwhile has transformers' additive one.
     return None if RUNNING_PLAN.get(None) is not None else ALL_MASK_ATTENTION_FUNCTIONS["eager"](*args, **kwargs)
 

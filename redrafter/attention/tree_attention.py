@@ -39,7 +39,7 @@ def register_attention(
     """
 
     @wraps(attention)
-    def uncapped(*args: Any, softcap: float | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+    def uncapped(*args: object, softcap: float | None = None, **kwargs: object) -> tuple[Tensor, None]:
         return attention(*args, **kwargs)
 
     for registered, function in ((name, attention), (_uncapped(name), uncapped)):
@@ -187,7 +187,7 @@ def tree_attention_forward(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attend as an attention function of transformers, over the new nodes of token trees.
 

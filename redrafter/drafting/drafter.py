@@ -157,7 +157,7 @@ class RecurrentDrafter(TrainableDrafter):
             table[part] = partial_linear(layer, embedding(part), columns, with_bias=False)
         self.embedded = table
 
-    def identity(self) -> list[Any]:
+    def identity(self) -> list[object]:
         """Return the sizes and settings of the recurrence and of its attention to the text."""
         config = self.config
         context = [config.context_window, config.context_heads, config.context_kv_heads, config.context_head_dim]
@@ -461,7 +461,7 @@ RecurrentDrafter.proposer_class = RecurrentProposer
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(function: Callable[..., object]) -> Callable[..., Any]:
     """Return a function compiled, once for all proposers.
 
     Its callers mark which sizes vary: with `dynamic=True` numbers of a config would vary too. A size of 1 has code of

@@ -114,7 +114,7 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         logits: Tensor = (self.int8_head or self.lm_head)(x)
         return logits
 
-    def identity(self) -> list[Any]:
+    def identity(self) -> list[object]:
         """Return sizes and settings that identify the drafter, in addition to norms of `fingerprint_layer`."""
         return [getattr(self.config, name) for name in self.identity_fields]
 
@@ -131,7 +131,7 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         return torch.full_like(every, -1).index_copy_(0, self.draft_ids, every[: len(self.draft_ids)])
 
     @classmethod
-    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def from_pretrained(cls, name: Any, *args: object, **kwargs: Any) -> Any:  # type: ignore[override]
         """Load a drafter, and refuse a checkpoint that does not hold exactly its tensors.
 
         `PreTrainedModel.from_pretrained` would fill missing tensors with random weights.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -142,8 +142,8 @@ class DraftTarget(Engine):
         draft_tokenizer: Tokenizer | None = None,
         draft_device: str | torch.device | None = None,
         draft_quantization: str | None = None,
-        draft_model_kwargs: Mapping[str, Any] | None = None,
-        **keywords: Any,
+        draft_model_kwargs: Mapping[str, object] | None = None,
+        **keywords: object,
     ) -> "DraftTarget":
         """Load a target and its draft model; both may be a hub id, a directory, a GGUF file, or a loaded model.
 

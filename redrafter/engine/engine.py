@@ -87,7 +87,7 @@ class Engine(Changeable):
     draft_vocabulary: VocabularyMap | None = None
     rejection_sampling = False
 
-    def __new__(cls, *parts: Any, **keywords: Any) -> "Engine":
+    def __new__(cls, *parts: object, **keywords: object) -> "Engine":
         """Refuse parts that the constructor does not take, such as a model alone, and name `from_pretrained`."""
         check_parts(cls, parts, keywords)
         return super().__new__(cls)
@@ -274,7 +274,7 @@ class Engine(Changeable):
         speculate: bool = True,
         progress: bool = False,
         return_dict_in_generate: bool | None = None,
-        **generation_kwargs: Any,
+        **generation_kwargs: object,
     ) -> Tensor | GenerateOutput:
         """Continue `input_ids` with exactly the tokens that plain decoding would give.
 
@@ -348,7 +348,7 @@ class Engine(Changeable):
         )
         prepared = False
 
-        def decode_prepared(model: PreTrainedModel, input_ids: Tensor, **inputs: Any) -> Tensor | GenerateOutput:
+        def decode_prepared(model: PreTrainedModel, input_ids: Tensor, **inputs: object) -> Tensor | GenerateOutput:
             nonlocal prepared
             prepared = True
             return self._decode(mine, input_ids, inputs)
@@ -379,7 +379,7 @@ class Engine(Changeable):
         seed: Seed = None,
         adapter: AdapterNames = None,
         speculate: bool = True,
-        temperature: Any = None,
+        temperature: float | Sequence[float] | Tensor | None = None,
     ) -> Callable[..., Tensor | GenerateOutput]:
         """Return a function for `model.generate(..., custom_generate=engine.custom_generate())`.
 
@@ -396,7 +396,7 @@ class Engine(Changeable):
         """
         mine = OwnArguments(streamer, seed, adapter, speculate, temperature=temperature)
 
-        def decode_for(model: PreTrainedModel, input_ids: Tensor, **inputs: Any) -> Tensor | GenerateOutput:
+        def decode_for(model: PreTrainedModel, input_ids: Tensor, **inputs: object) -> Tensor | GenerateOutput:
             if model is not self.model:
                 raise ArgumentError("this custom_generate belongs to another model; call generate on engine.model")
             check_shapes(input_ids, inputs.get("attention_mask"))

@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -111,7 +110,7 @@ class ReDrafter(Engine):
         node_budget: int | None = None,
         tuning: str | Path | None = "auto",
         draft_quantization: str | None = None,
-        **keywords: Any,
+        **keywords: object,
     ) -> "ReDrafter":
         """Load a target and its drafter; both may be a hub id, a directory or a loaded object.
 

@@ -6,7 +6,6 @@ of each token and returns another, as it sees attention.
 """
 
 from collections.abc import Sequence
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -41,7 +40,7 @@ class _StandIn(nn.Module):
         self._mixer, self._forward, self._running = mixer, mixer.module.forward, running
         _STAND_INS[self.number] = self
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
         """Return the vectors `[B, T, D]` after mixing those that the mixer is given."""
         mixed: Tensor = _MIX(kwargs[self.name] if self.name in kwargs else args[self.at], self.number)
         return mixed

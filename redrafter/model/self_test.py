@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
-from transformers import DynamicCache
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
 from redrafter import kernels
@@ -158,7 +158,7 @@ class SelfTest:
             if far:
                 self._run_far(wide, new_cache, _WIDENED)
 
-    def _near_trial(self) -> tuple[Trial, Any]:
+    def _near_trial(self) -> tuple[Trial, object]:
         """Make a near trial: the model reads each prompt with each of the tree's two paths after it.
 
         The output of the plain forward of the second prompt, with the model's own cache, is returned with it.
@@ -276,7 +276,7 @@ class SelfTest:
         return torch.cat([logits, after], dim=1)
 
 
-def _decoded(model: Any, prompts: Tensor, paths: Tensor) -> tuple[Tensor, Any]:
+def _decoded(model: PreTrainedModel, prompts: Tensor, paths: Tensor) -> tuple[Tensor, object]:
     """Return the logits along paths `[B, T]` that are read token by token after prompts, and the last output."""
     argument = cache_argument(model.forward)
     assert argument is not None, "a model with states takes a cache"
@@ -304,7 +304,7 @@ def _positions(model: Any, ids: Tensor, first: int = 0) -> dict[str, Tensor]:
     return {name: value for name, value in prepared.items() if name == "position_ids" and value is not None}
 
 
-def far_lengths(config: Any, context: int | None, shapes: Sequence[LayerShape]) -> list[int]:
+def far_lengths(config: PretrainedConfig, context: int | None, shapes: Sequence[LayerShape]) -> list[int]:
     """Return the lengths of committed tokens at which to run far trials, at most two, as far as memory allows.
 
     One is past every number of the config that limits what a position sees; one is just before the end of the context.
@@ -326,7 +326,7 @@ def far_lengths(config: Any, context: int | None, shapes: Sequence[LayerShape]) 
     return sorted({max(past_limits, default=0), *ends} - {0})
 
 
-def _position_limits(entries: Mapping[str, Any], inside: bool = False) -> Iterator[int]:
+def _position_limits(entries: Mapping[str, object], inside: bool = False) -> Iterator[int]:
     """Yield the positive integers of a config whose name, or that of an entry around them, is in `POSITION_LIMITS`."""
     for name, value in entries.items():
         matches = inside or bool(POSITION_LIMITS.search(str(name)))
@@ -354,8 +354,8 @@ class _InFloat32(TorchFunctionMode):
     """Widens every half-precision argument of torch's functions; a weight exists in float32 only while it is used."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         name = getattr(func, "__name__", "")
         if name in _NOT_WIDENED or (name.endswith("_") and not name.endswith("__")):  # in place
             return func(*args, **(kwargs or {}))
@@ -364,7 +364,7 @@ class _InFloat32(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _widened(x: Any) -> Any:
+def _widened(x: object) -> object:
     return x.float() if isinstance(x, Tensor) and x.dtype in _HALF else x
 
 

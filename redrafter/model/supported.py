@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from redrafter.cache.dense import cache_in
 from redrafter.cache.kv_cache import LayerShape
@@ -42,7 +43,7 @@ def name_model_in_errors(bind: Callable[..., None]) -> Callable[..., None]:
     """
 
     @wraps(bind)
-    def wrapped(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    def wrapped(self: object, model: PreTrainedModel, *args: object, **kwargs: object) -> None:
         try:
             bind(self, model, *args, **kwargs)
         except (ReDrafterError, MemoryError, torch.cuda.OutOfMemoryError):
@@ -83,7 +84,7 @@ def base_of(model: Any) -> Any:
     return tuner.model
 
 
-def check_supported(model: Any, name: str) -> None:
+def check_supported(model: PreTrainedModel, name: str) -> None:
     """Check by the config that token trees can be verified on a model.
 
     Raises:
@@ -139,7 +140,7 @@ def check_on_device(model: nn.Module, table: Tensor, name: str) -> None:
         )
 
 
-def check_states_found(model: Any, config: Any, name: str) -> None:
+def check_states_found(model: PreTrainedModel, config: PretrainedConfig, name: str) -> None:
     """Check that a model with this decoder config, in which no recurrent state was found, has none.
 
     Raises:
@@ -164,7 +165,9 @@ def _layer_types(config: object) -> list[str] | None:
     return ["full_attention" if kind == "attention" else kind for kind in listed]  # the former is an older name
 
 
-def stored_shapes(output: Any, config: Any, name: str, states: Sequence[StateShape] = ()) -> list[LayerShape]:
+def stored_shapes(
+    output: object, config: PretrainedConfig, name: str, states: Sequence[StateShape] = ()
+) -> list[LayerShape]:
     """Return the shape of each layer, by the cache in the output of a plain forward and the states of all layers.
 
     Raises:
@@ -209,13 +212,13 @@ def stored_shapes(output: Any, config: Any, name: str, states: Sequence[StateSha
     return [shapes.get(index, nothing) for index in range(len(layers))]
 
 
-def head_width(head: nn.Module, config: Any) -> int:
+def head_width(head: nn.Module, config: PretrainedConfig) -> int:
     """Return D, the width of the hidden states that a model's head reads."""
     width = getattr(head, "in_features", None)
     return width if isinstance(width, int) else config_width(config)
 
 
-def config_width(config: Any) -> int:
+def config_width(config: PretrainedConfig) -> int:
     """Return D by a config: the width of the layers, or what OPT projects their input and output to."""
     return getattr(config, "word_embed_proj_dim", None) or config.hidden_size
 

@@ -5,7 +5,6 @@ compared with plain forwards; an architecture whose answers differ is refused, s
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -162,7 +161,7 @@ class Target(BoundModel):
             ways = self.paged, self.varlen, [(shape.key_dim, shape.value_dim) for shape in self.shapes]
             self.ranks.check_equal(ways, f"what {self.name} can be decoded on")
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, object]:
         """Return the properties that may not change once the model is bound, by the message of their change."""
         weight = self.embedding.weight
         return {

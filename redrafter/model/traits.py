@@ -20,7 +20,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, cache_utils
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    Cache,
+    DynamicCache,
+    PretrainedConfig,
+    PreTrainedModel,
+    cache_utils,
+)
 
 from redrafter.attention.mask import AttentionKind, LayerKinds
 from redrafter.cache.dense import cache_argument
@@ -35,9 +43,9 @@ from redrafter.model.recurrent_layers import Mixer, copied_layer, layer_tensors,
 PROBE_NAME = "redrafter_probe"
 PROBED_POSITION = 1 << 20  # at which a mask rule is evaluated; a window or chunk that is longer counts as none
 
-MaskRule = Callable[..., Any]  # `rule(batch, head, query, key)` of transformers: whether the query sees the key
+MaskRule = Callable[..., object]  # `rule(batch, head, query, key)` of transformers: whether the query sees the key
 
-_Call: TypeAlias = tuple[Mixer, Mapping[str, Any], Any]  # with its arguments by name, and its output
+_Call: TypeAlias = tuple[Mixer, Mapping[str, object], object]  # with its arguments by name, and its output
 
 _RECURRENT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())  # an older release has none
 
@@ -120,7 +128,7 @@ class ModelTraits:
         return LayerKinds(by_layer, _by_name(by_layer, self.config))
 
 
-def learn_traits(model: Any, config: Any, ids: Tensor, name: str) -> ModelTraits:
+def learn_traits(model: PreTrainedModel, config: PretrainedConfig, ids: Tensor, name: str) -> ModelTraits:
     """Run a model on any text of four tokens at least, and return the properties of its layers.
 
     Args:
@@ -168,7 +176,7 @@ def _probe_mask(
 
 
 def _probe_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: object
 ) -> tuple[Tensor, None]:
     """Attend to nothing: record what would have been attended to, and return zeros `[B, T, heads, dim]`."""
     _RUNNING.get().record(module.layer_idx, key, value, attention_mask)
@@ -179,7 +187,7 @@ AttentionInterface.register(PROBE_NAME, _probe_attention)
 AttentionMaskInterface.register(PROBE_NAME, _probe_mask)
 
 
-def _kind_of(rule: MaskRule, device: Any) -> AttentionKind | None:
+def _kind_of(rule: MaskRule, device: torch.device | None) -> AttentionKind | None:
     """Return the kind that a mask rule of transformers describes, or None for one that is no window and no chunk.
 
     The rule may hold tensors on the device.
@@ -246,7 +254,7 @@ def _by_name(by_layer: tuple[AttentionKind, ...] | None, config: object) -> dict
     return dict(sorted(by_name.items()))
 
 
-def find_mixers(model: Any, config: Any, ids: Tensor, name: str) -> list[Mixer]:
+def find_mixers(model: PreTrainedModel, config: PretrainedConfig, ids: Tensor, name: str) -> list[Mixer]:
     """Return the modules of a model that keep recurrent states; arguments and errors are those of `learn_traits`."""
     argument = cache_argument(model.forward)
     cache = DynamicCache(config=config)
@@ -256,7 +264,7 @@ def find_mixers(model: Any, config: Any, ids: Tensor, name: str) -> list[Mixer]:
     known = set[StateKey]()
     calls = list[_Call]()
 
-    def after_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def after_call(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
         """Take note of a module that has left new tensors in the cache. Modules inside it were called before."""
         parameters = tuple(inspect.signature(module.forward).parameters)
         given = dict(zip(parameters, args, strict=False)) | kwargs
@@ -298,7 +306,7 @@ def find_mixers(model: Any, config: Any, ids: Tensor, name: str) -> list[Mixer]:
     return [_tried(*call, cache, len(ids), name) for call in calls]
 
 
-def _tried(mixer: Mixer, given: Mapping[str, Any], returned: Any, cache: Cache, count: int, name: str) -> Mixer:
+def _tried(mixer: Mixer, given: Mapping[str, object], returned: object, cache: Cache, count: int, name: str) -> Mixer:
     """Return a mixer that was tried apart from the model: half of the tokens at once, then the others both ways.
 
     In a plain forward of one row of `count` tokens, with that cache, it was `given` these arguments. Raises
@@ -338,7 +346,7 @@ def _tried(mixer: Mixer, given: Mapping[str, Any], returned: Any, cache: Cache, 
     )
 
 
-def _takes_tokens_alone(mixer: Mixer, tokens: Tensor, returned: Any) -> bool:
+def _takes_tokens_alone(mixer: Mixer, tokens: Tensor, returned: object) -> bool:
     """Return whether a mixer returns for `tokens` `[1, T, D]` alone what it `returned` with all of its arguments."""
     if not isinstance(returned, Tensor) or (returned.shape, returned.dtype) != (tokens.shape, tokens.dtype):
         return False
@@ -351,10 +359,10 @@ def _takes_tokens_alone(mixer: Mixer, tokens: Tensor, returned: Any) -> bool:
     return torch.equal(found, returned)
 
 
-def _part(given: Mapping[str, Any], first: int, end: int, count: int) -> dict[str, Any]:
+def _part(given: Mapping[str, object], first: int, end: int, count: int) -> dict[str, Any]:
     """Return the arguments of a call of one row for some of its `count` tokens, without masks: there is no padding."""
 
-    def cut(value: Any) -> Any:
+    def cut(value: Any) -> object:
         per_token = isinstance(value, Tensor) and value.shape[:2] == (1, count)
         return value[:, first:end] if per_token else value
 
@@ -367,7 +375,7 @@ _ONE_BY_ONE, _AT_ONCE = 0.1, 2e-3
 _HALF_ROUNDING = 0.1
 
 
-def _close(found: Any, expected: Any, part: float) -> bool:
+def _close(found: object, expected: object, part: float) -> bool:
     """Return whether two outputs differ by no more than a part of the largest number, or by half-precision rounding."""
     leaves = zip(*(pytree.tree_leaves(x) for x in (found, expected)), strict=True)
     return all(

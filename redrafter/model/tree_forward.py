@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from redrafter.attention.mask import TreeSlots, additive_mask
@@ -88,7 +88,7 @@ class BoundModel:
     varlen: Support
     image_arguments: frozenset[str]
 
-    def __init__(self, model: Any):
+    def __init__(self, model: PreTrainedModel):
         self.model = model.eval()
         self.lock: Any = _LOCKS.setdefault(model, threading.RLock())
 
@@ -154,7 +154,7 @@ class TreeForward(ABC):
             return hidden, *args[1:]
         return hidden.gather(1, index.to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1])), *args[1:]
 
-    def _record_aux_output(self, _: nn.Module, __: Any, output: Any) -> None:
+    def _record_aux_output(self, _: nn.Module, __: object, output: Any) -> None:
         if self._thread is not None and self._thread != threading.get_ident():
             return
         self._aux_outputs = (*self._aux_outputs, output[0] if isinstance(output, tuple) else output)
@@ -233,7 +233,7 @@ class PaddedForward(TreeForward):
     def read_whole(
         self,
         ids: Tensor,
-        inputs: Mapping[str, Any],
+        inputs: Mapping[str, object],
         past: DynamicCache,
         adapters: Tensor | None = None,
         prompt: int = 0,

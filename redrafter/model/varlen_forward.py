@@ -31,7 +31,7 @@ from redrafter.model.positions import answer_by_position
 from redrafter.model.recurrent_layers import PromptStates, TreeStates, mixer_plan, replace_mixers
 from redrafter.model.tree_forward import BoundModel, TreeForward
 
-COMPILE_OPTIONS: dict[str, Any] = {
+COMPILE_OPTIONS: dict[str, object] = {
     "realize_opcount_threshold": 4,  # what every layer reads, sines and cosines, is computed once and not in each
     "combo_kernels": True,  # queries and keys are rotated in one launch
 }
@@ -41,7 +41,7 @@ CUTS = ("redrafter::tree_attention", "redrafter::invariant_attention", "redrafte
 
 # Of a batch-invariant forward. Settings measured on the device, or chosen for the first sizes seen, may be another
 # order of sums for other sizes or in another process; one variant of each kernel, chosen without measuring, has one.
-_FIXED_ORDER: dict[str, Any] = {
+_FIXED_ORDER: dict[str, object] = {
     "batch_invariant": True,  # from torch 2.13 on; it implies the next one
     "deterministic": True,
     "split_reductions": False,
