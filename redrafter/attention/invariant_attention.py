@@ -77,16 +77,22 @@ class _Places(NamedTuple):
         path = torch.zeros_like(there).scatter_reduce_(2, depth[:, None].expand_as(there), there, "amax")
         row, node = _owners(starts, count)
         in_tree = cls(
-            table.long()[row],
-            offsets[row, nodes - new + node],
-            (length[:, None] + depth)[row, nodes - new + node] + 1,
-            length[row],
-            path[row, node],
+            table=table.long()[row],
+            own=offsets[row, nodes - new + node],
+            end=(length[:, None] + depth)[row, nodes - new + node] + 1,
+            committed=length[row],
+            path=path[row, node],
         )
         # 2. The tokens of chunks: every position is at the offset of its own number.
         chunk, index = _owners(chunk_starts, chunks)
         own = rows.chunk_lengths[chunk] + index
-        in_chunk = cls(rows.by_chunk().long()[chunk], own, own + 1, own + 1, path.new_zeros(len(own), nodes))
+        in_chunk = cls(
+            table=rows.by_chunk().long()[chunk],
+            own=own,
+            end=own + 1,
+            committed=own + 1,
+            path=path.new_zeros(len(own), nodes),
+        )
         width = max(in_tree.table.shape[1], in_chunk.table.shape[1])
         tables = torch.cat([pad(x.table, (0, width - x.table.shape[1])) for x in (in_tree, in_chunk)])
         return cls(tables, *map(torch.cat, zip(in_tree[1:], in_chunk[1:], strict=True)))

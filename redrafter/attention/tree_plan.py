@@ -47,7 +47,7 @@ class PromptChunks:
             tokens, starts = torch.zeros(count * TOKENS_PER_CHUNK, dtype=torch.long), torch.zeros(count + 1).long()
             lengths, table = starts[:-1].clone(), torch.zeros(count, blocks, dtype=torch.int32)
             inputs = {feature: starts[:-1].clone() for feature in (ADAPTERS, ROPE_BY_LENGTH)}
-            return cls(tokens, starts, lengths, table, inputs)
+            return cls(tokens=tokens, starts=starts, lengths=lengths, table=table, inputs=inputs)
 
     @property
     def count(self) -> int:
@@ -137,7 +137,9 @@ class Plan:
         # the row's first slot is read instead.
         held = length + nodes if index is None else length + nodes - new + starts.diff()
         slots = slots.where(offsets < held[:, None], slots[:, :1])
-        return RowsPlan(tokens, index, scratch, slots, length, depth, ancestors)
+        return RowsPlan(
+            tokens=tokens, index=index, new_slots=scratch, slots=slots, length=length, depth=depth, ancestors=ancestors
+        )
 
     @cached_property
     def chunks(self) -> list["RowsPlan"]:
@@ -149,7 +151,17 @@ class Plan:
                 depth = torch.arange(end - first)
                 slots = _slots(table[None], torch.arange(length + end - first))
                 n, seen = torch.tensor([length]), depth[:, None] >= depth
-                plans.append(RowsPlan(slice(first, end), None, slots[0, length:], slots, n, depth[None], seen[None]))
+                plans.append(
+                    RowsPlan(
+                        tokens=slice(first, end),
+                        index=None,
+                        new_slots=slots[0, length:],
+                        slots=slots,
+                        length=n,
+                        depth=depth[None],
+                        ancestors=seen[None],
+                    )
+                )
         return plans
 
 

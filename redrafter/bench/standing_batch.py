@@ -159,7 +159,7 @@ class StandingBatch:
         for steps in (0, ALLOCATION_STEPS):
             for _ in range(steps):
                 self.restore()
-                self.captured.replay().read_numbers()
+                self.captured.replay().wait()
             counts.append(torch.cuda.memory_stats(self.device)["allocation.all.allocated"])
         allocations = counts[1] - counts[0]
         return {"no_wait": waited is None, "waited": waited, "allocations": allocations, "steps": ALLOCATION_STEPS}

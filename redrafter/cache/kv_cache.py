@@ -4,10 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from redrafter.attention.mask import AttentionKind
 from redrafter.attention.prompt_attention import Piece, PromptPlan
@@ -50,7 +50,7 @@ class LayerShape:
 
     def storing_nothing(self, source: int | None = None) -> "LayerShape":
         """Return the shape of a layer with the dtype and device of this one that stores nothing of its own."""
-        return LayerShape(0, 0, 0, self.dtype, self.device, source)
+        return LayerShape(heads=0, key_dim=0, value_dim=0, dtype=self.dtype, device=self.device, source=source)
 
 
 def states_of(shapes: Sequence[LayerShape]) -> list[StateShape]:
@@ -99,7 +99,7 @@ class KVCache(ABC):
     window: int
     has_drafter_layer: bool
     states: StatesOfRows | None
-    for_model: Any = None
+    for_model: Cache | None = None
     pools: list[Tensor]  # `[G, slots, heads, dim]` each
     movable: list[Tensor]  # the pools, those of FP8 as bytes: not every operator that moves numbers knows it
 

@@ -51,7 +51,7 @@ def map_unlike_vocabularies(
         if isinstance(given, PreTrainedTokenizerBase):
             found.append((str(given.name_or_path or type(given).__name__), given))
             continue
-        loaded: Any = checked.model if isinstance(checked, Target) else checked
+        loaded: object = checked.model if isinstance(checked, Target) else checked
         name: Any = checked if isinstance(checked, str | Path) else getattr(loaded, "name_or_path", None)
         name = name if given is None else given
         if name is None:

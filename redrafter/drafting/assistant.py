@@ -54,7 +54,7 @@ class AssistantConfig(AnyDrafterConfig):
     draft_beams: int = 3
     draft_len_per_beam: int = 4
 
-    def __post_init__(self, **kwargs: Any) -> None:
+    def __post_init__(self, **kwargs: object) -> None:
         self.hidden_size, self.vocab_size = self.backbone_hidden_size, self.text_config.get("vocab_size", 0)
         self.layers = self.text_config.get("num_hidden_layers", 0)
         super().__post_init__(**kwargs)
@@ -74,7 +74,7 @@ def all_layers_shared() -> Iterator[None]:
 
     known: Any = modes.fget
 
-    def shared(self: Any) -> Any:
+    def shared(self: Any) -> object:
         count = self.num_hidden_layers
         return ["reuse"] * count if self.num_kv_shared_layers == count else known(self)
 
@@ -108,7 +108,7 @@ class AssistantDrafter(DrafterModel):
         self.assistant = assistant
 
     @classmethod
-    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def from_pretrained(cls, name: Any, *args: object, **kwargs: Any) -> object:  # type: ignore[override]
         """Load an assistant as transformers does, and refuse a checkpoint that does not hold exactly its tensors.
 
         Raises:
@@ -139,7 +139,7 @@ class AssistantDrafter(DrafterModel):
                 )
         return cls(AssistantConfig.from_dict(config), assistant.eval().requires_grad_(False))
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: object, **kwargs: object) -> None:
         """Save the assistant as transformers does, in files of the umask's mode."""
         self.assistant.save_pretrained(save_directory, *args, **kwargs)
         share_weights(Path(save_directory))
@@ -174,7 +174,7 @@ class AssistantDrafter(DrafterModel):
                 )
         return shared
 
-    def identity(self) -> list[Any]:
+    def identity(self) -> list[object]:
         """Return the type and the sizes of the assistant."""
         config = self.config
         return [config.model_type, config.hidden_size, config.vocab_size, config.text_config.get("hidden_size")]

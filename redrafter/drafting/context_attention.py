@@ -163,7 +163,7 @@ class PackedContext:
         self._attention, self._shape, self._anchors = attention, (rows, length), anchors
         keys, values = attention.remember(hidden, embedding, torch.arange(length, device=hidden.device))
         self._keys, self._values = pad(keys[:, :-1], EMPTY_ENTRY), pad(values[:, 1:], EMPTY_ENTRY)
-        self._mask = packed_mask(segment, rows, length, config.context_window or 0, hidden.device)
+        self._mask = packed_mask(segment, rows, length, window=config.context_window or 0, device=hidden.device)
 
     def attend(self, step: int, state: Tensor) -> Tensor:
         """Attend from the anchors' states after a draft step to the texts, and return the attended values, `[A, D]`.

@@ -99,7 +99,7 @@ class RecurrentDrafter(TrainableDrafter):
         elif config.rnn:
             self.rnn_u = nn.Linear(hidden, hidden)
             self.rnn_w = nn.Linear(hidden, hidden, bias=False)
-        self.context: Any = ContextAttention(config) if config.context_window else None
+        self.context = ContextAttention(config) if config.context_window else None
         self.embedded: Tensor | None
         self.register_buffer("embedded", None, persistent=False)
         self.post_init()
@@ -114,7 +114,9 @@ class RecurrentDrafter(TrainableDrafter):
         if self.context is None:
             return None
         compute = partial(_remember_compiled if compiled else _remember, self, target.embedding)
-        return drafter_layer(self, target, self.config.context_kv_heads, self.config.context_head_dim, compute)
+        return drafter_layer(
+            self, target, heads=self.config.context_kv_heads, width=self.config.context_head_dim, remember=compute
+        )
 
     def prepare(self, target: Target) -> None:
         """Tabulate the cell's product with embeddings on a GPU, where the table takes a small part of its memory.
@@ -155,7 +157,7 @@ class RecurrentDrafter(TrainableDrafter):
             table[part] = partial_linear(layer, embedding(part), columns, with_bias=False)
         self.embedded = table
 
-    def identity(self) -> list[Any]:
+    def identity(self) -> list[object]:
         """Return the sizes and settings of the recurrence and of its attention to the text."""
         config = self.config
         context = [config.context_window, config.context_heads, config.context_kv_heads, config.context_head_dim]
@@ -325,7 +327,9 @@ class RecurrentDrafter(TrainableDrafter):
         else:
             fused = self.fuse_hidden(features)  # [B, T, D]: all tokens have keys, not only anchors
             hidden = fused.flatten(0, 1).index_select(0, anchors)
-            context = PackedContext(self.context, self.config, fused, embedding, texts.segment, anchors)
+            context = PackedContext(
+                self.context, self.config, hidden=fused, embedding=embedding, segment=texts.segment, anchors=anchors
+            )
         flat, state, start, head_inputs = embedding.flatten(0, 1), None, self.begin(hidden), []
         for k in range(texts.position.shape[1]):
             read = None if context is None else partial(context.attend, k)
@@ -377,7 +381,7 @@ class RecurrentDrafter(TrainableDrafter):
 
 
 @dataclass(frozen=True)
-class RecurrentProposer(SearchProposer):
+class RecurrentProposer(SearchProposer[ContextWindow | None]):
     """Drafts with a recurrent drafter; the attributes are those of `SearchProposer`."""
 
     drafter: RecurrentDrafter
@@ -407,7 +411,9 @@ class RecurrentProposer(SearchProposer):
             out, carried = advance(drafter, self.target.embedding, tokens, sources, carried, start, windows[k])
             if drafter.shortlist is None:
                 return sampler.draft_scores(out, noise, k, drafter.draft_ids)
-            return drafter.shortlist.choose(out, drafter.lm_head, count, sampler, noise, k, drafter.draft_ids)
+            return drafter.shortlist.choose(
+                out, drafter.lm_head, count, sampler=sampler, noise=noise, step=k, names=drafter.draft_ids
+            )
 
         return expand
 
@@ -439,7 +445,8 @@ def _advance(
     if carried is not None:
         # Beams are chosen again at each step, so each takes over the state of the beam that it continues.
         carried = carried.gather(1, sources[:, :, None].expand(-1, -1, carried.shape[-1]))
-    read = None if window is None else partial(drafter.context, window=window)
+    context = drafter.context
+    read = None if window is None or context is None else partial(context, window=window)
     step_made = drafter.step if drafter.shortlist is None else drafter.advance
     embedded = None if drafter.embedded is None else drafter.embedded[tokens]
     return step_made(embedding(tokens), carried, start, read, embedded)
@@ -456,7 +463,7 @@ RecurrentDrafter.proposer_class = RecurrentProposer
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(function: Callable[..., object]) -> Callable[..., Any]:
     """Return a function compiled, once for all proposers.
 
     Its callers mark which sizes vary: with `dynamic=True` numbers of a config would vary too. A size of 1 has code of

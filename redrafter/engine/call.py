@@ -57,11 +57,11 @@ class OutputRow:
         self.scores: list[Tensor] = []  # processed scores of its tokens, `[count, V]` float32 per step, if recorded
         self.logits: list[Tensor] = []  # logits of its tokens, likewise
         self.sequence = TokenSequence(
-            prompt[len(prompt) - request.lengths[index] :],
-            request.limits[index] - request.lengths[index],
-            request.params[index],
-            self._record,
-            self._find_stop if request.criteria else None,
+            prompt=prompt[len(prompt) - request.lengths[index] :],
+            max_new_tokens=request.limits[index] - request.lengths[index],
+            params=request.params[index],
+            sink=self._record,
+            find_stop=self._find_stop if request.criteria else None,
             adapter=request.adapters[index],
             index=index,
             keeps=request.keeps,

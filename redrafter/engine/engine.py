@@ -87,7 +87,7 @@ class Engine(Changeable):
     draft_vocabulary: VocabularyMap | None = None
     rejection_sampling = False
 
-    def __new__(cls, *parts: Any, **keywords: Any) -> "Engine":
+    def __new__(cls, *parts: object, **keywords: object) -> "Engine":
         """Refuse parts that the constructor does not take, such as a model alone, and name `from_pretrained`."""
         check_parts(cls, parts, keywords)
         return super().__new__(cls)
@@ -133,7 +133,9 @@ class Engine(Changeable):
         alone, proposer = self.target.ranks.size == 1, self.proposer
         read = proposer.draft_bytes if alone and isinstance(proposer, SearchProposer) else 0
         device, itemsize = self.target.device.type, self.target.dtype.itemsize
-        return StepCosts.assumed(device, read, forward_bytes(self.model), max(proposer.depth, 1), itemsize)
+        return StepCosts.assumed(
+            device, draft=read, forward=forward_bytes(self.model), depth=max(proposer.depth, 1), itemsize=itemsize
+        )
 
     def make_memory(self, rows: int = MOST_ROWS, max_rows: int | None = None, *, reuse: bool = True) -> PagedMemory:
         """Take memory for a paged cache, for at most `rows` rows of the longest text, and prepare the models' forwards.
@@ -174,7 +176,8 @@ class Engine(Changeable):
         if reason and self.target.device.type == "cuda" and not self._warned:
             self._warned = True
             warnings.warn(f"{self.target.name} is decoded without CUDA graphs, slower: {reason}", stacklevel=6)
-        memory, rows = None if reason else owner.open_memory(), min(len(request.lengths), most)
+        memory = None if reason else owner.open_memory()
+        rows = min(len(request.lengths), most)
         limits = Limits(
             rows,
             sys.maxsize,
@@ -184,7 +187,7 @@ class Engine(Changeable):
             admit_together=max(rows // 8, min(rows // 4, 2), 1),  # measured on a GPU: docs/benchmarks.md
         )
         with owner.batches.lent(drafting, memory, request.params, most, speculate=speculate) as batch:
-            scheduler = Scheduler(drafting, memory, limits, speculate, batch)
+            scheduler = Scheduler(drafting, memory, limits, speculate=speculate, batch=batch)
             batch.reserve(max(request.limits))
             yield scheduler
 
@@ -271,7 +274,7 @@ class Engine(Changeable):
         speculate: bool = True,
         progress: bool = False,
         return_dict_in_generate: bool | None = None,
-        **generation_kwargs: Any,
+        **generation_kwargs: object,
     ) -> Tensor | GenerateOutput:
         """Continue `input_ids` with exactly the tokens that plain decoding would give.
 
@@ -332,10 +335,20 @@ class Engine(Changeable):
         target, device = self.target, self.target.device
         if PREPARES_ON_HOST and not target.image_arguments:
             device = torch.device("cpu")  # or each number that follows from ids and mask would be a launch, some a wait
-        mine = OwnArguments(streamer, seed, adapter, speculate, progress, len(input_ids), None, target.device, own)
+        mine = OwnArguments(
+            streamer=streamer,
+            seed=seed,
+            adapter=adapter,
+            speculate=speculate,
+            progress=progress,
+            prompts=len(input_ids),
+            temperature=None,
+            device=target.device,
+            params=own,
+        )
         prepared = False
 
-        def decode_prepared(model: PreTrainedModel, input_ids: Tensor, **inputs: Any) -> Tensor | GenerateOutput:
+        def decode_prepared(model: PreTrainedModel, input_ids: Tensor, **inputs: object) -> Tensor | GenerateOutput:
             nonlocal prepared
             prepared = True
             return self._decode(mine, input_ids, inputs)
@@ -366,7 +379,7 @@ class Engine(Changeable):
         seed: Seed = None,
         adapter: AdapterNames = None,
         speculate: bool = True,
-        temperature: Any = None,
+        temperature: float | Sequence[float] | Tensor | None = None,
     ) -> Callable[..., Tensor | GenerateOutput]:
         """Return a function for `model.generate(..., custom_generate=engine.custom_generate())`.
 
@@ -383,7 +396,7 @@ class Engine(Changeable):
         """
         mine = OwnArguments(streamer, seed, adapter, speculate, temperature=temperature)
 
-        def decode_for(model: PreTrainedModel, input_ids: Tensor, **inputs: Any) -> Tensor | GenerateOutput:
+        def decode_for(model: PreTrainedModel, input_ids: Tensor, **inputs: object) -> Tensor | GenerateOutput:
             if model is not self.model:
                 raise ArgumentError("this custom_generate belongs to another model; call generate on engine.model")
             check_shapes(input_ids, inputs.get("attention_mask"))

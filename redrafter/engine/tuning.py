@@ -44,7 +44,7 @@ class Tuning:
     costs: StepCosts | None = None  # costs of steps in seconds; absent in older files
     prompts: str = ""  # name of the file of prompts
     date: str = ""  # when it was measured
-    measured: tuple[Mapping[str, Any], ...] = ()  # raw measurements, for reference
+    measured: tuple[Mapping[str, object], ...] = ()  # raw measurements, for reference
     path: Path | None = field(default=None, compare=False)  # file that it was read from; not part of the document
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class Tuning:
                     "pass tuning=None (--tuning none)"
                 )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the content of the tuning file: a dict of nothing but what JSON can express.
 
         Its keys are the names of the attributes. In `shapes` and `step_costs`, batch sizes are strings; each shape is a
@@ -115,7 +115,7 @@ class Tuning:
             ) from error
 
 
-def _from_dict(document: Any) -> Tuning:
+def _from_dict(document: object) -> Tuning:
     if not isinstance(document, dict) or not isinstance(document.get("shapes"), dict):
         raise TypeError('it must be a JSON object with "shapes" by batch size')
     shapes = {int(rows): None if shape is None else TreeShape(**shape) for rows, shape in document["shapes"].items()}
@@ -185,7 +185,8 @@ def device_name(device: torch.device) -> str:
 
 def target_fingerprint(target: Target) -> str:
     """Return a digest of the model's sizes and a few norms, which distinguish it from other models of these sizes."""
-    layers, norms = getattr(target.config, "num_hidden_layers", None), embedding_norms(target.embedding)
+    layers = getattr(target.config, "num_hidden_layers", None)
+    norms = embedding_norms(target.embedding)
     return fingerprint_of_sizes(target.hidden_size, target.vocab_size, layers, norms)
 
 
@@ -205,5 +206,5 @@ def _rounded(norms: Sequence[float]) -> list[str]:
     return [f"{norm:.1e}" for norm in norms]
 
 
-def _digest(values: list[Any]) -> str:
+def _digest(values: list[object]) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:8]

@@ -6,7 +6,6 @@ of each token and returns another, as it sees attention.
 """
 
 from collections.abc import Sequence
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -34,13 +33,14 @@ class _StandIn(nn.Module):
 
     def __init__(self, mixer: Mixer, running: Running):
         super().__init__()
-        self.name, self.at = mixer.tokens_argument, mixer.parameters.index(mixer.tokens_argument)
+        self.name = mixer.tokens_argument
+        self.at = mixer.parameters.index(mixer.tokens_argument)
         # Above those of all living stand-ins, since a compiled forward keeps the number of its own.
         self.number = 1 + max(_STAND_INS.keys(), default=0)
         self._mixer, self._forward, self._running = mixer, mixer.module.forward, running
         _STAND_INS[self.number] = self
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
         """Return the vectors `[B, T, D]` after mixing those that the mixer is given."""
         mixed: Tensor = _MIX(kwargs[self.name] if self.name in kwargs else args[self.at], self.number)
         return mixed

@@ -84,7 +84,8 @@ class PromptReader:
     def _read_chunks(self, prompts: Prompts, max_tokens: int, show: ShowLogits | None) -> tuple[Tensor, Tensor]:
         """Read prompts with any model on any device: in chunks side by side, each a chain with its mask."""
         cache, length, device = prompts.cache, prompts.upto, prompts.tokens.device
-        start, forward = to_device(prompts.starts, device, torch.long), self.forward_on(cache)
+        start = to_device(prompts.starts, device, torch.long)
+        forward = self.forward_on(cache)
         rows, width = prompts.tokens.shape
         counts = [end - first for first, end in zip(prompts.starts, prompts.ends, strict=True)]
         paged, chunk = isinstance(cache, PagedCache), MAX_CHUNK_TOKENS
@@ -124,7 +125,8 @@ class PromptReader:
                 new_logits, new_hidden = (
                     x.gather(1, end[:, None, None].expand_as(x[:, :1])) for x in (new_logits, new_hidden)
                 )
-            new_logits, new_hidden = new_logits.squeeze(1), new_hidden.squeeze(1)
+            new_logits = new_logits.squeeze(1)
+            new_hidden = new_hidden.squeeze(1)
             logits = new_logits if logits is None else torch.where(here, new_logits, logits)
             hidden = new_hidden if hidden is None else torch.where(here, new_hidden, hidden)
         assert logits is not None, "a prompt has at least one token"

@@ -61,20 +61,20 @@ class Mixer:
     arguments: frozenset[str]
     cache_argument: str
     tokens_argument: str
-    empty: Any
-    full: Any
+    empty: object
+    full: object
     continues: bool = False
     first_linears: tuple[str, ...] = ()
     last_linear: str | None = None
     tokens_alone: bool = False
 
-    def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def named(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
         """Return the arguments of a call by name, without what the model gives it in our forwards alone."""
         named = dict(zip(self.parameters, args, strict=False)) | dict(kwargs)
         return {name: value for name, value in named.items() if name in self.arguments}
 
     def run_forward(
-        self, forward: Callable[..., Any], arguments: Mapping[str, Any], states: Sequence[Tensor] | None
+        self, forward: Callable[..., object], arguments: Mapping[str, object], states: Sequence[Tensor] | None
     ) -> tuple[Any, list[Tensor]]:
         """Call the module's own `forward` on some states; return its output, and its states after the last token.
 
@@ -93,7 +93,7 @@ class Mixer:
         return output, [after[shape.name] for shape in self.states]
 
 
-def layer_tensors(layer: Any) -> dict[StateName, Tensor]:
+def layer_tensors(layer: object) -> dict[StateName, Tensor]:
     """Return the states that a layer of the cache holds."""
     found: dict[StateName, Tensor] = {}
     for attribute, value in vars(layer).items():
@@ -106,7 +106,7 @@ def layer_tensors(layer: Any) -> dict[StateName, Tensor]:
     return found
 
 
-def copied_layer(layer: Any) -> Any:
+def copied_layer(layer: object) -> Any:
     """Return a layer of the cache of its own, which holds the same tensors."""
     copied = copy.copy(layer)
     for attribute, value in vars(layer).items():
@@ -115,7 +115,7 @@ def copied_layer(layer: Any) -> Any:
     return copied
 
 
-def layer_without_tensors(layer: Any) -> Any:
+def layer_without_tensors(layer: object) -> object:
     """Return a layer of the cache that says of itself what this one does, but holds no tensors."""
     bare = copied_layer(layer)
     for name in layer_tensors(layer):
@@ -126,7 +126,7 @@ def layer_without_tensors(layer: Any) -> Any:
     return bare
 
 
-def _put(layer: Any, name: StateName, state: Tensor | None) -> None:
+def _put(layer: object, name: StateName, state: Tensor | None) -> None:
     """Replace a state in a layer of the cache."""
     attribute, index = name
     if index is None:
@@ -156,11 +156,12 @@ class TreeStates:
         self._index = torch.where(nodes == new, -1, starts[:, None] + nodes).flatten()
         self._taken = self._index.clamp(min=0)
 
-    def run_mixer(self, mixer: Mixer, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    def run_mixer(self, mixer: Mixer, forward: Callable[..., object], arguments: Mapping[str, Any]) -> object:
         """Compute what a mixer returns for all tokens of a call of its forward, level by level."""
         x = arguments[mixer.tokens_argument]
         tokens, levels = _Tokens(x.shape[0], x.shape[1], x.device), self._levels
-        keys, dtypes = [state.key for state in mixer.states], [state.dtype for state in mixer.states]
+        keys = [state.key for state in mixer.states]
+        dtypes = [state.dtype for state in mixer.states]
         parents, taken = levels.parents.to(x.device), self._taken.to(x.device)
         states = self._states.read_entries(keys, levels.roots)
         outputs, after = [], []
@@ -208,7 +209,7 @@ class PromptStates:
         counts = accumulate((piece.count for piece in pieces), initial=0)
         self._starts = list(counts)[:-1] if width is None else [piece.row * width for piece in pieces]
 
-    def run_mixer(self, mixer: Mixer, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    def run_mixer(self, mixer: Mixer, forward: Callable[..., object], arguments: Mapping[str, Any]) -> object:
         """Compute what a mixer returns for all tokens of a call of its forward, row by row."""
         x = arguments[mixer.tokens_argument]
         tokens = _Tokens(x.shape[0], x.shape[1], x.device)
@@ -249,7 +250,7 @@ class _Tokens:
     count: int
     device: torch.device
 
-    def _flat(self, leaf: Any) -> Tensor | None:
+    def _flat(self, leaf: object) -> Tensor | None:
         """Return an argument of all tokens, maybe broadcast over the rows, as `[rows * count, ...]`; else None."""
         if not isinstance(leaf, Tensor) or leaf.dim() < 2:
             return None
@@ -257,7 +258,7 @@ class _Tokens:
             return None
         return leaf.expand(self.rows, *leaf.shape[1:]).flatten(0, 1)
 
-    def take_levels(self, arguments: Mapping[str, Any], index: Tensor, levels: int) -> list[dict[str, Any]]:
+    def take_levels(self, arguments: Mapping[str, object], index: Tensor, levels: int) -> list[dict[str, object]]:
         """Return the arguments for the tokens `index` `[L * R]` of L levels, each token in a row of its own."""
         leaves, kinds = pytree.tree_flatten(_without_masks(arguments))
         by_leaf = [
@@ -266,16 +267,16 @@ class _Tokens:
         ]
         return [pytree.tree_unflatten(list(level), kinds) for level in zip(*by_leaf, strict=True)]
 
-    def take_run(self, arguments: Mapping[str, Any], index: Tensor) -> dict[str, Any]:
+    def take_run(self, arguments: Mapping[str, object], index: Tensor) -> dict[str, object]:
         """Return the arguments for successive tokens of one row. index: `[R]` int64."""
 
-        def taken(leaf: Any) -> Any:
+        def taken(leaf: object) -> object:
             flat = self._flat(leaf)
             return leaf if flat is None else flat.index_select(0, index)[None]
 
         return pytree.tree_map(taken, _without_masks(arguments))
 
-    def join(self, index: Tensor, outputs: Sequence[Any]) -> Any:
+    def join(self, index: Tensor, outputs: Sequence[object]) -> object:
         """Return one output of all tokens.
 
         Args:
@@ -284,7 +285,7 @@ class _Tokens:
         """
         size = self.rows * self.count
 
-        def join(*parts: Any) -> Any:
+        def join(*parts: Any) -> object:
             if not isinstance(parts[0], Tensor):
                 return parts[0]
             whole = torch.cat(parts).squeeze(1)
@@ -295,7 +296,7 @@ class _Tokens:
         return pytree.tree_map(join, *outputs)
 
 
-def _without_masks(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _without_masks(arguments: Mapping[str, object]) -> dict[str, object]:
     """Return arguments without masks of padding, of which there is none."""
     return {name: None if "mask" in name else value for name, value in arguments.items()}
 
@@ -317,7 +318,9 @@ def replace_mixers(patch: ModelPatch, mixers: Sequence[Mixer], plan: TreeStates 
     """Let a plan compute what mixers return, in this thread alone. Call `finish` of the plan after the forward."""
     for mixer in mixers:
 
-        def run_with_plan(forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mixer: Mixer = mixer) -> Any:
+        def run_with_plan(
+            forward: Any, args: Sequence[object], kwargs: Mapping[str, object], mixer: Mixer = mixer
+        ) -> object:
             return plan.run_mixer(mixer, forward, mixer.named(args, kwargs))
 
         patch.replace_forward(mixer.module, run_with_plan)

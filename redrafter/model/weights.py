@@ -61,7 +61,8 @@ class NewWeights:
         for key, tensor in weights.items():
             if key not in places or key in scales:
                 continue
-            place, scale = places[key], key.removesuffix("weight") + "weight_scale"
+            place = places[key]
+            scale = key.removesuffix("weight") + "weight_scale"
             if tensor.shape != place.shape:
                 wrong.append(f"{key} of shape {tuple(tensor.shape)} instead of {tuple(place.shape)}")
             elif not _alike(tensor.dtype, place.dtype) or (key in float8 and tensor.dtype.itemsize == 1):

@@ -132,7 +132,7 @@ def _named(processor: OwnProcessor, ends: Collection[int]) -> dict[str, list[Any
 _POSITIONS = {"begin_index", "max_length", "regulation_start"}
 
 
-def _constants(value: Any, width: int) -> Hashable:
+def _constants(value: object, width: int) -> Hashable:
     """Return constants of an object as something that equals that of another object which does the same.
 
     `width` is the length of the padded prompt that the object was made for, which another call's may differ from.
@@ -156,7 +156,7 @@ def index_of_warpers(processors: Sequence[object]) -> int:
 class TemperaturePerRow(LogitsProcessor):
     """A temperature of its own for each output row, as a processor for `model.generate`."""
 
-    def __init__(self, temperature: Any) -> None:
+    def __init__(self, temperature: float | Sequence[float] | Tensor) -> None:
         self.temperature = temperature  # divisor of each row's scores: a list or a tensor, `[B]`
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

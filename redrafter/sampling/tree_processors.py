@@ -9,7 +9,7 @@ graph; constants go to the device in the first call.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -42,20 +42,20 @@ def apply_to_scores(processor: Any, call: CallPrompts) -> Processor:
     return call_processor
 
 
-def forbid(ids: Any, when: Callable[[Prefixes], Tensor]) -> Processor:
+def forbid(ids: Tensor | Sequence[int] | int, when: Callable[[Prefixes], Tensor]) -> Processor:
     """Give -inf to `ids` at the nodes where `when` `[B, N]` is true. Ids past the vocabulary are passed over."""
     mask = _mask(ids)
     return lambda scores, prefixes: scores.masked_fill(when(prefixes)[..., None] & mask(scores), -math.inf)
 
 
-def force(ids: Any, when: Callable[[Prefixes], Tensor]) -> Processor:
+def force(ids: Tensor | Sequence[int] | int, when: Callable[[Prefixes], Tensor]) -> Processor:
     """Give 0 to `ids` and -inf to all others, at the nodes where `when` `[B, N]` is true."""
     ids = torch.as_tensor(ids).cpu().flatten()
     forced = _constant(lambda vocab: torch.full((vocab,), -math.inf).index_fill_(0, ids, 0.0))
     return lambda scores, prefixes: torch.where(when(prefixes)[..., None], forced(scores), scores)
 
 
-def _mask(ids: Any) -> Callable[[Tensor], Tensor]:
+def _mask(ids: Tensor | Sequence[int] | int) -> Callable[[Tensor], Tensor]:
     ids = torch.as_tensor(ids).cpu()
     return _constant(lambda vocab: torch.isin(torch.arange(vocab), ids))
 

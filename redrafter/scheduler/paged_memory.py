@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -74,7 +73,8 @@ class PagedMemory:
         self.host, self.draft_host = host, draft_host
         self.forget_prefixes()
         self.lock = threading.RLock()
-        self.released, self.turns = threading.Condition(self.lock), list[object]()
+        self.released = threading.Condition(self.lock)
+        self.turns = list[object]()
         self.capturer = GraphCapturer(target)
         self._compile, self._versions = compile, dict[Target, int]()
 
@@ -314,7 +314,8 @@ class SequenceBlocks:
         # Without a draft model, no prompt is read into the cache of drafts, so none of its prefixes can be reused.
         self._publishes = reuse and (memory.draft_store is None or has_draft_model)
         self._rope = memory.target.rope
-        self._refused: tuple[tuple[object, ...], str] | None = None  # the last allocation that failed, and why
+        # The last allocation that failed, the state that it failed in, and why.
+        self._refused: tuple[TokenSequence, int, tuple[object, ...], str] | None = None
 
     @property
     def free(self) -> int:
@@ -340,7 +341,7 @@ class SequenceBlocks:
             if self not in self._memory.turns:
                 self._memory.turns.append(self)
             # Blocks released since the last attempt might be enough.
-            if not self.have_turn or (self._refused and self._refused[0] == self._attempt(*self._refused[0][:2])):
+            if not self.have_turn or (self._refused and self._refused[2] == self._state()):
                 self._memory.released.wait(LONGEST_WAIT)
 
     def end_wait(self) -> None:
@@ -357,20 +358,20 @@ class SequenceBlocks:
             CacheFullError: Too few blocks are free; the sequence is unchanged.
         """
         # It is tried in every round, and looking up the prefix of a long sequence takes milliseconds.
-        if self._refused is not None and self._refused[0] == self._attempt(sequence, slots):
-            raise CacheFullError(self._refused[1])
+        if self._refused is not None and self._refused[:3] == (sequence, slots, self._state()):
+            raise CacheFullError(self._refused[3])
         with self._handing_out():
             try:
                 self._allocate(sequence, slots)
             except CacheFullError as error:
                 # Snapshot after this attempt, whose own blocks, taken and given back, are no reason for another one.
-                self._refused = self._attempt(sequence, slots), str(error)
+                self._refused = sequence, slots, self._state(), str(error)
                 raise
 
-    def _attempt(self, sequence: Any, slots: Any) -> tuple[object, ...]:
+    def _state(self) -> tuple[object, ...]:
         """Return the state that an allocation depends on: it fails again as long as this stays equal."""
         managers = [x for x in (self._memory.blocks, self._memory.draft_blocks) if x is not None]
-        return sequence, slots, *((manager, manager.freed) for manager in managers)
+        return tuple((manager, manager.freed) for manager in managers)
 
     def _allocate(self, sequence: TokenSequence, slots: int) -> None:
         tokens = sequence.tokens[: sequence.prefill_length]

@@ -157,7 +157,8 @@ class ChunkBuffers:
                 numbers_of.append(given[feature])
         empty = room - len(chunks)
         # Sizes are those of the buffers, so that one captured step reads any chunks that fit.
-        padding, ends = [0] * (len(buffers.tokens) - len(tokens)), starts[-1:] * empty
+        padding = [0] * (len(buffers.tokens) - len(tokens))
+        ends = starts[-1:] * empty
         parts = [tokens + padding, starts + ends, lengths, *inputs.values()]
         device, sizes = buffers.tokens.device, [len(part) for part in parts]
         numbers = to_device(list(chain.from_iterable(parts)), device, torch.long).split(sizes)  # one copy
@@ -232,7 +233,8 @@ class Prefiller:
         """
         seeing = [sequence for sequence in sequences if sequence.images is not None]
         forwards = [[(sequence, sequence.prefill_length)] for sequence in seeing[: 1 if self._limits.paced else None]]
-        most, chunked = self._limits.max_num_tokens - step_tokens, self._limits.chunked
+        most = self._limits.max_num_tokens - step_tokens
+        chunked = self._limits.chunked
         budget = max(min(most, self.pace.tokens) if chunked and self._limits.paced else most, BLOCK_SIZE)
         texts = [sequence for sequence in sequences if sequence.images is None]
         kinds = [[sequence for sequence in texts if sequence.needs_scores is scored] for scored in (False, True)]
@@ -258,13 +260,15 @@ class Prefiller:
         complete = [end == sequence.prefill_length for sequence, end in zip(sequences, ends, strict=True)]
         first = [0 if whole else max(start - 1, 0) for whole, start in zip(complete, starts, strict=True)]
         tokens = to_device(_stack([sequence.tokens for sequence in sequences], ends, first), device)
-        caches, inputs = row_caches.of_prompts(sequences), {ROPE_BY_LENGTH: to_device(rope, device)}
+        caches = row_caches.of_prompts(sequences)
+        inputs = {ROPE_BY_LENGTH: to_device(rope, device)}
         if any(slots := [sequence.inputs[ADAPTERS] for sequence in sequences]):
             inputs[ADAPTERS] = to_device(slots, device, torch.long)
-        prompts = Prompts(tokens, starts, ends, caches.target, inputs)
+        prompts = Prompts(tokens, starts, ends, cache=caches.target, inputs=inputs)
 
         def show(row: int, first: int, logits: Tensor) -> None:
-            sequence, count = sequences[row], sequences[row].params.prompt_logprobs
+            sequence = sequences[row]
+            count = sequence.params.prompt_logprobs
             assert count is not None
             following = list(sequence.prompt[first + 1 : first + 1 + len(logits)])
             sequence.prompt_scores.extend(score_prompt(logits, following, count))
@@ -272,7 +276,15 @@ class Prefiller:
         self._read_drafts(sequences, ends, prompts, caches.draft)
         logits, hidden = self._target.prefill(prompts, show=show if sequences[0].needs_scores else None)
         done = _take_note(chunks)
-        return PrefilledRows(sequences, tokens, prompts.upto, logits, hidden, caches, range(len(sequences))).at(done)
+        return PrefilledRows(
+            sequences=sequences,
+            tokens=tokens,
+            lengths=prompts.upto,
+            logits=logits,
+            hidden=hidden,
+            caches=caches,
+            rows=range(len(sequences)),
+        ).at(done)
 
     def _read_drafts(
         self, sequences: Sequence[TokenSequence], ends: Sequence[int], prompts: Prompts, cache: KVCache | None
@@ -298,7 +310,8 @@ class Prefiller:
         assert sequence.images is not None
         device, count = self._target.device, sequence.prefill_length
         caches = row_caches.of_prompts([sequence])
-        tokens, upto = to_device(_stack([sequence.tokens], [count]), device), to_device([count], device, torch.long)
+        tokens = to_device(_stack([sequence.tokens], [count]), device)
+        upto = to_device([count], device, torch.long)
         adapters = None
         if sequence.adapter is not None:
             sequence.adapter.check_images()
@@ -308,7 +321,9 @@ class Prefiller:
         self._read_drafts([sequence], [count], Prompts(tokens, [0], [count], caches.target), caches.draft)
         logits, hidden = self._target.images.read_prompt(tokens[:, :count], prompt, caches.target, adapters)
         _take_note([(sequence, count)])
-        return PrefilledRows([sequence], tokens, upto, logits, hidden, caches, [0])
+        return PrefilledRows(
+            sequences=[sequence], tokens=tokens, lengths=upto, logits=logits, hidden=hidden, caches=caches, rows=[0]
+        )
 
     @property
     def can_mix(self) -> bool:
@@ -339,12 +354,18 @@ class Prefiller:
         complete = [chunks[row][0] for row in done]
         caches = row_caches.of_prompts(complete)
         lengths = [sequence.prefilled for sequence in complete]
-        tokens, upto = (
-            to_device(_stack([sequence.tokens for sequence in complete], lengths), device),
-            to_device(lengths, device, torch.long),
-        )
+        tokens = to_device(_stack([sequence.tokens for sequence in complete], lengths), device)
+        upto = to_device(lengths, device, torch.long)
         logits, hidden = (x.index_select(0, to_device(done, device, torch.long)) for x in (ends.logits, ends.hidden))
-        return PrefilledRows(complete, tokens, upto, logits, hidden, caches, range(len(complete)))
+        return PrefilledRows(
+            sequences=complete,
+            tokens=tokens,
+            lengths=upto,
+            logits=logits,
+            hidden=hidden,
+            caches=caches,
+            rows=range(len(complete)),
+        )
 
 
 def read_drafts(prompts: Prompts, model: Target, cache: KVCache) -> None:
@@ -356,7 +377,8 @@ def read_drafts(prompts: Prompts, model: Target, cache: KVCache) -> None:
     if cache.states is None:
         model.prefill(Prompts(tokens, prompts.starts, prompts.ends, cache))
         return
-    starts, ends = [max(start - 1, 0) for start in prompts.starts], [max(end - 1, 1) for end in prompts.ends]
+    starts = [max(start - 1, 0) for start in prompts.starts]
+    ends = [max(end - 1, 1) for end in prompts.ends]
     model.prefill(Prompts(tokens, starts, ends, cache))
     cache.states.forget([row for row, end in enumerate(prompts.ends) if end == 1])
 

@@ -26,7 +26,7 @@ from redrafter.features import ADAPTERS
 from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.target import Target
-from redrafter.scheduler.captured_step import CapturedStep, LaunchedStep, PendingReport, bucket, new_state
+from redrafter.scheduler.captured_step import CapturedStep, HostCopy, LaunchedStep, bucket, new_state
 from redrafter.scheduler.finished_texts import CopySource, write_pieces
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.prefill import Chunk, ChunkBuffers, PrefilledRows, room_for
@@ -206,10 +206,17 @@ class RunningBatch:
         if new:
             drawn = read.at(new)
             sampler, window = self.sampling.sampler_of(drawn.sequences), drawn.caches.target.window
-            prompts = drawn.tokens, drawn.lengths, drawn.logits, drawn.hidden
-            output = draw_first_tokens(*prompts, window, sampler, self.target.ranks)[1]
-            first = LaunchedStep.from_output(drawn.sequences, output, PendingReport(output.pack_for_host()))
-            pending[to_device(new, pending.device, torch.long)] = output.tokens[:, 0]
+            _, output = draw_first_tokens(
+                drawn.tokens,
+                drawn.lengths,
+                drawn.logits,
+                drawn.hidden,
+                window=window,
+                sampler=sampler,
+                ranks=self.target.ranks,
+            )
+            first = LaunchedStep.from_output(drawn.sequences, output, HostCopy(output.report.pack()))
+            pending[to_device(new, pending.device, torch.long)] = output.report.tokens[:, 0]
         self.add(read, pending)
         return first
 
@@ -282,11 +289,11 @@ class RunningBatch:
         times, size = None if chunks or not step.ran else self.policy.times, len(step.state.length)
         if times is not None and times.clock is not None and times.wants(size, step.proposer):
             began = times.clock()
-            report = step.replay()
+            packed = step.replay()
             times.observe(size, step.proposer, times.clock() - began)
         else:
-            report = step.replay()
-        return LaunchedStep.from_output(tuple(self.rows), step.output, report, step.proposer), step.output
+            packed = step.replay()
+        return LaunchedStep.from_output(tuple(self.rows), step.output, packed, step.proposer), step.output
 
     def prepare_step(self, chunks: Sequence[Chunk] = ()) -> CapturedStep:
         """Return the next step of all rows, which is captured if it is the first of its kind."""

@@ -187,7 +187,7 @@ class RunningSet:
                 if not self._blocks.could_hold(sequence, slots):
                     self.end(sequence, SequenceDelta((), finish="error", error=error))
                     return True
-                if not self._free_a_slot(sequence, limits, settle, slotless, slots):
+                if not self._free_a_slot(sequence, limits, settle, slotless=slotless, positions=slots):
                     admission.round = earlier_round
                     return False
         if admission.queued is None:

@@ -30,7 +30,7 @@ from redrafter.drafting.policy import DraftedStep
 from redrafter.drafting.vocabulary_map import DraftText
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.scheduler.captured_step import LaunchedPrefill, LaunchedStep, Timer, bucket
+from redrafter.scheduler.captured_step import LaunchedForward, LaunchedStep, Timer, bucket
 from redrafter.scheduler.engine_change import EngineChange
 from redrafter.scheduler.finished_texts import PIECE, FinishedTexts
 from redrafter.scheduler.paged_memory import PagedMemory, SequenceBlocks
@@ -99,7 +99,9 @@ class Scheduler:
             rows = bucket(limits.max_batch_size)
             sampling = SamplingTensors(rows, engine.target.vocab_size, engine.target.device)
             caches = PagedRows(memory, draft_model is not None, self._draft_vocabulary)
-            batch = RunningBatch(engine.target, sampling, rows, caches, memory, 0 if finished is None else PIECE)
+            batch = RunningBatch(
+                engine.target, sampling, rows, caches, memory=memory, piece=0 if finished is None else PIECE
+            )
         self.batch = batch
         batch.draft_with(engine, limits.max_batch_size, speculate=speculate)
         self.prefiller = Prefiller(engine.target, draft_model, limits)
@@ -112,7 +114,7 @@ class Scheduler:
         self.asleep = False
         self._speculate = speculate
         self.on_failure: Callable[[Exception, int], object] = self._log_failure
-        self._launched: deque[LaunchedStep | LaunchedPrefill] = deque()  # not read yet, in their order
+        self._launched: deque[LaunchedForward] = deque()  # not read yet, in their order
 
     def _bound(self) -> int:
         """Return the most tokens of a sequence that can be served."""
@@ -289,7 +291,7 @@ class Scheduler:
             timer.stop()
             # How long images take says nothing of other prompts.
             size = 0 if seeing else padded_tokens(chunks, self.prefiller.padded)
-            self._launch(LaunchedPrefill(first, size, timer))
+            self._launch(LaunchedForward(first, size, timer))
 
     def _mixed_sequences(self) -> list[TokenSequence]:
         """Return the sequences whose prompts are read in the forwards of steps, which are captured."""
@@ -329,20 +331,19 @@ class Scheduler:
             chunks = self.prefiller.choose_mixed(mixed, self.batch.step_nodes) if mixed else []
             reading = [sequence for sequence, _ in chunks]
             step, output = self.batch.step(chunks)
-            self._launch(step)
+            self._launch(LaunchedForward(step))
             if not chunks:
                 return
             # Prompts that the step has read to their ends take part in the next one.
             assert output.chunk_ends is not None
             read = self.prefiller.finish_mixed(chunks, output.chunk_ends, self.batch.caches)
             if read is not None and (first := self._start_decoding(read)):
-                self._launch(first)
+                self._launch(LaunchedForward(first))
 
-    def _launch(self, forward: LaunchedStep | LaunchedPrefill) -> None:
+    def _launch(self, forward: LaunchedForward) -> None:
         """Take note of a forward that was launched. Where nothing overlaps, it is finished at once."""
         self._launched.append(forward)
-        drawing = forward.first if isinstance(forward, LaunchedPrefill) else forward
-        for sequence in () if drawing is None else drawing.sequences:
+        for sequence in () if forward.draws is None else forward.draws.sequences:
             sequence.launched += 1
         if not self.overlap:
             self.settle()
@@ -359,16 +360,16 @@ class Scheduler:
             self._finish(self._launched.popleft())
         return any_launched
 
-    def _finish(self, forward: LaunchedStep | LaunchedPrefill) -> None:
-        """Wait for a forward, and report its tokens to the sequences that have not ended meanwhile."""
-        if isinstance(forward, LaunchedPrefill):
-            if forward.first is not None:
-                self._finish(forward.first)
-            if forward.size:
-                seconds = self.engine.target.ranks.from_first(forward.timer.seconds)  # or ranks would read other chunks
-                self.prefiller.pace.measure(forward.size, seconds)
-            return
-        step = forward
+    def _finish(self, forward: LaunchedForward) -> None:
+        """Wait for a forward, report its tokens, and measure it where it has a timer."""
+        if forward.draws is not None:
+            self._report(forward.draws)
+        if forward.timer is not None and forward.prompt_tokens:
+            seconds = self.engine.target.ranks.from_first(forward.timer.seconds)  # or ranks would read other chunks
+            self.prefiller.pace.measure(forward.prompt_tokens, seconds)
+
+    def _report(self, step: LaunchedStep) -> None:
+        """Wait for the tokens of a step, and report them to the sequences that have not ended meanwhile."""
         accepted, indices, copied = list[int](), list[int](), 0  # of rows that took drafts
         for sequence, drawn in step.read_deltas():
             sequence.launched -= 1
@@ -393,9 +394,18 @@ class Scheduler:
             else:
                 self._running.end(sequence, delta, keep=delta.error is None)
         if accepted and step.proposer is not None:
-            rows, became = len(step.sequences), step.outcomes()
+            outcomes = step.report.outcomes
             self.batch.policy.record(
-                DraftedStep(step.size, rows, step.proposer, accepted, copied, became, step.levels, indices)
+                DraftedStep(
+                    size=step.size,
+                    rows=len(step.sequences),
+                    proposer=step.proposer,
+                    accepted=accepted,
+                    copied=copied,
+                    outcomes=() if outcomes is None else outcomes.tolist(),
+                    levels=step.levels,
+                    indices=indices,
+                )
             )
 
 

@@ -287,7 +287,8 @@ class TokenSequence:
 
     def append(self, drawn: SequenceDelta) -> SequenceDelta:
         """Append drawn tokens up to where the sequence ends, and return those appended."""
-        stop_token_ids, left = self.params.stop_token_ids, self.max_new_tokens - self.written
+        stop_token_ids = self.params.stop_token_ids
+        left = self.max_new_tokens - self.written
         new: list[int] = []
         finish: Finish | None = None
         for token in drawn.tokens:
@@ -306,7 +307,9 @@ class TokenSequence:
         copied = max(drawn.copied - cut_off, 0)
         delta = SequenceDelta(new, accepted, finish=finish, drafted=drawn.drafted, copied=copied, copies=drawn.copies)
         if self.written:
-            self.stats.count(drawn.drafted, accepted, len(new), copied, drawn.copies)
+            self.stats.count(
+                drafted=drawn.drafted, accepted=accepted, emitted=len(new), copied=copied, copies=drawn.copies
+            )
         self.tokens += new
         self.copying.unread = copied
         if self.guide is not None and self.guide.error is not None:

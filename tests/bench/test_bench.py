@@ -276,7 +276,7 @@ def test_the_step_of_a_standing_batch_is_the_same_step_over_and_over(temperature
         reports = []
         for _ in range(3):
             batch.restore()
-            reports.append(batch.captured.replay().read_numbers())
+            reports.append(batch.captured.replay().wait().tolist())
         assert reports[0] == reports[1] == reports[2]
         batch.restore()
         assert batch.state.length.tolist() == before
