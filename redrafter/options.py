@@ -10,7 +10,7 @@ Check = Callable[[object], str | None]
 """Returns what a value must be, such as "a positive integer", for an invalid value; None for a valid one."""
 
 
-def option(default: Any, help: str, **argument: Any) -> Any:
+def option(default: object, help: str, **argument: object) -> Any:
     """Declare a dataclass field that is also a command-line flag and a key of config files.
 
     Args:

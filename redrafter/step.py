@@ -9,6 +9,7 @@ proposer fix all of them and nothing here reads a value on the host, so a step c
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +25,62 @@ from redrafter.parallel.ranks import ALONE, Ranks
 from redrafter.sampling.prefixes import Prefixes
 from redrafter.sampling.sampler import Sampler, finite_draws
 from redrafter.tree.accept import Path, accept
-from redrafter.tree.likelihood import count_outcomes
+from redrafter.tree.likelihood import LIKELIHOODS, count_outcomes
 from redrafter.tree.token_tree import Tree, chain
+
+
+class StepReport(NamedTuple):
+    """What the host reads of a step of B rows. Packed into one tensor, it takes one copy from the device.
+
+    Attributes:
+        tokens: Accepted drafts and then the token that the target drew after them, `[B, K+1]` int64. Entries past
+            `accepted` are undefined.
+        accepted: Number of accepted drafts, `[B]` int64.
+        drafted: Number of drafts verified, `[B]` int64.
+        finite: How many of the tokens, from the first on, were drawn from logits that are finite numbers, `[B]` int64.
+        copied: How many accepted drafts only the text itself had drafted, `[B]` int64.
+        outcomes: Counts of the drafts by their likelihood, `[2 + S, J]` int64 for S searched levels, as
+            `count_outcomes` returns them; None for drafts without scores.
+    """
+
+    tokens: Tensor
+    accepted: Tensor
+    drafted: Tensor
+    finite: Tensor
+    copied: Tensor
+    outcomes: Tensor | None = None
+
+    def pack(self) -> Tensor:
+        """Return all of it in one tensor, `[B + R, K+5]` int64: a line for each row, then R lines of `outcomes`."""
+        counts = torch.stack([self.accepted, self.drafted, self.finite, self.copied], dim=1)
+        packed = torch.cat([self.tokens, counts], dim=1)
+        if self.outcomes is None:
+            return packed
+        flat, width = self.outcomes.flatten(), packed.shape[1]
+        return torch.cat([packed, pad(flat, (0, -len(flat) % width)).view(-1, width)])
+
+    @classmethod
+    def unpack(cls, packed: Tensor, rows: int, searched: int) -> "StepReport":
+        """Return what `pack` has packed, as views.
+
+        Args:
+            packed: `[B + R, K+5]` int64.
+            rows: B.
+            searched: S, levels of drafts that were searched.
+        """
+        outcomes = None
+        if len(packed) > rows:
+            flat = packed[rows:].flatten()
+            outcomes = flat[: (2 + searched) * len(LIKELIHOODS)].view(-1, len(LIKELIHOODS))
+        accepted, drafted, finite, copied = packed[:rows, -4:].unbind(1)
+        return cls(
+            tokens=packed[:rows, :-4],
+            accepted=accepted,
+            drafted=drafted,
+            finite=finite,
+            copied=copied,
+            outcomes=outcomes,
+        )
 
 
 @dataclass(frozen=True)
@@ -33,48 +88,23 @@ class StepOutput:
     """The tokens that a step produced, and the scores they were drawn from.
 
     Attributes:
-        tokens: Accepted drafts and then the token that the target drew after them, `[B, K+1]` int64. Entries past
-            `path.accepted` are undefined.
+        report: The tokens and counts that the host reads.
         path: The accepted nodes of the tree.
         levels: Levels of drafts in the tree, at most K.
         grafted: Nodes of each tree that were copied from the text, in addition to the proposer's.
-        drafted: Number of drafts verified in each row, `[B]` int64.
-        finite: Number of leading tokens that were drawn from finite logits, `[B]` int64.
-        copied: Number of accepted drafts that were copied from the text and not drafted by the proposer, `[B]` int64.
         logits: The target's logits at every node, `[B, N, V]`; undefined at nodes that were not verified.
         scores: The logits after the sampler's processors, `[B, N, V]`; the logits themselves where the sampler is
             fused into one kernel, which keeps no processed scores.
         chunk_ends: The target's outputs at the end of each chunk of a prompt that the step read; None for no chunks.
-        outcomes: Counts of the drafts by their likelihood, `[2 + K, J]` int64, as returned by `count_outcomes`; None
-            where drafts are not counted.
     """
 
-    tokens: Tensor
+    report: StepReport
     path: Path
     levels: int
     grafted: int
-    drafted: Tensor
-    finite: Tensor
-    copied: Tensor
     logits: Tensor
     scores: Tensor
     chunk_ends: ChunkEnds | None = None
-    outcomes: Tensor | None = None
-
-    def pack_for_host(self) -> Tensor:
-        """Return all that the host needs in one tensor, `[B + R, K+5]` int64.
-
-        Each of B rows holds the tokens, the accepted length, the number of drafts verified, how many tokens are finite
-        draws, and how many accepted drafts were copied from the text. The last R rows hold `outcomes` from their first
-        number on, and zeros after them.
-        """
-        # One tensor, so that each step costs one copy to the host.
-        counts = self.path.accepted, self.drafted, self.finite, self.copied
-        packed = torch.cat([self.tokens, torch.stack(counts, dim=1)], dim=1)
-        if self.outcomes is None:
-            return packed
-        flat, width = self.outcomes.flatten(), packed.shape[1]
-        return torch.cat([packed, pad(flat, (0, -len(flat) % width)).view(-1, width)])
 
 
 def step(
@@ -144,26 +174,35 @@ def step(
 
     # 8. Advance. The token drawn at the end of the path is the next pending token.
     tokens = drawn.gather(1, path.nodes)  # [B, K+1]
-    drafted = torch.full_like(tokens[:, 0], tree.new - 1) if tree.counts is None else tree.counts - 1
+    report = StepReport(
+        tokens=tokens,
+        accepted=path.accepted,
+        drafted=torch.full_like(tokens[:, 0], tree.new - 1) if tree.counts is None else tree.counts - 1,
+        finite=finite.gather(1, path.nodes).cumprod(1).sum(1),
+        copied=(path.nodes >= tree.tokens.shape[1] - tree.grafted).sum(1),
+        outcomes=None if tree.score is None else count_outcomes(tree, path),
+    )
     output = StepOutput(
-        tokens,
-        path,
-        tree.levels,
-        tree.grafted,
-        drafted,
-        # The cumulative product ends the count at the first token drawn from scores that are not finite.
-        finite.gather(1, path.nodes).cumprod(1).sum(1),
-        (path.nodes >= tree.tokens.shape[1] - tree.grafted).sum(1),
-        verified.logits,
-        scores,
-        verified.chunk_ends,
-        None if tree.score is None else count_outcomes(tree, path),
+        report=report,
+        path=path,
+        levels=tree.levels,
+        grafted=tree.grafted,
+        logits=verified.logits,
+        scores=scores,
+        chunk_ends=verified.chunk_ends,
     )
     return _advance(state, tokens, path, verified.hidden), output
 
 
 def draw_first_tokens(
-    tokens: Tensor, prompt: Tensor, logits: Tensor, hidden: Tensor, window: int, sampler: Sampler, ranks: Ranks = ALONE
+    tokens: Tensor,
+    prompt: Tensor,
+    logits: Tensor,
+    hidden: Tensor,
+    *,
+    window: int,
+    sampler: Sampler,
+    ranks: Ranks = ALONE,
 ) -> tuple[State, StepOutput]:
     """Draw the first token of each row whose prompt has been read.
 
@@ -187,7 +226,8 @@ def draw_first_tokens(
     drawn, finite = ranks.of_first(drawn, finite_draws(logits[:, None], drawn))
     path = accept(tree, drawn, max_depth=0)
     none = torch.zeros_like(prompt)
-    output = StepOutput(drawn, path, 0, 0, none, finite[:, 0], none, logits[:, None], scores)
+    report = StepReport(tokens=drawn, accepted=path.accepted, drafted=none, finite=finite[:, 0], copied=none)
+    output = StepOutput(report=report, path=path, levels=0, grafted=0, logits=logits[:, None], scores=scores)
     return _advance(before, drawn, path, hidden[:, None]), output
 
 
@@ -197,7 +237,10 @@ def _process(logits: Tensor, state: State, tree: Tree, sampler: Sampler, window:
         return logits
     window = min(window, state.tokens.shape[1])
     # The text before each node, which processors such as a repetition penalty look at.
-    return sampler.process(logits, Prefixes(state.tokens, state.length, sampler.prompt, sampler.limit, tree, window))
+    prefixes = Prefixes(
+        state.tokens, state.length, prompt=sampler.prompt, limit=sampler.limit, tree=tree, window=window
+    )
+    return sampler.process(logits, prefixes)
 
 
 def _advance(state: State, tokens: Tensor, path: Path, hidden: Tensor) -> State:

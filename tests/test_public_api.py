@@ -1,7 +1,9 @@
 """The public names, the modules' own lists of names, and rules that all of a step's files obey."""
 
+import ast
 import pkgutil
 import re
+from collections import defaultdict
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -12,6 +14,13 @@ import redrafter
 from helpers.fake_ray import FakeRay
 
 ROOT = Path(__file__).parent.parent
+# Where the object and the argument say it: `change.apply(memory)`, `times.of(proposer, rows)`, the public `Grammar.of`.
+BARE_NAMES = {
+    "apply": {"engine/changes.py", "scheduler/engine_change.py"},
+    "of": {"drafting/estimates.py", "grammar/grammar.py"},
+    "read": set(),
+    "run": set(),
+}
 
 
 def test_public_names_are_exactly_those_listed():
@@ -45,6 +54,26 @@ def test_public_names_are_exactly_those_listed():
     for name in redrafter.__all__:
         value = getattr(redrafter, name)
         assert name == "__version__" or value.__doc__, f"{name} has no docstring"
+
+
+def definitions(*kinds: type[ast.AST]) -> dict[str, list[str]]:
+    """Return the files that define each name, once per definition of one of these kinds of nodes."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for file in sorted((ROOT / "redrafter").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, kinds):
+                found[node.name].append(str(file.relative_to(ROOT / "redrafter")))
+    return found
+
+
+def test_no_two_public_classes_share_a_name():
+    classes = definitions(ast.ClassDef)
+    assert {name: files for name, files in classes.items() if len(files) > 1 and not name.startswith("_")} == {}
+
+
+def test_functions_say_what_they_read_run_or_apply():
+    functions = definitions(ast.FunctionDef, ast.AsyncFunctionDef)
+    assert {name: set(functions[name]) for name in BARE_NAMES} == BARE_NAMES
 
 
 def test_every_module_lists_its_names_and_they_exist(monkeypatch):

@@ -28,7 +28,7 @@ from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
 from redrafter.engine.engine import Engine
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import SHAPE_FILE, split_adapter
-from redrafter.measure.run import Prompts, Run, pad_token_of, timed_run
+from redrafter.measure.run import PromptIds, Run, pad_token_of, timed_run
 from redrafter.parallel.launched import launched_processes
 from redrafter.sampling.params import NUMBERS
 
@@ -112,7 +112,7 @@ class Pair:
         engine = load_engine(method, name, options, draft)
         return cls(name, method, drafting_model_name(method, name, options, draft), tokenizer, engine)
 
-    def run_batch(self, prompts: Prompts, options: GenerationOptions, **arguments: Any) -> Run:
+    def run_batch(self, prompts: PromptIds, options: GenerationOptions, **arguments: Any) -> Run:
         """Decode prompts in one timed batch; `arguments` of `Engine.generate` override those from `options`."""
         return timed_run(self.engine, prompts, pad_token_of(self.tokenizer), **self.arguments(options) | arguments)
 

@@ -33,7 +33,7 @@ def invariant_attention_reference(inputs: AttentionInputs) -> Tensor:
     position change nothing. All sums are in float32.
     """
     assert not inputs.chunk_size, "models that attend within chunks are refused by `batch_invariance.support_of`"
-    places = _Places.of(inputs.rows)
+    places = _Places.from_rows(inputs.rows)
     count = len(places.end)
     for store, x in inputs.sides():
         write_slots(store, places.new_slots(), x[:count])
@@ -67,8 +67,8 @@ class _Places(NamedTuple):
     path: Tensor
 
     @classmethod
-    def of(cls, rows: TokenRows) -> "_Places":
-        """Locate the tokens, except padding."""
+    def from_rows(cls, rows: TokenRows) -> "_Places":
+        """Find the places of the tokens that are no padding."""
         (count, nodes, new, chunks), starts, chunk_starts = rows.sizes, rows.starts, rows.chunk_starts
         length, depth, seen, table = rows.by_row()
         # 1. The nodes of trees: an ancestor at depth k is at the offset of its index among the nodes.
@@ -77,16 +77,22 @@ class _Places(NamedTuple):
         path = torch.zeros_like(there).scatter_reduce_(2, depth[:, None].expand_as(there), there, "amax")
         row, node = _owners(starts, count)
         in_tree = cls(
-            table.long()[row],
-            offsets[row, nodes - new + node],
-            (length[:, None] + depth)[row, nodes - new + node] + 1,
-            length[row],
-            path[row, node],
+            table=table.long()[row],
+            own=offsets[row, nodes - new + node],
+            end=(length[:, None] + depth)[row, nodes - new + node] + 1,
+            committed=length[row],
+            path=path[row, node],
         )
         # 2. The tokens of chunks: each position is at the offset of the same number.
         chunk, index = _owners(chunk_starts, chunks)
         own = rows.chunk_lengths[chunk] + index
-        in_chunk = cls(rows.by_chunk().long()[chunk], own, own + 1, own + 1, path.new_zeros(len(own), nodes))
+        in_chunk = cls(
+            table=rows.by_chunk().long()[chunk],
+            own=own,
+            end=own + 1,
+            committed=own + 1,
+            path=path.new_zeros(len(own), nodes),
+        )
         width = max(in_tree.table.shape[1], in_chunk.table.shape[1])
         tables = torch.cat([pad(x.table, (0, width - x.table.shape[1])) for x in (in_tree, in_chunk)])
         return cls(tables, *map(torch.cat, zip(in_tree[1:], in_chunk[1:], strict=True)))

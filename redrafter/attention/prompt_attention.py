@@ -135,7 +135,7 @@ def prompt_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """Attend as an attention function of transformers, over pieces of prompts.
 
@@ -149,8 +149,10 @@ def prompt_attention(
     if plan is None:
         if not softcap and s_aux is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scale)
-        assert attention_mask is not None, "a model with capped scores or sinks has additive masks"
-        return explicit_attention(query, key, value, attention_mask, scale, softcap or 0.0, s_aux).transpose(1, 2), None
+        assert attention_mask is not None, "a model whose scores are capped or spent on sinks has additive masks"
+        return explicit_attention(
+            query, key, value, mask=attention_mask, scale=scale, softcap=softcap or 0.0, sinks=s_aux
+        ).transpose(1, 2), None
     kind, dtype = plan.kinds[module.layer_idx], query.dtype
     heads, (all_heads, count, width) = key.shape[1], query.shape[1:]
     queries = query.view(heads, all_heads // heads, count, width)  # [H, G, T, d]
@@ -182,8 +184,8 @@ def prompt_attention(
     return out[None], None
 
 
-def _mask_for_other_threads(*args: Any, **kwargs: Any) -> Tensor | None:
-    # Our own forward needs no mask; a concurrent one of another thread gets transformers' additive mask.
+def _mask_for_other_threads(*args: object, **kwargs: object) -> Tensor | None:
+    # A forward of ours needs none; one of another thread meanwhile has transformers' additive one.
     return None if RUNNING_PLAN.get(None) is not None else ALL_MASK_ATTENTION_FUNCTIONS["eager"](*args, **kwargs)
 
 
@@ -266,5 +268,7 @@ def _attend_by_scores(
     for first in range(0, count, size):
         queries = q[:, :, first : first + size].flatten(0, 1)[None]
         mask = additive_mask(_seen_by_last(count, slots, kind)[None, first : first + size], q.dtype)
-        parts.append(explicit_attention(queries, k[None], v[None], mask, scale, softcap, sinks)[0])
+        parts.append(
+            explicit_attention(queries, k[None], v[None], mask=mask, scale=scale, softcap=softcap, sinks=sinks)[0]
+        )
     return torch.cat(parts, dim=1).unflatten(0, q.shape[:2])

@@ -38,7 +38,7 @@ def register_attention(
     """
 
     @wraps(attention)
-    def uncapped(*args: Any, softcap: float | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+    def uncapped(*args: object, softcap: float | None = None, **kwargs: object) -> tuple[Tensor, None]:
         return attention(*args, **kwargs)
 
     for registered, function in ((name, attention), (_uncapped(name), uncapped)):
@@ -148,7 +148,9 @@ def gathered_attention(plan: Plan, inputs: AttentionInputs) -> Tensor:
 
 def _attend_rows(inputs: AttentionInputs, query: Tensor, mask: Tensor, key: Tensor, value: Tensor) -> Tensor:
     if inputs.softcap or inputs.sinks is not None:
-        return explicit_attention(query, key, value, mask, inputs.scale, inputs.softcap, inputs.sinks)
+        return explicit_attention(
+            query, key, value, mask=mask, scale=inputs.scale, softcap=inputs.softcap, sinks=inputs.sinks
+        )
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=inputs.scale)
 
 
@@ -185,7 +187,7 @@ def tree_attention_forward(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attend as an attention function of transformers, over the new nodes of token trees.
 
@@ -218,4 +220,4 @@ def _operator(plan: Plan, device: torch.device) -> Callable[..., Tensor]:
         return invariant_attention
     if device.type == "cuda":
         return tree_attention
-    return lambda *arguments: gathered_attention(plan, AttentionInputs.of(*arguments))
+    return lambda *arguments: gathered_attention(plan, AttentionInputs.from_arguments(*arguments))

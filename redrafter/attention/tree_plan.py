@@ -47,7 +47,7 @@ class PromptChunks:
             tokens, starts = torch.zeros(count * TOKENS_PER_CHUNK, dtype=torch.long), torch.zeros(count + 1).long()
             lengths, table = starts[:-1].clone(), torch.zeros(count, blocks, dtype=torch.int32)
             inputs = {feature: starts[:-1].clone() for feature in (ADAPTERS, ROPE_BY_LENGTH)}
-            return cls(tokens, starts, lengths, table, inputs)
+            return cls(tokens=tokens, starts=starts, lengths=lengths, table=table, inputs=inputs)
 
     @property
     def count(self) -> int:
@@ -137,7 +137,9 @@ class Plan:
         # row's first slot is read instead.
         held = length + nodes if index is None else length + nodes - new + starts.diff()
         slots = slots.where(offsets < held[:, None], slots[:, :1])
-        return RowsPlan(tokens, index, scratch, slots, length, depth, ancestors)
+        return RowsPlan(
+            tokens=tokens, index=index, new_slots=scratch, slots=slots, length=length, depth=depth, ancestors=ancestors
+        )
 
     @cached_property
     def chunks(self) -> list["RowsPlan"]:
@@ -149,7 +151,17 @@ class Plan:
                 depth = torch.arange(end - first)
                 slots = _slots(table[None], torch.arange(length + end - first))
                 n, seen = torch.tensor([length]), depth[:, None] >= depth
-                plans.append(RowsPlan(slice(first, end), None, slots[0, length:], slots, n, depth[None], seen[None]))
+                plans.append(
+                    RowsPlan(
+                        tokens=slice(first, end),
+                        index=None,
+                        new_slots=slots[0, length:],
+                        slots=slots,
+                        length=n,
+                        depth=depth[None],
+                        ancestors=seen[None],
+                    )
+                )
         return plans
 
 
@@ -206,7 +218,7 @@ def _slots(table: Tensor, offsets: Tensor) -> Tensor:
     return blocks.where(index < width, 0) * BLOCK_SIZE + offsets % BLOCK_SIZE
 
 
-# The schema of all attention operators; `AttentionInputs.of` gathers their arguments.
+# The schema of all operators of attention; `AttentionInputs.from_arguments` gathers their arguments.
 _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor keys, SymInt key_layer, Tensor values, SymInt value_layer, "
     "Tensor length, Tensor starts, Tensor depth, Tensor ancestors, Tensor table, Tensor chunk_starts, "
@@ -219,7 +231,7 @@ def attention_operator(name: str, reference: Attend, kernel: Attend | None) -> C
     """Make an opaque operator for compilers, from a reference for any device and a kernel for GPUs."""
 
     def gathering(attend: Attend) -> Callable[..., Tensor]:
-        return lambda *args, **settings: attend(AttentionInputs.of(*args, **settings))
+        return lambda *args, **settings: attend(AttentionInputs.from_arguments(*args, **settings))
 
     # No mutation is declared, though the pools are written: only these operators read a pool, and they run in order
     # because each layer needs the one before. With a declaration, the compiler might copy a whole pool.

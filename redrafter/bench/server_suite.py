@@ -87,7 +87,7 @@ class Chats:
         """Return the row of a table; `plain` holds the undrafted results of the same questions, if measured."""
         stats = [one.stats for one in self.answered if one.stats is not None]
         tokens = sum(one.completion_tokens for one in self.answered)
-        row = describe_acceptance(GenerateStats.of(stats, None), stats) | {
+        row = describe_acceptance(GenerateStats.from_rows(stats, None), stats) | {
             "turns": len(self.answered),
             # Turns whose prompt is too long, and turns that follow one of these or a failed one.
             "skipped": self.turns - len(self.answered) - len(self.errors),

@@ -11,7 +11,7 @@ from redrafter.checkpoints.models import load_model
 from redrafter.errors import first_line
 from redrafter.measure.differences import find_differences
 from redrafter.measure.floors import resident_bytes
-from redrafter.measure.run import Arrival, Prompts, RepeatedRuns, Run, Workload, run_in_turn, transformers_run
+from redrafter.measure.run import Arrival, PromptIds, RepeatedRuns, Run, Workload, run_in_turn, transformers_run
 
 MAX_RIVAL_PROMPTS = 4  # prompts that rivals continue, one at a time
 LOOKUP_TOKENS = 10  # drafts per step of Hugging Face's prompt lookup
@@ -108,7 +108,7 @@ class Rival(TypedDict):
 def measure_speedup(work: Workload, rows: int, repeats: int) -> Speedup:
     """Decode batches of `rows` rows without and with drafts; return an entry of the document's `batches`."""
 
-    def way(speculate: bool) -> Callable[[Prompts, int], Run]:
+    def way(speculate: bool) -> Callable[[PromptIds, int], Run]:
         return lambda batch, first: work.run_batch(batch, speculate, seed=first)
 
     batches = work.batches(rows)
@@ -149,7 +149,7 @@ def _speed(ran: RepeatedRuns, first_request_s: float, new_tokens: int) -> Speed:
     }
 
 
-def compare_texts(work: Workload, plain: Prompts, speculative: Prompts) -> Equality:
+def compare_texts(work: Workload, plain: PromptIds, speculative: PromptIds) -> Equality:
     """Compare new tokens by row; row i continues prompt i of the workload, modulo the number of prompts."""
     prompts = [work.prompts[row % len(work.prompts)] for row in range(len(plain))]
     arguments = work.arguments() | {"seed": work.seed}

@@ -15,12 +15,12 @@ from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.drafting.estimates import SHARING_ROWS
 from redrafter.drafting.policy import DraftPolicy, FixedTreePolicy
 from redrafter.drafting.proposer import Proposer, SearchProposer
-from redrafter.engine.call import Call
+from redrafter.engine.call import GenerateCall
 from redrafter.engine.engine import Engine
 from redrafter.engine.request import Request
 from redrafter.errors import CacheFullError, first_line
 from redrafter.measure.floors import Bandwidth, slot_bytes
-from redrafter.measure.run import Prompts, Workload, median_ms
+from redrafter.measure.run import PromptIds, Workload, median_ms
 from redrafter.model.forward_batch import ForwardBatch
 from redrafter.model.linear_layers import forward_bytes
 from redrafter.sampling.params import SamplingParams
@@ -74,7 +74,9 @@ class HeadTime(TypedDict):
 class OneProposer:
     """The models of an engine with a single proposer, resized to the batch, as a scheduler takes them."""
 
-    def __init__(self, engine: Engine, proposer: Proposer):
+    def __init__(self, engine: Engine, proposer: Proposer, sized_for: int = SHARING_ROWS):
+        """Create the models; `sized_for` is the batch size that the proposer's shared nodes are meant for."""
+        self._sized_for = sized_for
         self.target, self.plain, self.proposer, self.draft_model = engine.target, engine.plain, proposer, proposer.model
         self.draft_vocabulary = None if proposer.model is None else engine.draft_vocabulary
         self.rejection_sampling = engine.rejection_sampling
@@ -83,14 +85,16 @@ class OneProposer:
 
     def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
         """Return a policy that drafts with the single proposer in every step."""
-        return FixedTreePolicy({size: self._made.setdefault(size, at_size(self.proposer, size)) for size in sizes})
+        return FixedTreePolicy(
+            {size: self._made.setdefault(size, at_size(self.proposer, size, self._sized_for)) for size in sizes}
+        )
 
 
-def at_size(proposer: Proposer, rows: int) -> Proposer:
-    """Resize a proposer to a batch of `rows` rows: shared nodes grow with the batch, so that each row gets as many."""
-    if not isinstance(proposer, SearchProposer) or proposer.shared_nodes is None:
+def at_size(proposer: Proposer, rows: int, sized_for: int = SHARING_ROWS) -> Proposer:
+    """Resize a proposer for `sized_for` rows to `rows` rows: shared nodes grow with the batch."""
+    if not isinstance(proposer, SearchProposer) or proposer.shared_nodes is None or rows == sized_for:
         return proposer
-    return replace(proposer, shared_nodes=proposer.shared_nodes * rows // SHARING_ROWS)
+    return replace(proposer, shared_nodes=proposer.shared_nodes * rows // sized_for)
 
 
 class StandingBatch:
@@ -156,21 +160,23 @@ class StandingBatch:
         for steps in (0, ALLOCATION_STEPS):
             for _ in range(steps):
                 self.restore()
-                self.captured.replay().read()
+                self.captured.replay().wait()
             counts.append(torch.cuda.memory_stats(self.device)["allocation.all.allocated"])
         allocations = counts[1] - counts[0]
         return {"no_wait": waited is None, "waited": waited, "allocations": allocations, "steps": ALLOCATION_STEPS}
 
 
 @contextmanager
-def opened(engine: Engine, request: Request, proposer: Proposer) -> Iterator[tuple[Scheduler, Call]]:
+def opened(
+    engine: Engine, request: Request, proposer: Proposer, sized_for: int = SHARING_ROWS
+) -> Iterator[tuple[Scheduler, GenerateCall]]:
     """Prefill all rows of a request in a new scheduler with a single proposer; the caller runs the steps."""
-    with engine.scheduler_for(request, models=OneProposer(engine, proposer)) as scheduler:
-        call = Call(request)
+    with engine.scheduler_for(request, models=OneProposer(engine, proposer, sized_for)) as scheduler:
+        call = GenerateCall(request)
         # The caller holds the batch still, which a step launched ahead would move.
         scheduler.overlap = False
         with call.queued(scheduler):
-            scheduler.read()
+            scheduler.prefill()
             if scheduler.waiting:
                 raise CacheFullError(f"there is no memory for {len(call.rows)} rows at once")
             yield scheduler, call
@@ -188,7 +194,8 @@ def open_standing_batch(
     work.engine.forget_prefixes()
     texts = work.batches(rows)[0] if context is None else long_texts(work.prompts, rows, context)
     advance = work.max_new_tokens // 2 if context is None else 0
-    with opened(work.engine, make_request(work, texts, work.max_new_tokens + proposer.depth + 1), proposer) as found:
+    request = make_request(work, texts, work.max_new_tokens + proposer.depth + 1)
+    with opened(work.engine, request, proposer, sized_for=rows) as found:
         scheduler, call = found
         while max(len(row.text) for row in call.rows) < advance:
             scheduler.step()
@@ -196,7 +203,7 @@ def open_standing_batch(
     work.engine.forget_prefixes()
 
 
-def make_request(work: Workload, texts: Prompts, new: int, eos: frozenset[int] = frozenset()) -> Request:
+def make_request(work: Workload, texts: PromptIds, new: int, eos: frozenset[int] = frozenset()) -> Request:
     """Create a request for `new` tokens after each text, ended by ids of `eos`, with the sampling of a workload.
 
     Unlike `generate` it does not check that texts fit the context, since longer ones are timed too.
@@ -217,7 +224,7 @@ def make_request(work: Workload, texts: Prompts, new: int, eos: frozenset[int] =
     )
 
 
-def long_texts(prompts: Prompts, rows: int, length: int) -> list[list[int]]:
+def long_texts(prompts: PromptIds, rows: int, length: int) -> list[list[int]]:
     """Return `rows` texts of `length` tokens, cut from the prompts joined and repeated.
 
     Each row begins at another token of the joined prompts, so that no two rows share a prefix and so keys and values.

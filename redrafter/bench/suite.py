@@ -13,7 +13,7 @@ from redrafter.bench.speedup import Equality, compare_texts, describe_equality
 from redrafter.data.suites import Dialogues, Question, Suite
 from redrafter.engine.call import GenerateStats
 from redrafter.measure.report import Report
-from redrafter.measure.run import Prompts, RepeatedRuns, Run, Workload, run_in_turn
+from redrafter.measure.run import PromptIds, RepeatedRuns, Run, Workload, run_in_turn
 from redrafter.measure.suite_table import SuiteTable, describe_acceptance, mean_of, write_tables
 
 
@@ -38,7 +38,7 @@ class Answers:
         runs = self.drafted.repeats[0] if self.drafted.repeats else []
         turns = [row for run in runs for row in run.stats.rows]
         row = {"skipped": self.skipped, "tokens": sum(run.count for run in runs)}
-        row |= describe_acceptance(GenerateStats.of(turns, None), turns)
+        row |= describe_acceptance(GenerateStats.from_rows(turns, None), turns)
         if not turns:
             return row
         return row | {
@@ -58,7 +58,7 @@ def answer_questions(
     times; turn i of all turns has the workload's seed plus i.
     """
 
-    def way(speculate: bool) -> Callable[[Prompts, int], Run]:
+    def way(speculate: bool) -> Callable[[PromptIds, int], Run]:
         return lambda batch, first: turn.run_batch(batch, speculate, seed=first)
 
     answers, asked = Answers(), 0

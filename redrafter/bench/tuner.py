@@ -21,10 +21,10 @@ from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.drafting.estimates import SHARING_ROWS, trees
 from redrafter.drafting.policy import MARGIN
 from redrafter.drafting.proposer import Proposer, SearchProposer
-from redrafter.engine.call import Call, GenerateOutput
+from redrafter.engine.call import GenerateCall, GenerateOutput
 from redrafter.engine.request import Request
 from redrafter.errors import ArgumentError, CacheFullError
-from redrafter.measure.run import Prompts, Stopwatch, Workload
+from redrafter.measure.run import PromptIds, Stopwatch, Workload
 from redrafter.tree.sizes import TreeShape
 
 LENGTHS = (3, 5)  # draft lengths per beam that are tried
@@ -182,7 +182,7 @@ class Tuner:
             request = self.request(prompts[start : start + self._rows], self.work.max_new_tokens, ends)
             try:
                 with self.engine.scheduler_for(request, models=models) as scheduler:
-                    out = Call(request).decode(scheduler)
+                    out = GenerateCall(request).decode(scheduler)
             except NO_MEMORY:
                 if self._rows == 1:
                     raise
@@ -202,7 +202,7 @@ class Tuner:
         request = self.request(rows, (WARM_UP_STEPS + TIMED_STEPS) * (proposer.depth + 1) + 1)
         times: list[float] = []
         # Prefill happens on entry and is not timed.
-        with opened(self.engine, request, proposer) as (scheduler, call):
+        with opened(self.engine, request, proposer, sized_for=size) as (scheduler, call):
             # Every timed step must include all rows, so stop when one ends: a short context has room for fewer steps.
             while len(times) < WARM_UP_STEPS + TIMED_STEPS and not call.ended:
                 with Stopwatch(self.work.device) as watch:
@@ -214,7 +214,7 @@ class Tuner:
             )
         return 1000 * statistics.median(times[WARM_UP_STEPS:] or times)
 
-    def request(self, rows: Prompts, new: int, eos: frozenset[int] = frozenset()) -> Request:
+    def request(self, rows: PromptIds, new: int, eos: frozenset[int] = frozenset()) -> Request:
         """Create a request for `new` tokens after each prompt, ended by ids of `eos`, with prompts cut to fit.
 
         A sequence is limited by the target's context and `max_seq_len`. `new` is lowered only if it leaves no room for

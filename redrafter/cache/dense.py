@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,8 +112,6 @@ class DenseCache(KVCache, Cache):
             finite where any number of the node is not; None for a forward without drafts.
     """
 
-    layers: list[Any]
-
     def __init__(self, shapes: Sequence[LayerShape], rows: int, contiguous: bool = False):
         """Make a cache without slots; `reserve` allocates some.
 
@@ -124,8 +121,8 @@ class DenseCache(KVCache, Cache):
             contiguous: Give attention contiguous copies of keys and values. Slower, but some models read keys through
                 `view`, which needs them.
         """
-        layers: list[Any] = [_Layer(self) if shape.heads else _EmptyLayer(self, bool(shape.states)) for shape in shapes]
-        super().__init__(layers=layers)
+        self._views = [_Layer(self) if shape.heads else _EmptyLayer(self, bool(shape.states)) for shape in shapes]
+        super().__init__(layers=[*self._views])
         kept = states_of(shapes)
         self.states = StatesOfRows(RowStates(kept, rows)) if kept else None
         self.contiguous, self.for_model = contiguous, self
@@ -139,7 +136,7 @@ class DenseCache(KVCache, Cache):
         # The tensors that attention reads: a layer's view, the name of its attribute, and its part of the pools.
         self._read = [
             (layer, name, number, index)
-            for layer, home in zip(layers, self._places, strict=True)
+            for layer, home in zip(self._views, self._places, strict=True)
             for name, (number, index) in zip(("keys", "values", "index_keys"), home, strict=False)
         ]
 
@@ -201,7 +198,7 @@ class DenseCache(KVCache, Cache):
             self.capacity, self.window = capacity, 0
             # Views per layer are made once here, since `update` runs for every layer of every forward.
             unbound = [pool.unbind(0) for pool in self.pools]
-            for layer, home in zip(self.layers, self._places, strict=True):
+            for layer, home in zip(self._views, self._places, strict=True):
                 layer.stores = tuple(unbound[number][index] for number, index in home)
         if window != self.window:
             self.window = window
@@ -211,7 +208,7 @@ class DenseCache(KVCache, Cache):
 
     def stores(self, layer: int) -> tuple[Tensor, ...]:
         """Return the stores of a layer; see `KVCache.stores`."""
-        return self.layers[layer].stores
+        return self._views[layer].stores
 
     def slots(self, row_slots: Tensor) -> Tensor:
         """Map slots counted along each row, `[B, M']`, to slots of the pools, `[B * M']`."""
@@ -256,13 +253,13 @@ class DenseCache(KVCache, Cache):
         return PromptPlan(pieces, kinds, slots)
 
 
-def cache_argument(forward: Callable[..., Any]) -> str | None:
-    """Return the name of a forward's cache argument, or None if it has none."""
+def cache_argument(forward: Callable[..., object]) -> str | None:
+    """Return the name of the argument by which a forward is given a cache, or None where it takes none."""
     names = inspect.signature(forward).parameters
     return next((name for name in CACHE_NAMES if name in names), None)
 
 
-def cache_in(found: Any) -> Any:
+def cache_in(found: object) -> Cache | None:
     """Return the cache in a model's output, or among the inputs that were prepared for it; None without one."""
     get = found.get if isinstance(found, Mapping) else partial(getattr, found)
     return next((cache for name in CACHE_NAMES if (cache := get(name, None)) is not None), None)

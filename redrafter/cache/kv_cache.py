@@ -4,10 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from redrafter.attention.mask import AttentionKind
 from redrafter.attention.prompt_attention import Piece, PromptPlan
@@ -50,8 +50,8 @@ class LayerShape:
         return replace(self, dtype=torch.float32, states=states)
 
     def storing_nothing(self, source: int | None = None) -> "LayerShape":
-        """Return the shape of a layer with this one's dtype and device that stores nothing."""
-        return LayerShape(0, 0, 0, self.dtype, self.device, source)
+        """Return the shape of a layer with the dtype and device of this one that stores nothing of its own."""
+        return LayerShape(heads=0, key_dim=0, value_dim=0, dtype=self.dtype, device=self.device, source=source)
 
 
 def states_of(shapes: Sequence[LayerShape]) -> list[StateShape]:
@@ -101,7 +101,7 @@ class KVCache(ABC):
     window: int
     has_drafter_layer: bool
     states: StatesOfRows | None
-    for_model: Any = None
+    for_model: Cache | None = None
     pools: list[Tensor]  # `[G, slots, heads, dim]` each
     movable: list[Tensor]  # the pools, FP8 ones as bytes, since not every operator that moves data supports FP8
 

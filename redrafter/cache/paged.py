@@ -4,7 +4,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import psutil
 import torch
@@ -168,11 +167,11 @@ class PagedCache(KVCache):
     def plan_chains(self, tree: Tree, length: Tensor, windows: tuple[int, ...], tokens: int) -> Plan:
         """Return the attention plan of a forward over chains only: each chain is a chunk, and there are no trees."""
         no_tree = replace(chain(tree.tokens[:1, :1]), counts=torch.zeros_like(length[:1]), total=0)
-        chunks = PromptChunks(tree.tokens, tree.row_starts(), length, self.table, {})
-        # A plan always has a tree. This one has no tokens, by its count, and its table names block 0, which no row
+        chunks = PromptChunks(tokens=tree.tokens, starts=tree.row_starts(), lengths=length, table=self.table, inputs={})
+        # A plan always has a tree. This one has no token, by its count, and its table names block 0, which no row
         # holds.
         nowhere = PagedCache(self.pool, torch.zeros_like(self.table[:1]))
-        return nowhere.plan(no_tree, torch.zeros_like(length[:1]), windows, chunks, tokens)
+        return nowhere.plan(no_tree, torch.zeros_like(length[:1]), windows=windows, chunks=chunks, tokens=tokens)
 
     @contextmanager
     def subset(self, rows: Tensor, slots: int) -> Iterator["PagedCache"]:
@@ -185,7 +184,7 @@ class PagedCache(KVCache):
         blocks, offsets = positions // BLOCK_SIZE, positions % BLOCK_SIZE
         seen = [self.table[p.row].long()[blocks[: p.end]] * BLOCK_SIZE + offsets[: p.end] for p in pieces]
         new = torch.cat([slots[p.first :] for p, slots in zip(pieces, seen, strict=True)])
-        return PromptPlan(pieces, kinds, new, self.pool.layer_pools, seen)
+        return PromptPlan(pieces, kinds, new=new, pools=self.pool.layer_pools, seen=seen)
 
     def commit(self, length: Tensor, nodes: Tensor) -> None:
         """Move the keys and values of accepted nodes as `KVCache.commit` does, on a GPU with one launch per pool."""
@@ -238,7 +237,7 @@ class RoundingCache(DynamicCache):
         self._dtype = dtype
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Store new keys and values of a layer, rounded, and return all of the layer's, as `Cache.update` does."""
         key_states, value_states = (round_trip(x, self._dtype) for x in (key_states, value_states))

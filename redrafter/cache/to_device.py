@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def made_on_host() -> AbstractContextManager[Any]:
+def made_on_host() -> AbstractContextManager[object]:
     """Return a context in which tensors made without a device are on the host.
 
     This is the default unless the program has called `torch.set_default_device`.
@@ -17,8 +16,8 @@ def made_on_host() -> AbstractContextManager[Any]:
     return nullcontext() if host else torch.device("cpu")  # a device context slows each call of torch a little
 
 
-def to_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a copy of `values` on a device, in order with the work launched there before.
+def to_device(values: Tensor | Sequence[object], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a copy of `values` on a device, in order with the work that was launched there before.
 
     A copy from pageable memory waits for all that work, so the copy is made from pinned memory, which torch keeps until
     it is done.

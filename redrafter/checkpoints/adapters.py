@@ -71,7 +71,7 @@ def merge_adapter(model: nn.Module, path: str | Path) -> None:
     merge_into(model, read_adapter(path))
 
 
-def _check_config(path: str | Path, config: Mapping[str, Any]) -> None:
+def _check_config(path: str | Path, config: Mapping[str, object]) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise _unsupported(path, f"it is a {kind} adapter, and only LORA is computed for each row by itself")
@@ -146,7 +146,7 @@ def _scaling(path: str | Path, config: Mapping[str, Any], name: str, rank: int) 
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
 
-def _of_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
+def _of_pattern(patterns: Mapping[str, object], name: str, default: object) -> object:
     """Return the value of the first pattern that a layer's name, or the end of it, matches, as PEFT looks it up."""
     try:
         return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), default)

@@ -47,7 +47,7 @@ def load_drafter(
             raise ArgumentError("a loaded model comes without a drafter: pass drafter=")
         file = find_defaults_file(str(model), revision)
         if file is not None:
-            defaults = Defaults.read(file)
+            defaults = Defaults.from_file(file)
             drafter = open_drafter_model(model, subfolder=DRAFTER_FOLDER, revision=revision)
         elif (drafter := load_mtp(str(model), target, revision)) is None:
             raise CheckpointError(
@@ -75,7 +75,8 @@ def holds_drafter(name: str) -> bool:
 def embedding_norms(embedding: torch.nn.Embedding) -> list[float]:
     """Return the norms of `NORM_ROWS` rows of an embedding table, which identify a base in any dtype."""
     weight = embedding.weight  # [V, D]
-    rows = torch.linspace(0, len(weight) - 1, NORM_ROWS, device=weight.device).long()
+    # A narrower default dtype of the caller's would round row numbers past the end of the table.
+    rows = torch.linspace(0, len(weight) - 1, NORM_ROWS, device=weight.device, dtype=torch.float32).long()
     return weight[rows].float().norm(dim=-1).tolist()
 
 

@@ -41,7 +41,7 @@ class Defaults:
             raise ArgumentError(f"greedy_search must be true, false or null, got {self.greedy_search!r}")
 
     @classmethod
-    def read(cls, path: Path) -> "Defaults":
+    def from_file(cls, path: Path) -> "Defaults":
         """Read a `redrafter.json`."""
         content, keys = read_json(path), [*(item.name for item in fields(TreeShape)), "greedy_search"]
         if set(content) - set(keys):
@@ -64,7 +64,7 @@ def default_sampling(name: str) -> bool | None:
     None where there is no such file, or it does not say.
     """
     file = find_defaults_file(name)
-    return None if file is None else Defaults.read(file).do_sample
+    return None if file is None else Defaults.from_file(file).do_sample
 
 
 def find_defaults_file(name: str, revision: str | None = None) -> Path | None:

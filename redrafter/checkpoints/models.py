@@ -87,13 +87,13 @@ def bind(model: str | Path | PreTrainedModel | Target, **load: Any) -> Target:
 def load_model(
     name: str | Path | PreTrainedModel,
     *,
-    dtype: Any,
+    dtype: object,
     device: Any,
     trust_remote_code: bool,
-    caller: Callable[..., Any] | None = None,
+    caller: Callable[..., object] | None = None,
     quantization: str | None = None,
     tp_size: int = 1,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> PreTrainedModel:
     """Load a causal LM from a hub id, a directory or a GGUF file.
 
@@ -185,7 +185,7 @@ def _recommend_dtype(model: PreTrainedModel, name: str) -> None:
         )
 
 
-def load_config(name: str | Path, *, trust_remote_code: bool = False, **hub_options: Any) -> PretrainedConfig:
+def load_config(name: str | Path, *, trust_remote_code: bool = False, **hub_options: object) -> PretrainedConfig:
     """Load the config of a model, whose dtype is the one that `load_model` takes for "auto".
 
     Raises `CheckpointError` if it cannot be read. `hub_options` are further arguments of `AutoConfig.from_pretrained`.
@@ -224,7 +224,7 @@ def locate_gguf(model: Any, load: dict[str, Any]) -> Any:
         raise load_error("model", model, error) from error
 
 
-def _auto_class(name: str | Path, trust_remote_code: bool, kwargs: dict[str, Any]) -> Any:
+def _auto_class(name: str | Path, trust_remote_code: bool, kwargs: dict[str, object]) -> Any:
     # The class for causal LMs, unless transformers knows the model type only among models that see images.
     if "config" in kwargs or find_gguf(name) is not None:
         return AutoModelForCausalLM
@@ -244,14 +244,14 @@ def _auto_class(name: str | Path, trust_remote_code: bool, kwargs: dict[str, Any
 
 
 @contextmanager
-def _device_errors(device: Any) -> Iterator[None]:
+def _device_errors(device: object) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, AssertionError, TypeError) as error:
         raise device_error(f"device={str(device)!r}", device, error) from error
 
 
-def device_error(typed: str, device: Any, error: Exception) -> ArgumentError:
+def device_error(typed: str, device: object, error: Exception) -> ArgumentError:
     """Return the error for a device that torch cannot use, with what to do about it.
 
     Args:
@@ -275,7 +275,7 @@ def device_error(typed: str, device: Any, error: Exception) -> ArgumentError:
     return ArgumentError(f"{typed} cannot be used: {reason}" + ("" if advice is None else f"; {advice}"))
 
 
-def check_loaded_size(model: Any, tp_size: int) -> None:
+def check_loaded_size(model: PreTrainedModel, tp_size: int) -> None:
     """Raise `ArgumentError` unless a loaded model is split over as many processes as are asked for."""
     size = getattr(model, "_tp_size", None) or 1
     if tp_size not in (1, size):
@@ -337,8 +337,8 @@ def check_splits(
     join_ranks(tp_size)
 
 
-def split_device(device: Any) -> None:
-    """Raise `ArgumentError` for a device argument of a rank, since the rank determines the GPU."""
+def split_device(device: object) -> None:
+    """Raise `ArgumentError` for a device that a process cannot choose, as its rank says which GPU it has."""
     if device is not None and str(device) != ("cuda" if torch.cuda.is_available() else "cpu"):
         raise ArgumentError(
             f"device={str(device)!r}: with tensor parallelism each process has its own device; leave it out"
@@ -346,7 +346,7 @@ def split_device(device: Any) -> None:
 
 
 def _unknown_keyword_error(
-    error: Exception, keywords: Mapping[str, Any], caller: Callable[..., Any] | None
+    error: Exception, keywords: Mapping[str, object], caller: Callable[..., object] | None
 ) -> ArgumentError | None:
     """Return an error for a keyword argument that neither transformers nor the model's class takes, with a suggestion.
 
@@ -363,7 +363,7 @@ def _unknown_keyword_error(
     return ArgumentError(f"from_pretrained() has no argument {name!r}, here or in transformers{hint}")
 
 
-def _check_reserved_keywords(keywords: Mapping[str, Any]) -> None:
+def _check_reserved_keywords(keywords: Mapping[str, object]) -> None:
     """Refuse keyword arguments of transformers that this library sets itself or has another name for."""
     if "torch_dtype" in keywords:
         raise ArgumentError(f"from_pretrained() takes dtype={keywords['torch_dtype']!r} for torch_dtype")
@@ -373,7 +373,7 @@ def _check_reserved_keywords(keywords: Mapping[str, Any]) -> None:
         raise ArgumentError("what drafts is whole in every process that shares the target: leave out drafter_tp_size")
 
 
-def _check_no_load_keywords(keywords: Mapping[str, Any]) -> None:
+def _check_no_load_keywords(keywords: Mapping[str, object]) -> None:
     if keywords:
         raise ArgumentError(
             f"{', '.join(keywords)}: for a model that is loaded by name; this one is loaded, leave it out"

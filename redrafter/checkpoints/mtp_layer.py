@@ -31,7 +31,7 @@ class Family:
     blocks: tuple[str, ...] = (".",)
     renamed: tuple[tuple[str, str], ...] = ()
     unread: tuple[str, ...] = (".embed_tokens.weight", ".shared_head.head.weight")
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, object] = field(default_factory=dict)
 
 
 # Qwen3-Next and Qwen3.5, dense and with experts; Nemotron-H; Ling 2.5 and later; DeepSeek-V3, Kimi K2 and GLM-4.5;

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from redrafter.errors import CheckpointError, MissingDependencyError, how_to_install
 from redrafter.files.checkpoint_kind import check_source, load_error
@@ -37,9 +37,8 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> PreT
     return tokenizer
 
 
-def _with_tokens_of_file(tokenizer: Any, size: int) -> PreTrainedTokenizerBase:
-    # Where a file names no token for unknown text, transformers adds one, whose id the model does not know.
-    # transformers may add tokens that the file's embedding table has no row for.
+def _with_tokens_of_file(tokenizer: PreTrainedTokenizerBase, size: int) -> PreTrainedTokenizerBase:
+    # Where a file names no token for unknown text, transformers adds one of its own, whose id the model does not know.
     if len(tokenizer) <= size:
         return tokenizer
     state = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -67,7 +66,7 @@ def load_processor(name: str | Path, *, trust_remote_code: bool = False) -> Any:
     return processor
 
 
-def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
     """Return the ids that end a text, in ascending order: those that a model's generation config names.
 
     The end token of its tokenizer is one too: a chat model may end its turns with it though its base never did.

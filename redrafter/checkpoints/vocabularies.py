@@ -51,7 +51,7 @@ def map_unlike_vocabularies(
         if isinstance(given, PreTrainedTokenizerBase):
             found.append((str(given.name_or_path or type(given).__name__), given))
             continue
-        loaded: Any = checked.model if isinstance(checked, Target) else checked
+        loaded: object = checked.model if isinstance(checked, Target) else checked
         name: Any = checked if isinstance(checked, str | Path) else getattr(loaded, "name_or_path", None)
         name = name if given is None else given
         if name is None:
@@ -80,7 +80,7 @@ def map_vocabularies(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTra
 
     Raises `UnsupportedError` if a tokenizer's tokens cannot be written as bytes, or the two share too few of them.
     """
-    target, draft = _TokenBytes.of(tokenizer), _TokenBytes.of(draft_tokenizer)
+    target, draft = _TokenBytes.from_tokenizer(tokenizer), _TokenBytes.from_tokenizer(draft_tokenizer)
     draft_ids_of = draft.by_bytes()
     pairs = {  # each draft id at most once
         id: draft_id
@@ -155,7 +155,7 @@ class _TokenBytes:
     byte_level: bool
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "_TokenBytes":
+    def from_tokenizer(cls, tokenizer: PreTrainedTokenizerBase) -> "_TokenBytes":
         """Read the vocabulary of a tokenizer, which is byte-level BPE or like sentencepiece."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         both = () if backend is None else (backend.decoder, backend.pre_tokenizer)

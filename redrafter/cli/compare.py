@@ -30,7 +30,7 @@ from redrafter.errors import ArgumentError
 from redrafter.measure.differences import Difference, describe_differences, find_differences
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Report, conditions, describe_pair
-from redrafter.measure.run import Prompts, RepeatedRuns, Run, describe_stats, run_in_turn, transformers_run
+from redrafter.measure.run import PromptIds, RepeatedRuns, Run, describe_stats, run_in_turn, transformers_run
 
 ASSISTED = "HF assisted"
 WARM_UP_TOKENS = 8  # new tokens of a warm-up run on a CPU; on a GPU a warm-up run is whole, to capture all graphs
@@ -49,7 +49,7 @@ class ComparedMethod(RepeatedRuns):
         """Whether the method guarantees the tokens of plain decoding."""
         return not (self.pair.engine.rejection_sampling and self.generation.sampling)
 
-    def run_batch(self, batch: Prompts, first: int, **changes: Any) -> Run:
+    def run_batch(self, batch: PromptIds, first: int, **changes: Any) -> Run:
         """Decode a batch that follows `first` other prompts, with overridden options, and time it.
 
         Prompt i has the seed `seed + i` for any batch size.
@@ -59,7 +59,7 @@ class ComparedMethod(RepeatedRuns):
         self.pair.engine.forget_prefixes()
         return self.decode(batch, replace(seeded, **changes))
 
-    def decode(self, batch: Prompts, generation: GenerationOptions) -> Run:
+    def decode(self, batch: PromptIds, generation: GenerationOptions) -> Run:
         """Decode a batch of prompts, given as token ids, and time it."""
         return self.pair.run_batch(batch, generation)
 
@@ -75,7 +75,7 @@ class AssistedMethod(ComparedMethod):
         """Whether the tokens equal plain decoding's: not when sampling, since transformers draws different noise."""
         return not self.generation.sampling
 
-    def decode(self, batch: Prompts, generation: GenerationOptions) -> Run:
+    def decode(self, batch: PromptIds, generation: GenerationOptions) -> Run:
         """Decode prompts, given as token ids, one at a time, and sum their times."""
         model, draft = self.pair.engine.model, self.pair.engine.draft_model
         assert draft is not None
@@ -85,7 +85,7 @@ class AssistedMethod(ComparedMethod):
         if self.draft_tokenizer is not None:
             arguments |= {"tokenizer": self.pair.tokenizer, "assistant_tokenizer": self.draft_tokenizer}
         runs = [transformers_run(model, prompt, seed + row, **arguments) for row, prompt in enumerate(batch)]
-        stats = GenerateStats.of([run.stats for run in runs], None)
+        stats = GenerateStats.from_rows([run.stats for run in runs], None)
         return Run([run.tokens[0] for run in runs], stats, sum(run.seconds for run in runs))
 
 
@@ -205,7 +205,7 @@ def select_prompts(
     return short_enough[: options.num_prompts], len(prompts) - len(short_enough)
 
 
-def _result(method: ComparedMethod, plain: ComparedMethod, prompts: Prompts, *, compare: bool) -> dict[str, Any]:
+def _result(method: ComparedMethod, plain: ComparedMethod, prompts: PromptIds, *, compare: bool) -> dict[str, Any]:
     """Return a method's entry of `ways` in the document; compares outputs if the method guarantees equal tokens."""
     pair, rows = method.pair, max(len(run.tokens) for run in method.repeats[0])
     compared = compare and method is not plain and method.exact

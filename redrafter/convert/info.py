@@ -89,7 +89,7 @@ def describe_files(directory: Path) -> dict[str, object] | None:
         config = read_json(folder / "config.json")
         share = share_of_model(_stored(read_headers(folder)), model)
         document["drafter"] = {"path": str(folder)} | drafter | {"share_of_model": share}
-        defaults = Defaults.read(directory / SHAPE_FILE)
+        defaults = Defaults.from_file(directory / SHAPE_FILE)
         shape = defaults.shape.over(TreeShape(config.get("draft_beams"), config.get("draft_len_per_beam")))
         document["shape"] = shape.to_dict() | {"greedy_search": defaults.greedy_search}
     elif find_layer(headers) is not None:

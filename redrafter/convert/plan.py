@@ -165,8 +165,7 @@ def add_shortlist(drafter: SourceDrafter, size: int, rank: int) -> SourceDrafter
         raise ArgumentError(f"--head-shortlist-rank must be from 1 to the head's width {head.shape[1]}, got {rank}")
     config.head_shortlist, config.head_shortlist_rank = size, rank
     config.check()
-    # The rough scores come from a low-rank approximation of the head itself, so no training is needed.
-    rough = zip(("proj", "head"), low_rank_factors(head.read(0, head.length), rank), strict=True)
+    rough = zip(("proj", "head"), low_rank_factors(head.read_rows(0, head.length), rank), strict=True)
     added = {f"shortlist.{name}.weight": memory_tensor(head.name, weight.contiguous()) for name, weight in rough}
     return replace(drafter, config=config, tensors=drafter.tensors | added)
 

@@ -54,7 +54,7 @@ class AssistantConfig(AnyDrafterConfig):
     draft_beams: int = 3
     draft_len_per_beam: int = 4
 
-    def __post_init__(self, **kwargs: Any) -> None:
+    def __post_init__(self, **kwargs: object) -> None:
         self.hidden_size, self.vocab_size = self.backbone_hidden_size, self.text_config.get("vocab_size", 0)
         self.layers = self.text_config.get("num_hidden_layers", 0)
         super().__post_init__(**kwargs)
@@ -74,7 +74,7 @@ def all_layers_shared() -> Iterator[None]:
 
     known: Any = modes.fget
 
-    def shared(self: Any) -> Any:
+    def shared(self: Any) -> object:
         count = self.num_hidden_layers
         return ["reuse"] * count if self.num_kv_shared_layers == count else known(self)
 
@@ -108,8 +108,8 @@ class AssistantDrafter(DrafterModel):
         self.assistant = assistant
 
     @classmethod
-    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Load an assistant as transformers does, and refuse a checkpoint that does not have exactly its tensors.
+    def from_pretrained(cls, name: Any, *args: object, **kwargs: Any) -> object:  # type: ignore[override]
+        """Load an assistant as transformers does, and refuse a checkpoint that does not hold exactly its tensors.
 
         Raises:
             CheckpointError: Files are missing or truncated, or hold other tensors.
@@ -139,7 +139,7 @@ class AssistantDrafter(DrafterModel):
                 )
         return cls(AssistantConfig.from_dict(config), assistant.eval().requires_grad_(False))
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: object, **kwargs: object) -> None:
         """Save the assistant as transformers does, in files of the umask's mode."""
         self.assistant.save_pretrained(save_directory, *args, **kwargs)
         share_weights(Path(save_directory))
@@ -174,7 +174,7 @@ class AssistantDrafter(DrafterModel):
                 )
         return shared
 
-    def identity(self) -> list[Any]:
+    def identity(self) -> list[object]:
         """Return the type and the sizes of the assistant."""
         config = self.config
         return [config.model_type, config.hidden_size, config.vocab_size, config.text_config.get("hidden_size")]
@@ -245,7 +245,7 @@ class AssistantProposer(SearchProposer):
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
     ) -> Tree:
         """Draft a tree by beam search; see `Proposer.propose`."""
-        shared, carried = self.read(cache, state.length), state.hidden[:, None]
+        shared, carried = self.read_shared(cache, state.length), state.hidden[:, None]
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
             nonlocal carried
@@ -256,8 +256,8 @@ class AssistantProposer(SearchProposer):
 
         return self.grow(state, sampler, expand)
 
-    def read(self, cache: KVCache, length: Tensor) -> dict[str, Shared]:
-        """Return the target's keys and values for the assistant, of `length` `[B]` int64 committed tokens."""
+    def read_shared(self, cache: KVCache, length: Tensor) -> dict[str, Shared]:
+        """Return the target's entries that the assistant attends to, of `length` `[B]` int64 committed tokens."""
         shared, window = {}, self.drafter.assistant.model.config.sliding_window
         for kind, layer in self.layers_shared.items():
             # One more than the window, as the pending token is counted in it but not cached.

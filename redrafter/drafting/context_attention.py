@@ -41,7 +41,9 @@ class ContextWindow(NamedTuple):
     length: Tensor
 
     @classmethod
-    def read(cls, length: Tensor, size: int, read_tokens: Callable[[Tensor], tuple[Tensor, Tensor]]) -> "ContextWindow":
+    def read_last(
+        cls, length: Tensor, size: int, read_tokens: Callable[[Tensor], tuple[Tensor, Tensor]]
+    ) -> "ContextWindow":
         """Return the last `size` pairs of rows with `length` `[B]` committed tokens.
 
         Args:
@@ -161,9 +163,9 @@ class PackedContext:
         self._attention, self._shape, self._anchors = attention, (rows, length), anchors
         keys, values = attention.remember(hidden, embedding, torch.arange(length, device=hidden.device))
         self._keys, self._values = pad(keys[:, :-1], EMPTY_ENTRY), pad(values[:, 1:], EMPTY_ENTRY)
-        self._mask = packed_mask(segment, rows, length, config.context_window or 0, hidden.device)
+        self._mask = packed_mask(segment, rows, length, window=config.context_window or 0, device=hidden.device)
 
-    def read(self, step: int, state: Tensor) -> Tensor:
+    def attend(self, step: int, state: Tensor) -> Tensor:
         """Attend from the anchors' states after a draft step to the texts, and return the attended values, `[A, D]`.
 
         `step` counts draft steps from 0; `state` is the state of each anchor, `[A, D]`.

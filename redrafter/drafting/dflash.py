@@ -298,11 +298,11 @@ class DFlashDrafter(ReplayableDrafter):
         keys, values = self.remember(self.fuse_hidden(hidden), position.expand_as(tokens))  # [B, T, L H, d]
 
         def at(row: Tensor, length: Tensor) -> BlockContext:
-            def read(layer: int) -> LayerContext:
+            def read_layer(layer: int) -> LayerContext:
                 part = slice(layer * heads, (layer + 1) * heads)
                 return LayerContext(keys[row, :, part], values[row, :, part], position.expand(len(row), -1))
 
-            return BlockContext(length, read)
+            return BlockContext(length, read_layer)
 
         return at
 
@@ -346,7 +346,7 @@ class DFlashProposer(SearchProposer):
 
     def read_context(self, state: State, cache: KVCache) -> BlockContext:
         """Return a function of a layer that reads the keys and values of the rows' committed tokens."""
-        return BlockContext(state.length, partial(self.read, cache, state.length))
+        return BlockContext(state.length, partial(self.read_layer, cache, state.length))
 
     def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: BlockContext) -> Expand:
         """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""
@@ -374,7 +374,7 @@ class DFlashProposer(SearchProposer):
 
         return expand
 
-    def read(self, cache: KVCache, length: Tensor, layer: int) -> LayerContext:
+    def read_layer(self, cache: KVCache, length: Tensor, layer: int) -> LayerContext:
         """Return the entries that a layer attends to, of rows with `length` `[B]` int64 committed tokens."""
         window, heads = self.drafter.stack[layer].self_attn.window, self.drafter.config.num_key_value_heads
         size = cache.window if window is None else min(window, cache.window)

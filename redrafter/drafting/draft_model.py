@@ -111,8 +111,9 @@ class DraftModelProposer:
             logits = (
                 self._new_logits(tree, length, cache) if k else self._first_logits(state, length, cache)
             )  # [B, w, V]
-            prefixes = Prefixes(state.tokens, state.length, sampler.prompt, sampler.limit, tree, window)
-            # The processors of the target apply, or the draft model would propose tokens that these forbid.
+            prefixes = Prefixes(
+                state.tokens, state.length, prompt=sampler.prompt, limit=sampler.limit, tree=tree, window=window
+            )
             scores = sampler.process(logits, prefixes)
             if self.vocabulary is not None:
                 scores = self.vocabulary.never_draft_others(scores, MIN_SCORE)

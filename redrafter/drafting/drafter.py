@@ -99,7 +99,7 @@ class RecurrentDrafter(TrainableDrafter):
         elif config.rnn:
             self.rnn_u = nn.Linear(hidden, hidden)
             self.rnn_w = nn.Linear(hidden, hidden, bias=False)
-        self.context: Any = ContextAttention(config) if config.context_window else None
+        self.context = ContextAttention(config) if config.context_window else None
         self.embedded: Tensor | None
         self.register_buffer("embedded", None, persistent=False)
         self.post_init()
@@ -114,7 +114,9 @@ class RecurrentDrafter(TrainableDrafter):
         if self.context is None:
             return None
         compute = partial(_remember_compiled if compiled else _remember, self, target.embedding)
-        return drafter_layer(self, target, self.config.context_kv_heads, self.config.context_head_dim, compute)
+        return drafter_layer(
+            self, target, heads=self.config.context_kv_heads, width=self.config.context_head_dim, remember=compute
+        )
 
     def prepare(self, target: Target) -> None:
         """Tabulate the cell's product with embeddings on a GPU, if the table takes a small part of its memory.
@@ -156,8 +158,8 @@ class RecurrentDrafter(TrainableDrafter):
             table[part] = partial_linear(layer, embedding(part), columns, with_bias=False)
         self.embedded = table
 
-    def identity(self) -> list[Any]:
-        """Return the sizes and settings of the recurrence and of its attention to committed tokens."""
+    def identity(self) -> list[object]:
+        """Return the sizes and settings of the recurrence and of its attention to the text."""
         config = self.config
         context = [config.context_window, config.context_heads, config.context_kv_heads, config.context_head_dim]
         stages = [config.head_shortlist, config.head_shortlist_rank]
@@ -326,10 +328,12 @@ class RecurrentDrafter(TrainableDrafter):
         else:
             fused = self.fuse_hidden(features)  # [B, T, D]: all tokens have keys, not only anchors
             hidden = fused.flatten(0, 1).index_select(0, anchors)
-            context = PackedContext(self.context, self.config, fused, embedding, texts.segment, anchors)
+            context = PackedContext(
+                self.context, self.config, hidden=fused, embedding=embedding, segment=texts.segment, anchors=anchors
+            )
         flat, state, start, head_inputs = embedding.flatten(0, 1), None, self.begin(hidden), []
         for k in range(texts.position.shape[1]):
-            read = None if context is None else partial(context.read, k)
+            read = None if context is None else partial(context.attend, k)
             x, state = self.advance(flat[texts.position[:, k]], state, start, read)
             head_inputs.append(x)
         return torch.stack(head_inputs, dim=1)
@@ -359,7 +363,7 @@ class RecurrentDrafter(TrainableDrafter):
         size = min(self.config.context_window or 0, tokens.shape[1] - 1)  # no sequence has more pairs
 
         def at(row: Tensor, length: Tensor) -> ContextWindow:
-            return ContextWindow.read(length, size, lambda n: (keys[row[:, None], n], values[row[:, None], n]))
+            return ContextWindow.read_last(length, size, lambda n: (keys[row[:, None], n], values[row[:, None], n]))
 
         return at
 
@@ -378,7 +382,7 @@ class RecurrentDrafter(TrainableDrafter):
 
 
 @dataclass(frozen=True)
-class RecurrentProposer(SearchProposer):
+class RecurrentProposer(SearchProposer[ContextWindow | None]):
     """Drafts with a recurrent drafter; the attributes are those of `SearchProposer`."""
 
     drafter: RecurrentDrafter
@@ -388,8 +392,9 @@ class RecurrentProposer(SearchProposer):
         size = self.drafter.config.context_window
         if not size:
             return None
-        # the cache has no more
-        return ContextWindow.read(state.length, min(size, cache.window), cache.read_drafter_layer)
+        return ContextWindow.read_last(
+            state.length, min(size, cache.window), cache.read_drafter_layer
+        )  # a row has no more
 
     def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: ContextWindow | None) -> Expand:
         """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""
@@ -407,7 +412,9 @@ class RecurrentProposer(SearchProposer):
             out, carried = advance(drafter, self.target.embedding, tokens, sources, carried, start, windows[k])
             if drafter.shortlist is None:
                 return sampler.draft_scores(out, noise, k, drafter.draft_ids)
-            return drafter.shortlist.choose(out, drafter.lm_head, count, sampler, noise, k, drafter.draft_ids)
+            return drafter.shortlist.choose(
+                out, drafter.lm_head, count, sampler=sampler, noise=noise, step=k, names=drafter.draft_ids
+            )
 
         return expand
 
@@ -438,7 +445,8 @@ def _advance(
     if carried is not None:
         # Beams are chosen again at each step, so each takes the state of the beam that it continues.
         carried = carried.gather(1, sources[:, :, None].expand(-1, -1, carried.shape[-1]))
-    read = None if window is None else partial(drafter.context, window=window)
+    context = drafter.context
+    read = None if window is None or context is None else partial(context, window=window)
     step_made = drafter.step if drafter.shortlist is None else drafter.advance
     embedded = None if drafter.embedded is None else drafter.embedded[tokens]
     return step_made(embedding(tokens), carried, start, read, embedded)
@@ -455,7 +463,7 @@ RecurrentDrafter.proposer_class = RecurrentProposer
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(function: Callable[..., object]) -> Callable[..., Any]:
     """Return a function compiled, once for all proposers.
 
     Its callers mark the dynamic sizes: with `dynamic=True` numbers of a config would be dynamic too. A size of 1 is

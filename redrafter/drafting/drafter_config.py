@@ -62,7 +62,7 @@ class AnyDrafterConfig(PretrainedConfig):
     base_model: str | None = None
     base_embedding_norms: list[float] | None = None
 
-    def __post_init__(self, **kwargs: Any) -> None:
+    def __post_init__(self, **kwargs: object) -> None:
         for name, value in vars(self).items():
             if isinstance(value, tuple):
                 setattr(self, name, list(value))  # as a saved config has it
@@ -74,7 +74,7 @@ class AnyDrafterConfig(PretrainedConfig):
         return drafter_kinds()[self.model_type].name
 
     @classmethod
-    def names_of(cls, kind: Any) -> list[str]:
+    def names_of(cls, kind: object) -> list[str]:
         """Return the names of our fields of a type, such as `int | None`."""
         theirs = {item.name for item in fields(PretrainedConfig)}
         return [item.name for item in fields(cls) if item.type == kind and item.name not in theirs]
@@ -157,7 +157,7 @@ class DrafterConfig(AnyDrafterConfig):
     head_shortlist_rank: int = SHORTLIST_RANK
     source_config: dict[str, Any] | None = None
 
-    def __post_init__(self, **kwargs: Any) -> None:
+    def __post_init__(self, **kwargs: object) -> None:
         self.exit_dim = 2 * self.hidden_size if self.exit_dim is None else self.exit_dim
         super().__post_init__(**kwargs)
 
@@ -247,7 +247,7 @@ class EagleConfig(LayerConfig):
     fc_norm: bool = False
     norm_output: bool = False
 
-    def __post_init__(self, **kwargs: Any) -> None:
+    def __post_init__(self, **kwargs: object) -> None:
         self.width = self.width or self.hidden_size
         super().__post_init__(**kwargs)
 

@@ -81,7 +81,15 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         Raises as `check_search` does.
         """
         self.check_search(target, depth)
-        return self.proposer_class(self, target, beams, depth, nodes, shared_nodes, compiled)
+        return self.proposer_class(
+            drafter=self,
+            target=target,
+            beams=beams,
+            depth=depth,
+            nodes=nodes,
+            shared_nodes=shared_nodes,
+            compiled=compiled,
+        )
 
     def check_search(self, target: Target, depth: int) -> None:
         """Raise `UnsupportedError` for a target, or `ArgumentError` for a depth, that it cannot draft with."""
@@ -93,7 +101,7 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
 
     def prepare(self, target: Target) -> None:
         """Precompute tables of the current weights that make drafting for a target faster on its device."""
-        self.int8_head = Int8Head.of(getattr(self, "lm_head", None))
+        self.int8_head = Int8Head.from_linear(getattr(self, "lm_head", None))
 
     def train(self, mode: bool = True) -> "DrafterModel":
         """Set training or evaluation mode; training drops what `prepare` computed."""
@@ -106,7 +114,7 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         logits: Tensor = (self.int8_head or self.lm_head)(x)
         return logits
 
-    def identity(self) -> list[Any]:
+    def identity(self) -> list[object]:
         """Return sizes and settings that identify the drafter, in addition to norms of `fingerprint_layer`."""
         return [getattr(self.config, name) for name in self.identity_fields]
 
@@ -123,8 +131,8 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         return torch.full_like(every, -1).index_copy_(0, self.draft_ids, every[: len(self.draft_ids)])
 
     @classmethod
-    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Load a drafter, and refuse a checkpoint that does not have exactly its tensors.
+    def from_pretrained(cls, name: Any, *args: object, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Load a drafter, and refuse a checkpoint that does not hold exactly its tensors.
 
         `PreTrainedModel.from_pretrained` would fill missing tensors with random weights.
 
@@ -207,7 +215,9 @@ def drafter_layer(
     drafter: DrafterModel, target: Target, heads: int, width: int, remember: Callable[..., tuple[Tensor, Tensor]]
 ) -> DrafterLayer:
     """Return the layer of `heads` keys and values that `remember` computes of every token of a target."""
-    shape = LayerShape(heads, width, width, target.dtype, target.device, of_drafter=True)
+    shape = LayerShape(
+        heads=heads, key_dim=width, value_dim=width, dtype=target.dtype, device=target.device, of_drafter=True
+    )
     return DrafterLayer(drafter, shape, remember)
 
 

@@ -71,7 +71,7 @@ def drafter_class(name: str | Path, **hub_options: Any) -> type[DrafterModel]:
     return loaded
 
 
-def open_drafter_model(name: str | Path, **hub_options: Any) -> DrafterModel:
+def open_drafter_model(name: str | Path, **hub_options: object) -> DrafterModel:
     """Load a drafter of the type that its config names, for the arguments of `drafter_class`.
 
     Raises:

@@ -25,8 +25,8 @@ class Int8Head(NamedTuple):
     scale: Tensor
 
     @classmethod
-    def of(cls, head: nn.Module | None) -> "Int8Head | None":
-        """Return the rounded weight of a head; None for a small head, or if it is no faster in 8 bits."""
+    def from_linear(cls, head: nn.Module | None) -> "Int8Head | None":
+        """Return the rounded weight of a head; None where the head is small, or no faster in 8 bits."""
         if type(head) is not nn.Linear or head.bias is not None or head.weight.numel() < LEAST_WEIGHTS:
             return None
         # Without AVX-512's 8-bit products the rounded head is not faster than the one in full precision.

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol
 
 from torch import Tensor, nn
+from typing_extensions import TypeVar  # which has a default, as that of `typing` does from Python 3.13 on
 
 from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.drafter_config import AnyDrafterConfig
@@ -49,7 +50,14 @@ class State:
         """Return the state of rows `rows`, `[B']` int64 or a slice, alone."""
         inputs = {feature: x[rows] for feature, x in self.inputs.items()}
         pieces = None if self.pieces is None else self.pieces[rows]
-        return State(self.tokens[rows], self.length[rows], self.hidden[rows], self.active[rows], inputs, pieces)
+        return State(
+            tokens=self.tokens[rows],
+            length=self.length[rows],
+            hidden=self.hidden[rows],
+            active=self.active[rows],
+            inputs=inputs,
+            pieces=pieces,
+        )
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -153,9 +161,13 @@ class PricedDrafter(nn.Module):
         return 0
 
 
+Context = TypeVar("Context", default=Any)
+"""A drafter's entries of the rows' committed tokens, which `SearchProposer.read_context` hands to `scores`."""
+
+
 @dataclass(frozen=True)
-class SearchProposer:
-    """Drafts by beam search with a drafter, and keeps the best nodes. A subclass defines how the drafter scores tokens.
+class SearchProposer(Generic[Context]):
+    """Drafts by beam search with a drafter, and keeps the best nodes. A subclass says how the drafter scores tokens.
 
     Attributes:
         drafter: The drafter.
@@ -199,11 +211,11 @@ class SearchProposer:
         """Draft a tree by beam search; see `Proposer.propose`."""
         return self.grow(state, sampler, self.scores(state, sampler, noise, self.read_context(state, cache)))
 
-    def read_context(self, state: State, cache: KVCache) -> Any:
-        """Return the drafter's entries of the rows' committed tokens; None without entries."""
+    def read_context(self, state: State, cache: KVCache) -> Context:
+        """Return the drafter's entries of the rows' committed tokens; None where it has none."""
         raise NotImplementedError
 
-    def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: Any) -> Expand:
+    def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: Context) -> Expand:
         """Return the function that scores the next tokens of every beam, over the drafter's vocabulary.
 
         Args:

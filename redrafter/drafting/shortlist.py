@@ -55,13 +55,18 @@ class Shortlist(nn.Module):
         rough, fast = self(x), kernels.TRITON and x.is_cuda
         temperature, drawn = (None, None) if noise is None else (sampler.temperature, noise[:, step])
         if fast and 4 * count <= rough.shape[-1]:
-            ids = kernels.best_of_parts(rough, count, temperature, drawn, names)
+            ids = kernels.best_of_parts(rough, count, temperature=temperature, noise=drawn, names=names)
         else:
             scores = sampler.draft_scores(rough, noise, step, names)
             ids = scores.topk(min(count, rough.shape[-1]), dim=-1, sorted=False).indices  # [B, w, C]
         if fast:
             scale = head.weight_scale if isinstance(head, Float8Linear) else None
-            return Candidates(kernels.candidate_scores(x, head.weight, scale, ids, temperature, drawn, names), ids)
+            return Candidates(
+                kernels.candidate_scores(
+                    x, head.weight, scale=scale, ids=ids, temperature=temperature, noise=drawn, names=names
+                ),
+                ids,
+            )
         exact = (head_rows(head, ids, x.dtype) @ x[..., None])[..., 0]
         return Candidates(sampler.draft_scores(exact, noise, step, ids if names is None else names[ids]), ids)
 

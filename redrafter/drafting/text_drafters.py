@@ -1,7 +1,7 @@
 """Interfaces of drafters that are evaluated on given texts, or trained on them."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import ClassVar, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
@@ -30,7 +30,7 @@ class GivenTexts(NamedTuple):
     position: Tensor
 
 
-ReadAt: TypeAlias = Callable[[Tensor, Tensor], Any]
+ReadAt: TypeAlias = Callable[[Tensor, Tensor], object]
 """Returns what a drafter reads of texts at positions, for the arguments that `ReplayableDrafter.read_texts` names."""
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
@@ -38,7 +38,7 @@ _CALL_ARGUMENTS = frozenset(
 _OWN = [name for name in NUMBERS if name not in GenerationConfig().to_dict()]
 
 # Decoding modes and outputs that are refused: argument, and the values that leave it off.
-_REFUSED: dict[str, tuple[Any, ...]] = {
+_REFUSED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale", "encoder_repetition_penalty"), (None, 1)),
     **dict.fromkeys(("penalty_alpha", "encoder_no_repeat_ngram_size"), (None, 0)),
     **dict.fromkeys(("dola_layers", "watermarking_config", "constraints", "force_words_ids"), (None,)),
@@ -47,8 +47,8 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 # Settings of transformers' own speculation and reading of prompts, which change no token: argument, and the values that
-# turn it off. They are refused where a call sets them and ignored where only the checkpoint's config does.
-_NOT_OURS: dict[str, tuple[Any, ...]] = {
+# leave it off. They are refused where a call asks for them and ignored where only the checkpoint's config does.
+_NOT_OURS: dict[str, tuple[object, ...]] = {
     "use_mtp": (None, False),
     "speculation_type": (None,),
     "is_assistant": (None, False),
@@ -62,9 +62,9 @@ _NOT_OURS: dict[str, tuple[Any, ...]] = {
     "prefill_chunk_size": (None,),
 }
 
-# Arguments of `model.generate` that have no meaning here: the values without effect that wrappers pass by habit, and
-# what to do instead of passing another value.
-_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+# Arguments of `model.generate` that have no meaning here: the values that wrappers pass on by habit and that ask for
+# nothing, and what to do instead where another value was given.
+_NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "inputs_embeds": ((None,), "pass input_ids and attention_mask"),
     **dict.fromkeys(CACHE_NAMES, ((None,), "pass the whole text as input_ids")),
     "position_ids": ((None,), "leave it out: positions follow from attention_mask"),
@@ -113,7 +113,7 @@ def _loader(engine: type) -> str:
     return f"{engine.__name__ if hasattr(engine, 'from_pretrained') else 'ReDrafter'}.from_pretrained"
 
 
-def read_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def read_arguments(arguments: Mapping[str, object]) -> dict[str, Any]:
     """Return the arguments of `generate` without arguments that have no effect.
 
     Raises:
@@ -163,7 +163,7 @@ def check_modes(config: GenerationConfig, own: GenerationConfig) -> None:
             _refuse_mode(name, value)
 
 
-def _refuse_mode(name: str, value: Any) -> None:
+def _refuse_mode(name: str, value: object) -> None:
     if name in _REFUSED and value not in _REFUSED[name]:
         raise UnsupportedError(f"{name}={value!r} cannot be honoured with exact speculation; leave it out")
     if name in _NOT_OURS and value not in _NOT_OURS[name]:
@@ -173,8 +173,8 @@ def _refuse_mode(name: str, value: Any) -> None:
         )
 
 
-def split_own(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments under transformers' names, and the parameters of rows that transformers does not have.
+def split_own(arguments: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, object]]:
+    """Return the arguments in transformers' terms, and those parameters of rows for which it has none.
 
     Temperatures of rows become a logits processor.
     """
@@ -194,7 +194,7 @@ def split_own(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
         processors = [*(arguments.get("logits_processor") or []), TemperaturePerRow(temperature)]
         others |= {"temperature": 1.0, "logits_processor": LogitsProcessorList(processors)}
 
-    def read(grammar: Any) -> Grammar | None:
+    def read_grammar(grammar: Any) -> Grammar | None:
         if grammar is None or isinstance(grammar, Grammar):
             return grammar
         if arguments.get("tokenizer") is None:
@@ -202,13 +202,15 @@ def split_own(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
         return Grammar.of(grammar, arguments["tokenizer"])
 
     if (given := arguments.get("grammar")) is not None:
-        own["grammar"] = [read(each) for each in given] if isinstance(given, list | tuple) else read(given)
+        own["grammar"] = (
+            [read_grammar(each) for each in given] if isinstance(given, list | tuple) else read_grammar(given)
+        )
     return others, own
 
 
 def with_stop_strings(
     arguments: Mapping[str, Any], config: GenerationConfig | None, own: GenerationConfig
-) -> tuple[dict[str, Any], GenerationConfig | None]:
+) -> tuple[dict[str, object], GenerationConfig | None]:
     """Return the call's arguments and generation config with stop strings as a criterion.
 
     transformers looks for the tokenizer where custom decoding never receives it, so the criterion is made here.
@@ -235,9 +237,9 @@ def with_stop_strings(
 
 
 def without_cache(
-    arguments: Mapping[str, Any], config: GenerationConfig | None, own: GenerationConfig
-) -> tuple[dict[str, Any], GenerationConfig | None]:
-    """Return a call's arguments and generation config changed so that transformers makes no unused cache.
+    arguments: Mapping[str, object], config: GenerationConfig | None, own: GenerationConfig
+) -> tuple[dict[str, object], GenerationConfig | None]:
+    """Return a call's arguments and generation config so that transformers makes no cache, which nobody would read.
 
     Making one takes almost as long as the rest of the preparation. The call's `config` is not changed. If that, or the
     model's `own`, chooses a kind of cache, it is made, since transformers warns of a choice without effect.
@@ -253,7 +255,7 @@ def without_cache(
     return dict(arguments), config
 
 
-def check_shapes(input_ids: Any, mask: Any) -> Tensor:
+def check_shapes(input_ids: object, mask: object) -> Tensor:
     """Return the ids; `ArgumentError` unless they are integers `[B, P]`, at least one, and the mask has their shape."""
     if input_ids is None:
         raise ArgumentError("there is no prompt: pass input_ids")
@@ -268,7 +270,7 @@ def check_shapes(input_ids: Any, mask: Any) -> Tensor:
     return input_ids
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
 
 
@@ -285,7 +287,8 @@ def check_ids(input_ids: Tensor, mask: Tensor | None, target: Target, options: E
     if low < 0 or high >= target.vocab_size:
         bad = low if low < 0 else high
         raise ArgumentError(f"token id {bad} is out of range: the target's vocabulary has {target.vocab_size} ids")
-    seen, longest = torch.ones_like(input_ids, dtype=torch.bool), input_ids.shape[1]
+    seen = torch.ones_like(input_ids, dtype=torch.bool)
+    longest = input_ids.shape[1]
     if mask is not None and not bool((mask := mask.bool()).all()):
         seen, longest = mask, int(mask.sum(dim=1).max())
         if not bool(seen.any(dim=1).all()):
@@ -312,7 +315,7 @@ def check_ids(input_ids: Tensor, mask: Tensor | None, target: Target, options: E
     return seen
 
 
-def separate_inputs(arguments: Mapping[str, Any], target: Target) -> tuple[dict[str, Any], dict[str, Any]]:
+def separate_inputs(arguments: Mapping[str, object], target: Target) -> tuple[dict[str, Any], dict[str, object]]:
     """Separate the inputs of the model, which its forward names, from the other arguments of a call.
 
     Returns:
@@ -368,7 +371,7 @@ def read_prepared(
     return images
 
 
-def _check_empty(name: str, value: Any, model: Any) -> None:
+def _check_empty(name: str, value: object, model: PreTrainedModel) -> None:
     if not (_is_empty(value) or (marks_tokens(name, model) and isinstance(value, Tensor) and not value.any())):
         taken = "pass text, as input_ids and attention_mask, with images at most"
         raise UnsupportedError(f"generate() does not take {name}; {taken}")
@@ -388,7 +391,7 @@ def _count_tokens(positions: Tensor, seen: Tensor, rows_of_text: Tensor) -> bool
     return bool(((positions == counted) | ~(seen & rows_of_text[:, None])).all())
 
 
-def _is_empty(value: Any) -> bool:
+def _is_empty(value: object) -> bool:
     """Return whether an input is empty, as the encoding of no image is."""
     if isinstance(value, Mapping):
         return all(map(_is_empty, value.values()))

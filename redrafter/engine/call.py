@@ -5,8 +5,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,12 +34,9 @@ class GenerateStats(Stats):
     seeds: list[int] | None = None
 
     @classmethod
-    def of(cls, rows: list[Stats], seeds: list[int] | None) -> "GenerateStats":
-        """Sum the statistics of rows, whose drafts need not be of one length."""
-        counts = ("steps", "drafted", "accepted", "copied", "copies", "emitted", "plain_steps")
-        sums: dict[str, Any] = {name: sum(getattr(row, name) for row in rows) for name in counts}
-        depths = map(sum, zip_longest(*(row.accepted_by_depth for row in rows), fillvalue=0))
-        return cls(**sums, accepted_by_depth=[*depths], rows=rows, seeds=seeds)
+    def from_rows(cls, rows: list[Stats], seeds: list[int] | None) -> "GenerateStats":
+        """Sum the statistics of rows."""
+        return cls(**vars(Stats.total(rows)), rows=rows, seeds=seeds)
 
 
 @dataclass
@@ -50,22 +46,22 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     stats: GenerateStats | None = None
 
 
-class Row:
+class OutputRow:
     """One output row of a call: its sequence, and the records of each token."""
 
-    def __init__(self, index: int, prompt: list[int], call: "Call"):
-        """Make a row before its first token; `prompt` includes its padding."""
+    def __init__(self, index: int, prompt: list[int], call: "GenerateCall"):
+        """Make a row that has not begun; `prompt` has its padding."""
         request = call.request
         self._index, self._prompt, self._call = index, prompt, call
         self.text: list[int] = []  # new tokens so far
         self.scores: list[Tensor] = []  # processed scores of its tokens, `[count, V]` float32 per step, if recorded
         self.logits: list[Tensor] = []  # logits of its tokens, likewise
         self.sequence = TokenSequence(
-            prompt[len(prompt) - request.lengths[index] :],
-            request.limits[index] - request.lengths[index],
-            request.params[index],
-            self._record,
-            self._find_stop if request.criteria else None,
+            prompt=prompt[len(prompt) - request.lengths[index] :],
+            max_new_tokens=request.limits[index] - request.lengths[index],
+            params=request.params[index],
+            sink=self._record,
+            find_stop=self._find_stop if request.criteria else None,
             adapter=request.adapters[index],
             index=index,
             keeps=request.keeps,
@@ -115,7 +111,7 @@ def first_stop(criterion: StoppingCriteria, text: Sequence[int], new: Sequence[i
     return next((index for index, hit in enumerate(hits) if hit), None)
 
 
-class Call:
+class GenerateCall:
     """The rows of a request, which one scheduler decodes.
 
     Attributes:
@@ -128,7 +124,7 @@ class Call:
         """Make rows before their first tokens; `stream`, if given, receives tokens as they are made."""
         self.request, self.stream = request, stream
         self.ended, self.error = 0, None  # type: int, BaseException | None
-        self.rows = [Row(index, prompt, self) for index, prompt in enumerate(request.input_ids.tolist())]
+        self.rows = [OutputRow(index, prompt, self) for index, prompt in enumerate(request.input_ids.tolist())]
 
     @contextmanager
     def queued(self, scheduler: Scheduler) -> Iterator[None]:
@@ -160,9 +156,9 @@ class Call:
         shown = tqdm(total=len(self.rows), unit="text") if progress else nullcontext()
         with self.queued(scheduler), shown as bar:
             while not scheduler.idle:
-                scheduler.read()
-                # Rank 0's clock decides for all: ranks that stop after different rounds would wait for each other
-                # forever.
+                scheduler.prefill()
+                # Rank 0's clock decides for all: ranks that stop after different rounds would wait for each other for
+                # ever.
                 if deadline < float("inf") and ranks.from_first(time.time() >= deadline):
                     scheduler.settle()
                     break
@@ -187,7 +183,7 @@ class Call:
             sequences=sequences,  # type: ignore[arg-type]
             scores=_columns([row.scores for row in rows]) if "scores" in request.keeps else None,  # type: ignore[arg-type]
             logits=_columns([row.logits for row in rows]) if "logits" in request.keeps else None,  # type: ignore[arg-type]
-            stats=GenerateStats.of([row.sequence.stats for row in rows], seeds),
+            stats=GenerateStats.from_rows([row.sequence.stats for row in rows], seeds),
         )
 
     def _warn_slow(self) -> None:

@@ -107,7 +107,7 @@ class Changeable:
         return [self.target] if self.draft_model is None else [self.target, self.draft_model]
 
     @property
-    def modules(self) -> list[Any]:
+    def modules(self) -> list[object]:
         """All modules with weights: the models, and the drafter if there is one."""
         return [*(each.model for each in self.targets), *([] if self.drafter is None else [self.drafter])]
 

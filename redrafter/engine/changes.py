@@ -112,7 +112,7 @@ class UpdateWeights(EngineChange):
         target = engine.target
         target.features.check(WEIGHT_UPDATES)
         self._engine = engine
-        self._new = NewWeights.of(target.model, read_weights(weights, target), target.name)
+        self._new = NewWeights.for_module(target.model, read_weights(weights, target), target.name)
         self.not_finite = self._new.not_finite
 
     def apply(self, memory: PagedMemory | None) -> bool:
@@ -149,8 +149,8 @@ class ChangeDrafter(EngineChange):
             check_fits_target(drafter, engine.target)
             check_same_form(mine, drafter, name)
             weights = drafter.state_dict()
-        self.forgets = engine.target.drafter_layer is not None  # its values were computed with the old weights
-        self._new = NewWeights.of(mine, weights, "the drafter")
+        self.forgets = engine.target.drafter_layer is not None  # which the drafter's own weights have made
+        self._new = NewWeights.for_module(mine, weights, "the drafter")
         self.not_finite = self._new.not_finite
 
     def apply(self, memory: PagedMemory | None) -> bool:

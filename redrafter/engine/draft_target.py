@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -85,7 +85,8 @@ class DraftTarget(Engine):
             raise ArgumentError(
                 f"num_beams={num_beams} is more than the tokens that the draft model can draft: {common}"
             )
-        self.draft_vocabulary, self.rejection_sampling = vocabulary, acceptance == "rejection"
+        self.draft_vocabulary = vocabulary
+        self.rejection_sampling = acceptance == "rejection"
         self.acceptance, self.adaptive, self.draft_len = acceptance, adaptive, draft_len
         self._draft_cost = _cost(draft_model) / _cost(target)
         self._node_cost = NODE_COST_FORWARDS.get(target.device.type, 0.0)
@@ -95,11 +96,11 @@ class DraftTarget(Engine):
         lengths = {draft_len, *(length for length in shorter if adaptive and length < draft_len)}
         self._by_length = {
             length: DraftModelProposer(
-                draft_model,
-                target.vocab_size,
-                num_beams,
-                length,
-                node_count(node_budget, num_beams, length, target.device),
+                model=draft_model,
+                vocab_size=target.vocab_size,
+                beams=num_beams,
+                depth=length,
+                nodes=node_count(node_budget, num_beams, length, target.device),
                 sampled=self.rejection_sampling,
                 # Stopping early reads the confidence on the host, which a graph cannot do and ranks might do
                 # differently.
@@ -147,8 +148,8 @@ class DraftTarget(Engine):
         draft_tokenizer: Tokenizer | None = None,
         draft_device: str | torch.device | None = None,
         draft_quantization: str | None = None,
-        draft_model_kwargs: Mapping[str, Any] | None = None,
-        **keywords: Any,
+        draft_model_kwargs: Mapping[str, object] | None = None,
+        **keywords: object,
     ) -> "DraftTarget":
         """Load a target and its draft model; both may be a hub id, a directory, a GGUF file, or a loaded model.
 
@@ -183,7 +184,8 @@ class DraftTarget(Engine):
         """
         options, load, adapters = split_keywords(cls.from_pretrained, keywords)
         draft_keywords = dict(draft_model_kwargs or {})
-        model, draft_model = locate_gguf(model, load), locate_gguf(draft_model, draft_keywords)
+        model = locate_gguf(model, load)
+        draft_model = locate_gguf(draft_model, draft_keywords)
         check_quantization(load["quantization"], model)
         check_quantization(draft_quantization, draft_model, "draft_quantization")
         trusted = load["trust_remote_code"]

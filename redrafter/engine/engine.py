@@ -33,7 +33,7 @@ from redrafter.engine.arguments import (
     with_stop_strings,
     without_cache,
 )
-from redrafter.engine.call import Call, ColumnStream, GenerateOutput, StepStreamer, takes_columns
+from redrafter.engine.call import ColumnStream, GenerateCall, GenerateOutput, StepStreamer, takes_columns
 from redrafter.engine.changeable import Changeable
 from redrafter.engine.idle_batches import IdleBatches
 from redrafter.engine.modes import set_modes
@@ -87,9 +87,8 @@ class Engine(Changeable):
     draft_vocabulary: VocabularyMap | None = None
     rejection_sampling = False
 
-    def __new__(cls, *parts: Any, **keywords: Any) -> "Engine":
-        """Refuse arguments that the constructor does not take, such as a model alone, and name `from_pretrained`."""
-        # In `__new__`, since subclasses define their own constructors.
+    def __new__(cls, *parts: object, **keywords: object) -> "Engine":
+        """Refuse parts that the constructor does not take, such as a model alone, and name `from_pretrained`."""
         check_parts(cls, parts, keywords)
         return super().__new__(cls)
 
@@ -134,7 +133,9 @@ class Engine(Changeable):
         alone, proposer = self.target.ranks.size == 1, self.proposer
         read = proposer.draft_bytes if alone and isinstance(proposer, SearchProposer) else 0
         device, itemsize = self.target.device.type, self.target.dtype.itemsize
-        return StepCosts.assumed(device, read, forward_bytes(self.model), max(proposer.depth, 1), itemsize)
+        return StepCosts.assumed(
+            device, draft=read, forward=forward_bytes(self.model), depth=max(proposer.depth, 1), itemsize=itemsize
+        )
 
     def make_memory(self, rows: int = MOST_ROWS, max_rows: int | None = None, *, reuse: bool = True) -> PagedMemory:
         """Allocate a paged cache for at most `rows` rows of the longest sequence, and prepare the models' forwards.
@@ -174,8 +175,8 @@ class Engine(Changeable):
         if reason and self.target.device.type == "cuda" and not self._warned:
             self._warned = True
             warnings.warn(f"{self.target.name} is decoded without CUDA graphs, slower: {reason}", stacklevel=6)
-        memory, rows = None if reason else owner.open_memory(), min(len(request.lengths), most)
-        # A call owns its rows: it never evicts them, has no queue limit, and reads all prompts at once.
+        memory = None if reason else owner.open_memory()
+        rows = min(len(request.lengths), most)
         limits = Limits(
             rows,
             sys.maxsize,
@@ -185,8 +186,7 @@ class Engine(Changeable):
             admit_together=max(rows // 8, min(rows // 4, 2), 1),  # measured on a GPU: docs/benchmarks.md
         )
         with owner.batches.lent(drafting, memory, request.params, most, speculate=speculate) as batch:
-            scheduler = Scheduler(drafting, memory, limits, speculate, batch)
-            # Sized once for the longest row, as growing during the call would drop captured steps.
+            scheduler = Scheduler(drafting, memory, limits, speculate=speculate, batch=batch)
             batch.reserve(max(request.limits))
             yield scheduler
 
@@ -273,7 +273,7 @@ class Engine(Changeable):
         speculate: bool = True,
         progress: bool = False,
         return_dict_in_generate: bool | None = None,
-        **generation_kwargs: Any,
+        **generation_kwargs: object,
     ) -> Tensor | GenerateOutput:
         """Continue `input_ids` with exactly the tokens of plain decoding.
 
@@ -334,11 +334,21 @@ class Engine(Changeable):
         # 4. Let transformers prepare the call (configs, processors, criteria, rows), and decode the prepared call.
         target, device = self.target, self.target.device
         if PREPARES_ON_HOST and not target.image_arguments:
-            device = torch.device("cpu")  # else each number derived from ids and mask is a launch, and some wait for it
-        mine = OwnArguments(streamer, seed, adapter, speculate, progress, len(input_ids), None, target.device, own)
+            device = torch.device("cpu")  # or each number that follows from ids and mask would be a launch, some a wait
+        mine = OwnArguments(
+            streamer=streamer,
+            seed=seed,
+            adapter=adapter,
+            speculate=speculate,
+            progress=progress,
+            prompts=len(input_ids),
+            temperature=None,
+            device=target.device,
+            params=own,
+        )
         prepared = False
 
-        def decode_prepared(model: PreTrainedModel, input_ids: Tensor, **inputs: Any) -> Tensor | GenerateOutput:
+        def decode_prepared(model: PreTrainedModel, input_ids: Tensor, **inputs: object) -> Tensor | GenerateOutput:
             nonlocal prepared
             prepared = True
             return self._decode(mine, input_ids, inputs)
@@ -370,7 +380,7 @@ class Engine(Changeable):
         seed: Seed = None,
         adapter: AdapterNames = None,
         speculate: bool = True,
-        temperature: Any = None,
+        temperature: float | Sequence[float] | Tensor | None = None,
     ) -> Callable[..., Tensor | GenerateOutput]:
         """Return a function for `model.generate(..., custom_generate=engine.custom_generate())`.
 
@@ -387,7 +397,7 @@ class Engine(Changeable):
         """
         mine = OwnArguments(streamer, seed, adapter, speculate, temperature=temperature)
 
-        def decode_for(model: PreTrainedModel, input_ids: Tensor, **inputs: Any) -> Tensor | GenerateOutput:
+        def decode_for(model: PreTrainedModel, input_ids: Tensor, **inputs: object) -> Tensor | GenerateOutput:
             if model is not self.model:
                 raise ArgumentError("this custom_generate belongs to another model; call generate on engine.model")
             check_shapes(input_ids, inputs.get("attention_mask"))
@@ -408,4 +418,4 @@ class Engine(Changeable):
             if takes_columns(stream):
                 stream = ColumnStream(stream, len(input_ids), request.pad_token)
             with self.scheduler_for(request, mine.speculate) as scheduler:
-                return Call(request, stream).decode(scheduler, mine.progress)
+                return GenerateCall(request, stream).decode(scheduler, mine.progress)

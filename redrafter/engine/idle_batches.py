@@ -41,7 +41,8 @@ class IdleBatches:
 
         Without `memory` it has a dense cache. Later calls may reuse it, unless an exception ends the context.
         """
-        target, draft_model = models.target, models.draft_model if speculate else None
+        target = models.target
+        draft_model = models.draft_model if speculate else None
         rows = min(len(params), max_batch_size)
 
         def make(size: int, caches: PagedRows | DenseRows) -> RunningBatch:
@@ -54,7 +55,8 @@ class IdleBatches:
         versions = memory.follow_changes(target, draft_model)
         # Tables as large as the vocabulary are allocated for no more rows than needed.
         capacity = bucket(rows if any(each.has_tables for each in params) else max(rows, max_batch_size))
-        key, kept = (capacity, draft_model is not None, versions), not any(each.asks_host for each in params)
+        key = (capacity, draft_model is not None, versions)
+        kept = not any(each.asks_host for each in params)
         with self._lock:
             # Captured steps of a batch may read weights that were replaced since.
             outdated = [x for x in self._idle if any(a != b for a, b in zip(x[0][-1], versions, strict=False))]

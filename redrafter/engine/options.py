@@ -13,7 +13,7 @@ from redrafter.options import option, whole
 if TYPE_CHECKING:
     import torch
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., object])
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def takes_options(function: Function) -> Function:
 
 
 def split_keywords(
-    caller: Callable[..., Any], keywords: Mapping[str, Any]
+    caller: Callable[..., object], keywords: Mapping[str, Any]
 ) -> tuple[EngineOptions, dict[str, Any], Mapping[str, str | Path] | None]:
     """Split the keyword arguments of a `from_pretrained`, the `caller`.
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -42,7 +41,7 @@ class PromptLookup(Engine):
         *,
         ngram: int = 2,
         draft_len: int = 4,
-        **keywords: Any,
+        **keywords: object,
     ) -> "PromptLookup":
         """Load a target.
 

@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -112,7 +111,7 @@ class ReDrafter(Engine):
         node_budget: int | None = None,
         tuning: str | Path | None = "auto",
         draft_quantization: str | None = None,
-        **keywords: Any,
+        **keywords: object,
     ) -> "ReDrafter":
         """Load a target and its drafter; both may be a hub id, a directory or a loaded object.
 
@@ -161,7 +160,9 @@ class ReDrafter(Engine):
             # Refuse a wrong drafter before the target's weights are loaded.
             check_drafter(drafter)
         target = bind(model, **load)
-        drafter, defaults = load_drafter(model, drafter, target, load.get("revision"), draft_quantization)
+        drafter, defaults = load_drafter(
+            model, drafter, target, revision=load.get("revision"), quantization=draft_quantization
+        )
         shapes = find_tuning(tuning, target, drafter) if asked == TreeShape() else None
         merged = defaults.shape
         # The checkpoint's copy of the drafter's default is no request: on a CPU, fewer levels may be drafted.
@@ -184,7 +185,8 @@ class ReDrafter(Engine):
             shape = self.tuning.shape_for(rows)
         elif self.shape.node_budget is None:
             costs, whole = self._assumed, self.proposer
-            verified, free = time_at(costs.trees, step_tokens(whole, rows)), NEARLY_FREE[self.target.device.type]
+            verified = time_at(costs.trees, step_tokens(whole, rows))
+            free = NEARLY_FREE[self.target.device.type]
             if verified > free * time_at(costs.steps, rows):
                 best = self._best_shapes(self._assumed, rows, (QUALITY,))
                 shape = best[0] if best else None
@@ -204,8 +206,11 @@ class ReDrafter(Engine):
         """
         if not self.pauses:
             return super().draft_policy(sizes, memory)
-        costs, on_cpu = self.step_costs(memory), self.target.device.type == "cpu"
-        kinds, known, copying = dict[int, list[Proposer]](), list[tuple[int, Proposer, float]](), dict[int, Proposer]()
+        costs = self.step_costs(memory)
+        on_cpu = self.target.device.type == "cpu"
+        kinds = dict[int, list[Proposer]]()
+        known = list[tuple[int, Proposer, float]]()
+        copying = dict[int, Proposer]()
         for size in sizes:
             found = [self.proposer_for(size)]
             if self.adapts:

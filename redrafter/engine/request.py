@@ -41,7 +41,7 @@ def row_seeds(seed: Any, rows: int) -> list[int]:
     For None, s is drawn from torch's CPU generator, so that `torch.manual_seed` makes calls reproducible.
     """
 
-    def in_python(value: Any) -> Any:
+    def in_python(value: object) -> Any:
         return value.tolist() if hasattr(value, "tolist") else value
 
     seed = in_python(torch.randint(1 << 62, (), device="cpu") if seed is None else seed)
@@ -83,7 +83,7 @@ def row_adapters(adapter: AdapterNames, prompts: int, rows: int) -> list[str | N
 
 
 def with_temperature(
-    processors: LogitsProcessorList, temperature: Any, rows: int, *, sampled: bool
+    processors: LogitsProcessorList, temperature: float | Sequence[float] | Tensor | None, rows: int, *, sampled: bool
 ) -> list[LogitsProcessor]:
     """Return the processors of a call with a temperature by row at the position of transformers' own.
 
@@ -117,10 +117,12 @@ class OwnArguments(NamedTuple):
     adapter: AdapterNames = None
     speculate: bool = True
     progress: bool = False
-    prompts: int | None = None  # number of prompts, with equally many output rows each; None for one row each
-    temperature: Any = None  # one value per output row, which replaces the config's; None for the config's
-    device: torch.device | None = None  # device of the returned ids; None for the device of the given ones
-    params: Mapping[str, Any] = MappingProxyType({})  # parameters of rows: numbers, and `grammar`, one or a list
+    prompts: int | None = None  # each of which has as many output rows; None for as many as rows
+    temperature: float | Sequence[float] | Tensor | None = (
+        None  # one value per output row, in place of the config's; None for the config's
+    )
+    device: torch.device | None = None  # where ids are returned; None for where they are given
+    params: Mapping[str, object] = MappingProxyType({})  # of rows: numbers, and `grammar`, one or a list of one or None
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def read_request(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     attention_mask: Tensor | None = None,
-    **prepared: Any,
+    **prepared: object,
 ) -> Request:
     """Turn a call prepared by Hugging Face into a `Request`; `prepared` are the model's other inputs.
 
@@ -164,8 +166,9 @@ def read_request(
     """
     config, sampled = generation_config, generation_config.do_sample
     check_modes(config, target.model.generation_config)
-    # One copy of ids and mask to the host, instead of a wait for each number derived from them.
-    ids, mask = input_ids.cpu(), None if attention_mask is None else attention_mask.cpu()
+    # A GPU is asked for ids and mask once, instead of for each number that follows from them.
+    ids = input_ids.cpu()
+    mask = None if attention_mask is None else attention_mask.cpu()
     seen = check_ids(ids, mask, target, options)
     images = read_prepared(prepared, ids, seen, target)
     if config.num_return_sequences is not None and config.num_return_sequences < 1:
@@ -198,7 +201,7 @@ def read_request(
     # After the check, which names Hugging Face's processors only.
     given = with_temperature(logits_processor, mine.temperature, rows, sampled=sampled)
     functions, slow = read_processors(given, width=width, prompt=length, vocabulary=target.vocab_size)
-    drawn: list[dict[str, Any]] = [{"temperature": 0.0}] * rows
+    drawn: list[dict[str, object]] = [{"temperature": 0.0}] * rows
     if sampled:
         drawn = [{"seed": each} for each in target.ranks.from_first(row_seeds(mine.seed, rows))]
     by_row = zip(

@@ -66,7 +66,9 @@ def measure_step_costs(memory: PagedMemory, search: SearchProposer) -> StepCosts
     reading = 0.0  # on a CPU, attention reads keys and values again for each node, which the trees' curve includes
     if target.device.type == "cuda":  # these sequences are short
         reading = time_to_read(memory, steps[0][1])
-    return target.ranks.from_first(StepCosts(steps, trees, searches, levels, reading))
+    return target.ranks.from_first(
+        StepCosts(steps=steps, trees=trees, searches=searches, levels=levels, reading=reading)
+    )
 
 
 def time_to_read(memory: PagedMemory, step: float) -> float:
@@ -118,8 +120,11 @@ class _Steps:
         state.length.fill_(COMMITTED)
         with device:
             table = torch.zeros(rows, blocks, dtype=torch.int32)
-            zeros, ids = torch.zeros(rows, dtype=torch.long), torch.arange(target.vocab_size)
-            sampler = Sampler(None, (), torch.ones(rows), zeros, zeros, ids)
+            zeros = torch.zeros(rows, dtype=torch.long)
+            ids = torch.arange(target.vocab_size)
+            sampler = Sampler(
+                seeds=None, processors=(), temperature=torch.ones(rows), prompt=zeros, limit=zeros, ids=ids
+            )
         cache = PagedCache(self._memory.store, table, zeros)
         step = CapturedStep(state, proposer, target, cache, sampler, keeps_logits=False)
         self._memory.capturer.capture(step)

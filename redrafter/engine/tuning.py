@@ -44,7 +44,7 @@ class Tuning:
     costs: StepCosts | None = None  # costs of steps in seconds; absent in older files
     prompts: str = ""  # name of the file of prompts
     date: str = ""  # when it was measured
-    measured: tuple[Mapping[str, Any], ...] = ()  # raw measurements, for reference
+    measured: tuple[Mapping[str, object], ...] = ()  # raw measurements, for reference
     path: Path | None = field(default=None, compare=False)  # file that it was read from; not part of the document
 
     def __post_init__(self) -> None:
@@ -79,8 +79,8 @@ class Tuning:
                     "pass tuning=None (--tuning none)"
                 )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the content of the tuning file as a dict of JSON values.
+    def to_dict(self) -> dict[str, object]:
+        """Return the content of the tuning file: a dict of nothing but what JSON can express.
 
         Its keys are the names of the attributes. In `shapes` and `step_costs`, batch sizes are strings; each shape is a
         dict of its fields or None.
@@ -105,7 +105,7 @@ class Tuning:
         write_atomically(Path(path), json.dumps(self.to_dict()) + "\n")
 
     @classmethod
-    def read(cls, path: str | Path) -> "Tuning":
+    def from_file(cls, path: str | Path) -> "Tuning":
         """Read a tuning; `CheckpointError` when the file cannot be read or is not one."""
         try:
             return replace(_from_dict(json.loads(Path(path).read_text(encoding="utf-8"))), path=Path(path))
@@ -115,7 +115,7 @@ class Tuning:
             ) from error
 
 
-def _from_dict(document: Any) -> Tuning:
+def _from_dict(document: object) -> Tuning:
     if not isinstance(document, dict) or not isinstance(document.get("shapes"), dict):
         raise TypeError('it must be a JSON object with "shapes" by batch size')
     shapes = {int(rows): None if shape is None else TreeShape(**shape) for rows, shape in document["shapes"].items()}
@@ -144,7 +144,7 @@ def find_tuning(tuning: str | Path | None, target: Target, drafter: DrafterModel
     path = tuning_path(target, drafter) if tuning == "auto" else Path(tuning)
     if tuning == "auto" and not path.is_file():
         return None
-    shapes = Tuning.read(path)
+    shapes = Tuning.from_file(path)
     shapes.check(target, drafter, str(path))
     return shapes
 
@@ -163,8 +163,8 @@ def tuning_folder() -> Path:
 
 
 def tunings_of(target: str, drafter: str) -> list[Tuning]:
-    """Read the tunings of a pair of these fingerprints, for any device and any dtype."""
-    return [Tuning.read(path) for path in sorted(tuning_folder().glob(f"*-{target}-{drafter}.json"))]
+    """Read the tunings that are used for a pair of these fingerprints, on any device and in any dtype."""
+    return [Tuning.from_file(path) for path in sorted(tuning_folder().glob(f"*-{target}-{drafter}.json"))]
 
 
 def measured_on(target: Target, drafter: DrafterModel) -> dict[str, str]:
@@ -186,7 +186,8 @@ def device_name(device: torch.device) -> str:
 
 def target_fingerprint(target: Target) -> str:
     """Return a digest of the model's sizes and a few norms, which distinguish it from other models of these sizes."""
-    layers, norms = getattr(target.config, "num_hidden_layers", None), embedding_norms(target.embedding)
+    layers = getattr(target.config, "num_hidden_layers", None)
+    norms = embedding_norms(target.embedding)
     return fingerprint_of_sizes(target.hidden_size, target.vocab_size, layers, norms)
 
 
@@ -206,5 +207,5 @@ def _rounded(norms: Sequence[float]) -> list[str]:
     return [f"{norm:.1e}" for norm in norms]
 
 
-def _digest(values: list[Any]) -> str:
+def _digest(values: list[object]) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:8]

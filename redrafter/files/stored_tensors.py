@@ -37,7 +37,7 @@ class _Stamp(NamedTuple):
     changed: int
 
     @classmethod
-    def of(cls, status: os.stat_result) -> "_Stamp":
+    def from_stat(cls, status: os.stat_result) -> "_Stamp":
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
@@ -67,14 +67,14 @@ def read_safetensors(files: Sequence[Path]) -> dict[str, Tensor]:
     stamps: dict[Path, _Stamp] = {}
     for path in files:
         with open_regular(path) as file:
-            stamps[path] = _Stamp.of(os.fstat(file.fileno()))
+            stamps[path] = _Stamp.from_stat(os.fstat(file.fileno()))
             read = _read_tensors(path, file, stamps[path].size)
         if twice := tensors.keys() & read.keys():
             raise CheckpointError(f"{path} holds {min(twice)}, which another file of the checkpoint holds too")
         tensors |= read
     # After the last file, as the first one may be changed while the others are read.
     for path, stamp in stamps.items():
-        if not path.exists() or _Stamp.of(path.stat()) != stamp:
+        if not path.exists() or _Stamp.from_stat(path.stat()) != stamp:
             raise CheckpointError(f"{path} was changed while it was read: give it again once it is written")
     return tensors
 

@@ -178,12 +178,11 @@ def draft_ids(
         if size is not None:
             raise CheckpointError(f"{directory} has no tensor d2t, which maps its {size} ids to the base's")
         return {}
-    # d2t holds differences: the base's id less the drafter's.
-    offsets = tensors["d2t"].read(0, tensors["d2t"].length).long()
+    offsets = tensors["d2t"].read_rows(0, tensors["d2t"].length).long()
     ids = offsets + torch.arange(len(offsets))
     check_draft_ids(ids, size or vocab_size, vocab_size, directory, "d2t")
     if "t2d" in tensors:
-        known = tensors["t2d"].read(0, tensors["t2d"].length).bool()
+        known = tensors["t2d"].read_rows(0, tensors["t2d"].length).bool()
         if len(known) != vocab_size or not torch.equal(known.nonzero().flatten(), ids.sort().values):
             raise CheckpointError(f"{directory} has d2t and t2d that do not name the same ids")
     if size is None:
@@ -256,7 +255,7 @@ def to_speculators_tensors(tensors: Mapping[str, LazyTensor], config: EagleConfi
     written = {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in tensors.items()}
     ids, stored = torch.arange(config.vocab_size), written.pop("draft_ids", None)
     if stored is not None:
-        ids = stored.read(0, stored.length)
+        ids = stored.read_rows(0, stored.length)
     known = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
     maps = {"d2t": ids - torch.arange(len(ids)), "t2d": known}
     return written | {name: memory_tensor("draft_ids", tensor) for name, tensor in maps.items()}
@@ -268,4 +267,4 @@ def is_same(one: LazyTensor, other: LazyTensor) -> bool:
         return False
     starts = range(0, one.length, ROWS_AT_ONCE)
     blocks = ((first, min(first + ROWS_AT_ONCE, one.length)) for first in starts)
-    return all(torch.equal(one.read(*block), other.read(*block)) for block in blocks)
+    return all(torch.equal(one.read_rows(*block), other.read_rows(*block)) for block in blocks)

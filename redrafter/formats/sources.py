@@ -89,7 +89,7 @@ class SourceBase:
         shape = (getattr(config, "vocab_size", 0), config_width(config) if hasattr(config, "hidden_size") else 0)
         tables = {name: x for name, x in self.tensors.items() if x.shape == shape and x.dtype in FLOAT_DTYPES}
         rows = torch.linspace(0, max(shape[0] - 1, 0), NORM_ROWS).long().tolist()
-        return {name: [x.read(row, row + 1).float().norm().item() for row in rows] for name, x in tables.items()}
+        return {name: [x.read_rows(row, row + 1).float().norm().item() for row in rows] for name, x in tables.items()}
 
     def check_fits(self, drafter: AnyDrafterConfig) -> None:
         """Raise `MismatchError`, with the values of both, if a drafter was made for another base."""
@@ -186,7 +186,7 @@ class SourceDrafter:
         with torch.device("meta"):
             drafter = make_drafter(self.config)
         # `assign`, since parameters on the meta device have no memory to copy into.
-        drafter.load_state_dict({name: x.read(0, x.length) for name, x in self.tensors.items()}, assign=True)
+        drafter.load_state_dict({name: x.read_rows(0, x.length) for name, x in self.tensors.items()}, assign=True)
         return drafter
 
 
@@ -215,7 +215,7 @@ def open_drafter(directory: Path, recurrence: str | None = None, *, whole: bool 
         )
     if kind == "merged checkpoint":
         drafter = open_drafter(directory / DRAFTER_FOLDER)
-        return replace(drafter, kind=kind, defaults=Defaults.read(directory / SHAPE_FILE))
+        return replace(drafter, kind=kind, defaults=Defaults.from_file(directory / SHAPE_FILE))
     source_name: Callable[[str], str] = str
     defaults = Defaults()
     config: AnyDrafterConfig
@@ -281,7 +281,7 @@ def _check_tensors(drafter: SourceDrafter, source_name: Callable[[str], str]) ->
             short = dtype_name(tensor.dtype)
             raise CheckpointError(f"{directory} has {tensor.name} as {short}, which a drafter cannot be computed in")
     draft_ids = drafter.tensors.get("draft_ids")
-    ids = None if draft_ids is None else draft_ids.read(0, draft_ids.length)
+    ids = None if draft_ids is None else draft_ids.read_rows(0, draft_ids.length)
     check_draft_ids(ids, config.draft_vocab_size, config.vocab_size, directory)
 
 

@@ -31,14 +31,14 @@ class LazyTensor:
         name: Its name in the source; the names of all parts for a tensor made of several.
         shape: Its shape.
         dtype: Its number format.
-        read: Reads the rows `[first:last]`. A tensor without dimensions has one row.
+        read_rows: Reads the rows `[first:last]`. A tensor without dimensions has one row.
         read_factor: Rows' worth of memory that reading one row takes.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    read: Callable[[int, int], Tensor]
+    read_rows: Callable[[int, int], Tensor]
     read_factor: int = 1
 
     @property
@@ -70,8 +70,7 @@ def open_file(file: Path) -> dict[str, LazyTensor]:
 def _file_tensor(name: str, header: Header) -> LazyTensor:
     file, shape, code = header
 
-    def read(first: int, last: int) -> Tensor:
-        # Opened for each read, so that thousands of tensors do not keep file handles.
+    def read_rows(first: int, last: int) -> Tensor:
         with safe_open(file, framework="pt") as tensors:
             return tensors.get_slice(name)[first:last] if shape else tensors.get_tensor(name)
 
@@ -80,7 +79,7 @@ def _file_tensor(name: str, header: Header) -> LazyTensor:
         raise UnsupportedError(f"{file}: {name} is stored as {code}, which is not known here")
 
     dtype = SAFETENSORS_DTYPES.get(code)
-    return LazyTensor(name, shape, dtype or torch.uint8, refuse if dtype is None else read)
+    return LazyTensor(name, shape, dtype or torch.uint8, refuse if dtype is None else read_rows)
 
 
 def check_tensors(
@@ -125,8 +124,8 @@ def memory_tensor(name: str, tensor: Tensor) -> LazyTensor:
 def cast(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
     """Return a tensor in another number format; reading it raises `ArgumentError` if a number is too large for it."""
 
-    def read(first: int, last: int) -> Tensor:
-        before = tensor.read(first, last)
+    def read_rows(first: int, last: int) -> Tensor:
+        before = tensor.read_rows(first, last)
         after = before.to(dtype)
         # Counted, as numbers may have been infinite or NaN before.
         if after.isfinite().sum() < before.isfinite().sum():
@@ -135,12 +134,14 @@ def cast(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
             raise ArgumentError(f"{tensor.name} holds {largest:g}, too much for {short}: choose another --dtype")
         return after
 
-    return tensor if tensor.dtype == dtype else replace(tensor, dtype=dtype, read=read)
+    return tensor if tensor.dtype == dtype else replace(tensor, dtype=dtype, read_rows=read_rows)
 
 
 def slice_rows(tensor: LazyTensor, first: int, last: int) -> LazyTensor:
     """Return the rows `tensor[first:last]`."""
-    return replace(tensor, shape=(last - first, *tensor.shape[1:]), read=lambda a, b: tensor.read(first + a, first + b))
+    return replace(
+        tensor, shape=(last - first, *tensor.shape[1:]), read_rows=lambda a, b: tensor.read_rows(first + a, first + b)
+    )
 
 
 def slice_columns(tensor: LazyTensor, first: int, last: int) -> LazyTensor:
@@ -148,7 +149,7 @@ def slice_columns(tensor: LazyTensor, first: int, last: int) -> LazyTensor:
     return replace(
         tensor,
         shape=(tensor.length, last - first),
-        read=lambda a, b: tensor.read(a, b)[:, first:last],
+        read_rows=lambda a, b: tensor.read_rows(a, b)[:, first:last],
         read_factor=-(-tensor.shape[1] // max(last - first, 1)),
     )
 
@@ -156,26 +157,26 @@ def slice_columns(tensor: LazyTensor, first: int, last: int) -> LazyTensor:
 def concat_rows(parts: Sequence[LazyTensor]) -> LazyTensor:
     """Return tensors concatenated along their rows, which must match in shape and format."""
 
-    def read(first: int, last: int) -> Tensor:
+    def read_rows(first: int, last: int) -> Tensor:
         pieces, start = [], 0
         for part in parts:
             a, b = max(first - start, 0), min(last - start, part.length)
             if a < b:
-                pieces.append(part.read(a, b))
+                pieces.append(part.read_rows(a, b))
             start += part.length
-        return torch.cat(pieces) if pieces else parts[0].read(0, 0)
+        return torch.cat(pieces) if pieces else parts[0].read_rows(0, 0)
 
     _check_alike(parts, {(part.dtype, part.shape[1:]) for part in parts})
     shape = (sum(part.length for part in parts), *parts[0].shape[1:])
-    return parts[0] if len(parts) == 1 else LazyTensor(_join_names(parts), shape, parts[0].dtype, read)
+    return parts[0] if len(parts) == 1 else LazyTensor(_join_names(parts), shape, parts[0].dtype, read_rows)
 
 
 def concat_columns(parts: Sequence[LazyTensor]) -> LazyTensor:
     """Return matrices concatenated along their columns, which must match in length and format."""
     _check_alike(parts, {(part.dtype, part.length, len(part.shape)) for part in parts})
     shape = (parts[0].length, sum(part.shape[1] for part in parts))
-    read = lambda a, b: torch.cat([part.read(a, b) for part in parts], dim=1)  # noqa: E731
-    return parts[0] if len(parts) == 1 else LazyTensor(_join_names(parts), shape, parts[0].dtype, read)
+    read_rows = lambda a, b: torch.cat([part.read_rows(a, b) for part in parts], dim=1)  # noqa: E731
+    return parts[0] if len(parts) == 1 else LazyTensor(_join_names(parts), shape, parts[0].dtype, read_rows)
 
 
 def _check_alike(parts: Sequence[LazyTensor], kinds: set[Any]) -> None:
@@ -215,8 +216,7 @@ def write_safetensors(
             step = max(WRITE_BLOCK_BYTES * tensor.length // max(tensor.nbytes * tensor.read_factor, 1), 1)
             for first in range(0, tensor.length, step):
                 last = min(first + step, tensor.length)
-                block = tensor.read(first, last).contiguous()
-                # The header is written already, so another shape would corrupt the file.
+                block = tensor.read_rows(first, last).contiguous()
                 if block.dtype != tensor.dtype or block.shape not in ((last - first, *tensor.shape[1:]), tensor.shape):
                     raise CheckpointError(
                         f"{tensor.name} holds {list(block.shape)} {block.dtype} where its header says "

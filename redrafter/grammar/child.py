@@ -62,7 +62,7 @@ class CompiledGrammar:
         if age == self.age:
             self._first, self.age = run_in_deep_thread(self._compile), age + 1
 
-    def _compile(self) -> Any:
+    def _compile(self) -> object:
         """Return a matcher at the beginning of a text.
 
         A first token is tried, since a grammar that is too large or matches nothing may fail only there.
@@ -116,14 +116,14 @@ def _ebnf_to_lark(text: str) -> str:
     return lark
 
 
-def run_in_deep_thread(work: Callable[[], Any], nice: int = 0) -> Any:
+def run_in_deep_thread(work: Callable[[], object], nice: int = 0) -> Any:
     """Call a function in a thread with a stack of `STACK_BYTES` bytes; return its result or raise its exception.
 
     `nice` is added to the niceness, on Linux to that thread's alone.
     """
-    result: Future[Any] = Future()
+    result: Future[object] = Future()
 
-    def run() -> None:
+    def do_work() -> None:
         try:
             os.nice(nice)
             result.set_result(work())
@@ -132,7 +132,7 @@ def run_in_deep_thread(work: Callable[[], Any], nice: int = 0) -> Any:
 
     before = threading.stack_size(limits.STACK_BYTES)
     try:
-        thread = threading.Thread(target=run)
+        thread = threading.Thread(target=do_work)
         thread.start()
     finally:
         threading.stack_size(before)
@@ -312,7 +312,7 @@ def prepare(end: bytearray, tokenizer: bytearray) -> Callable[[socket.socket], N
     return lambda connection: _follow(connection, vocabulary)
 
 
-def _follow(connection: socket.socket, vocabulary: Any) -> None:
+def _follow(connection: socket.socket, vocabulary: object) -> None:
     """Compile the grammar that is sent, then answer questions about its texts until the connection is closed.
 
     The first message is `+` and the size of the compiled grammar in bytes, or `-` and an error message. Then come
@@ -339,7 +339,7 @@ def _follow(connection: socket.socket, vocabulary: Any) -> None:
             states.pop(text, None)
         if not questions:
             continue
-        heads: list[Any] = []
+        heads: list[object] = []
         bits: list[bytes] = []
         with bounded_work(limits.step_cpu_seconds(len(questions))):
             for number, ends, known, new, tokens, parents, levels in questions:

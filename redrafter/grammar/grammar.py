@@ -12,13 +12,16 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from itertools import count
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from redrafter.errors import ArgumentError, MissingDependencyError, how_to_install
 from redrafter.grammar.limits import COMPILE_CPU_SECONDS, COMPILE_WAIT_SECONDS, MAX_PROCESS_BYTES, step_cpu_seconds
 from redrafter.grammar.source import GrammarSource, checked_text
 from redrafter.sandbox.frames import receive_frame, send_frame
 from redrafter.sandbox.process import NotPreparedError, SandboxedProcess, Zygote, zygote_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase  # takes seconds to import, and processes of grammars need none
 
 ANSWER_SLACK_SECONDS = 5.0  # wall-clock time that a process may wait for a processor
 
@@ -39,7 +42,7 @@ class GrammarProcess(SandboxedProcess):
         forgotten: Numbers of dropped texts, which the next question reports to the process.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Fork a process from the tokenizer's zygote, which is started if there is none.
 
         Raises:
@@ -114,7 +117,7 @@ class GrammarProcess(SandboxedProcess):
                 self.lock.release()
 
 
-def zygote_for(tokenizer: Any) -> Zygote:
+def zygote_for(tokenizer: "PreTrainedTokenizerBase") -> Zygote:
     """Return the zygote of a tokenizer, a new one if there is none or it has died."""
     if sys.platform == "win32":
         raise MissingDependencyError("grammars need Unix sockets, which Windows lacks: use Linux or macOS")
@@ -153,7 +156,9 @@ class Grammar:
         process: The process that follows its texts.
     """
 
-    def __init__(self, source: str | GrammarSource, tokenizer: Any, process: GrammarProcess | None = None) -> None:
+    def __init__(
+        self, source: str | GrammarSource, tokenizer: "PreTrainedTokenizerBase", process: GrammarProcess | None = None
+    ) -> None:
         """Compile a grammar.
 
         Args:
@@ -169,37 +174,37 @@ class Grammar:
         self.process.compile(self.source)
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | bool | str, tokenizer: Any) -> "Grammar":
+    def json_schema(cls, schema: Mapping[str, object] | bool | str, tokenizer: "PreTrainedTokenizerBase") -> "Grammar":
         """Allow JSON that a schema describes; keywords that llguidance does not know are refused."""
         return cls(GrammarSource.json_schema(schema), tokenizer)
 
     @classmethod
-    def json_object(cls, tokenizer: Any) -> "Grammar":
+    def json_object(cls, tokenizer: "PreTrainedTokenizerBase") -> "Grammar":
         """Allow any JSON object."""
-        return cls(GrammarSource.of({"json_object": True}), tokenizer)
+        return cls(GrammarSource.from_spec({"json_object": True}), tokenizer)
 
     @classmethod
-    def regex(cls, pattern: str, tokenizer: Any) -> "Grammar":
+    def regex(cls, pattern: str, tokenizer: "PreTrainedTokenizerBase") -> "Grammar":
         """Allow texts that a regular expression matches as a whole; it has no look-around and no back-references."""
         return cls(GrammarSource("regex", checked_text(pattern)), tokenizer)
 
     @classmethod
-    def lark(cls, text: str, tokenizer: Any) -> "Grammar":
+    def lark(cls, text: str, tokenizer: "PreTrainedTokenizerBase") -> "Grammar":
         """Allow the texts of a context-free grammar in llguidance's variant of Lark, which begins at `start`."""
         return cls(GrammarSource("lark", checked_text(text)), tokenizer)
 
     @classmethod
-    def ebnf(cls, text: str, tokenizer: Any) -> "Grammar":
+    def ebnf(cls, text: str, tokenizer: "PreTrainedTokenizerBase") -> "Grammar":
         """Allow the texts of a context-free grammar in GBNF, llama.cpp's notation, which begins at `root`."""
         return cls(GrammarSource("ebnf", checked_text(text)), tokenizer)
 
     @classmethod
-    def choice(cls, texts: Sequence[str], tokenizer: Any) -> "Grammar":
+    def choice(cls, texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> "Grammar":
         """Allow one of several texts."""
         return cls(GrammarSource.choice(texts), tokenizer)
 
     @classmethod
-    def of(cls, spec: Mapping[str, Any] | str, tokenizer: Any) -> "Grammar":
+    def of(cls, spec: Mapping[str, object] | str, tokenizer: "PreTrainedTokenizerBase") -> "Grammar":
         """Make a grammar of any kind.
 
         Args:
@@ -207,7 +212,7 @@ class Grammar:
                 `{"choice": [...]}`, or one of these as JSON.
             tokenizer: The tokenizer of the texts; a fast one.
         """
-        return cls(GrammarSource.of(spec), tokenizer)
+        return cls(GrammarSource.from_spec(spec), tokenizer)
 
     def restore(self) -> None:
         """Compile the grammar again if its process has ended, for texts that begin later."""

@@ -25,7 +25,7 @@ class GrammarSource(NamedTuple):
     around: str = ""
 
     @classmethod
-    def of(cls, spec: object) -> "GrammarSource":
+    def from_spec(cls, spec: object) -> "GrammarSource":
         """Make a source of a mapping from one of `KINDS` to its value, such as `{"regex": ...}`, or of its JSON.
 
         Raises:

@@ -92,7 +92,7 @@ class AttentionInputs:
     chunk_size: int = 0
 
     @classmethod
-    def of(
+    def from_arguments(
         cls, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, key_layer: int, values: Tensor, value_layer: int,
         *rest: Any, **settings: Any,
     ) -> "AttentionInputs":  # fmt: skip

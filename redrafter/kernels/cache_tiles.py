@@ -85,8 +85,8 @@ def store_new(
     tl.store(v_at[:, None] + dv, to_cache(value, VALUES, LARGEST), inside[:, None] & (dv < DV))
 
 
-def storing_sizes(inputs: AttentionInputs) -> dict[str, Any]:
-    """Return the compile and launch options of a kernel that stores new keys and values."""
+def storing_sizes(inputs: AttentionInputs) -> dict[str, object]:
+    """Return how a kernel that stores new keys and values is compiled and launched."""
     dk, dv = inputs.query.shape[2], inputs.value.shape[2]
     assert inputs.query.stride(2) == inputs.key.stride(2) == inputs.value.stride(2) == 1, (
         "a head's vector is contiguous"

@@ -27,7 +27,7 @@ MIN_TIMED_CALLS = 5  # fewest on a CPU, where timing stops after MAX_CPU_SECONDS
 MAX_CPU_SECONDS = 0.5
 
 Arrival = tuple[float, int, int]  # seconds from the call, row, and how many tokens it gained
-Prompts = Sequence[Sequence[int]]  # token ids of each prompt
+PromptIds = Sequence[Sequence[int]]  # token ids of each prompt
 
 
 class Stopwatch:
@@ -142,7 +142,7 @@ class RepeatedRuns:
     @property
     def stats(self) -> Stats:
         """Speculation statistics of the first repeat, summed over its batches."""
-        return GenerateStats.of([run.stats for run in self.repeats[0]], None)
+        return GenerateStats.from_rows([run.stats for run in self.repeats[0]], None)
 
     def texts(self, repeat: int = 0) -> list[list[int]]:
         """Return the new token ids of each prompt in a repeat."""
@@ -183,8 +183,8 @@ def describe_stats(stats: Stats) -> StatsEntries:
 
 
 def run_in_turn(
-    ways: Sequence[Callable[[Prompts, int], Run]],
-    batches: Sequence[Prompts],
+    ways: Sequence[Callable[[PromptIds, int], Run]],
+    batches: Sequence[PromptIds],
     repeats: int,
     progress: Callable[[str], None] = lambda text: None,
     *,
@@ -211,7 +211,7 @@ def run_in_turn(
 
 
 def timed_run(
-    engine: Engine, prompts: Prompts, pad_token: int, watch: Stopwatch | None = None, **arguments: Any
+    engine: Engine, prompts: PromptIds, pad_token: int, watch: Stopwatch | None = None, **arguments: Any
 ) -> Run:
     """Decode prompts in one timed call of `engine.generate`, with further `arguments` such as a streamer."""
     ids, mask = padded(prompts, pad_token)
@@ -253,7 +253,7 @@ def transformers_run(
     with hook, Stopwatch(model.device) as watch:
         out = model.generate(ids, attention_mask=mask, **arguments)
     text = out[0, ids.shape[1] :].tolist()
-    return Run([text], GenerateStats.of([Stats(steps=len(forwards), emitted=len(text))], None), watch.seconds)
+    return Run([text], GenerateStats.from_rows([Stats(steps=len(forwards), emitted=len(text))], None), watch.seconds)
 
 
 class _Arrivals:
@@ -294,7 +294,7 @@ class Workload:
     """
 
     engine: ReDrafter
-    prompts: Prompts
+    prompts: PromptIds
     pad_token: int  # pads prompts of a batch to one length
     num_prompts: int  # minimum number of rows measured per batch size; row i continues prompt i modulo their number
     max_new_tokens: int
@@ -307,7 +307,7 @@ class Workload:
         cls,
         engine: ReDrafter,
         tokenizer: PreTrainedTokenizerBase,
-        prompts: Prompts,
+        prompts: PromptIds,
         options: WorkSettings,
         num_prompts: int = 1,
     ) -> "Workload":
@@ -358,7 +358,7 @@ class Workload:
         ends = {"eos_token_id": list(self.ends)} if self.ends else {}
         return {"max_new_tokens": self.max_new_tokens} | ends | (sampling if self.temperature else {"do_sample": False})
 
-    def run_batch(self, batch: Prompts, speculate: bool, *, seed: int = 0) -> Run:
+    def run_batch(self, batch: PromptIds, speculate: bool, *, seed: int = 0) -> Run:
         """Decode a batch in one timed run without cached prefixes; `seed` is added to the workload's seed."""
         # Otherwise a repeated prompt would skip its prefill.
         self.engine.forget_prefixes()
@@ -370,7 +370,7 @@ class Workload:
         return replace(run, arrivals=arrivals.noted)
 
 
-def padded(batch: Prompts, pad_token: int) -> tuple[Tensor, Tensor]:
+def padded(batch: PromptIds, pad_token: int) -> tuple[Tensor, Tensor]:
     """Return the ids and the attention mask of prompts, `[B, P]` int64 each, padded on the left with `pad_token`."""
     rows = [torch.tensor(row, dtype=torch.long) for row in batch]
     ids = pad_sequence(rows, batch_first=True, padding_value=pad_token, padding_side="left")

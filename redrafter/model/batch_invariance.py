@@ -108,8 +108,9 @@ def small_pool(shapes: Sequence[LayerShape]) -> KVCachePool:
 
 
 def _read(forward: VarlenForward, sizes: Sequence[int], pool: KVCachePool) -> Tensor:
-    """Return the logits of a sequence, `[T, V]`, that is read in forwards of these numbers of tokens."""
-    bound, blocks = forward.bound, min(pool.num_blocks - 1, 1 + -(-TOKENS // BLOCK_SIZE))
+    """Return the logits of a text, `[T, V]`, that is read in forwards of these numbers of tokens."""
+    bound = forward.bound
+    blocks = min(pool.num_blocks - 1, 1 + -(-TOKENS // BLOCK_SIZE))
     bounds = [x for x in (bound.context, bound.fixed_rope_context, blocks * BLOCK_SIZE) if x is not None]
     count = min([sum(sizes), *bounds])
     ids = (torch.arange(count, device=bound.device) * 7919 + 11) % bound.vocab_size
@@ -138,8 +139,8 @@ class RowByRow:
         self._configs = list({id(module.config): module.config for module in experts}.values())
         self._on_cpu = device.type == "cpu"
 
-    def apply(self, patch: ModelPatch) -> None:
-        """Patch one forward to compute row by row."""
+    def add_to(self, patch: ModelPatch) -> None:
+        """Have one forward compute row by row."""
         for config in self._configs:
             patch.set(config, "_experts_implementation", EXPERTS_NAME)
         patch.enter(_InvariantLinears())
@@ -151,7 +152,7 @@ class RowByRow:
 class _InvariantLinears(TorchFunctionMode):
     """Replaces the product of every linear layer."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         return (_linear if func is linear else func)(*args, **(kwargs or {}))
 
 
@@ -181,8 +182,8 @@ def experts_row_by_row(module: Any, hidden: Tensor, experts: Tensor, weights: Te
     return total.to(hidden.dtype)
 
 
-def _product(module: Any, name: str, x: Tensor, expert: Tensor) -> Tensor:
-    """Return the product of each row with its expert's weight of this name, plus that expert's bias if it has one."""
+def _product(module: nn.Module, name: str, x: Tensor, expert: Tensor) -> Tensor:
+    """Return the product of each row with its expert's weight of that name, and that expert's bias if it has one."""
     weight = getattr(module, name)
     x = invariant_expert_linear(x, weight.transpose(1, 2) if module.is_transposed else weight, expert)
     return x + getattr(module, f"{name}_bias")[expert] if module.has_bias else x
@@ -194,7 +195,7 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, experts_row_by_row)
 class _FullVectors(TorchDispatchMode):
     """Computes pointwise functions with the same instructions for every number of a tensor."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         x = args[0] if args else None
         numbers = isinstance(x, Tensor) and x.is_floating_point() and x.numel()
@@ -214,7 +215,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._calls, self._found = calls, found
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         name = func._schema.name
         if self._calls and PRODUCT.fullmatch(name):
             # Products of positions and frequencies multiply single numbers, without a sum.

@@ -11,7 +11,6 @@ head, in addition to the last hidden state (Li et al. 2025, arXiv 2503.01840).
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +45,7 @@ class ForwardBatch:
 
     tree: Tree
     length: Tensor
-    cache: Any  # a `KVCache`; each forward takes one kind
+    cache: KVCache
     logits_index: Tensor | None = None
     inputs: Mapping[Feature, Tensor] = field(default_factory=dict)
     chunks: PromptChunks | None = None
@@ -123,7 +122,7 @@ class Prompts:
     tokens: Tensor
     starts: Sequence[int]  # on the host, as are the ends: a forward is planned without waiting for the device
     ends: Sequence[int]
-    cache: Any = field(repr=False)
+    cache: KVCache = field(repr=False)
     inputs: Mapping[Feature, Tensor] = field(default_factory=dict)
 
     @cached_property

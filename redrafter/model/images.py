@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from redrafter.cache.kv_cache import KVCache
@@ -25,9 +25,9 @@ from redrafter.model.tree_forward import BoundModel
 
 ENCODED = "mm_encoder_outputs"  # the forward's argument for encoded images, by kind
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-_UNKNOWN_FORM = "the model adds images to its layers in an unknown form; pass text alone"
-# Settings that override a model's generation config, while a call is prepared and nothing is drawn.
-_NO_DRAWS: dict[str, Any] = {
+_UNKNOWN_FORM = "the model adds images to its layers in a form that is not known here; pass text alone"
+# What a model's generation config may say of draws, while a call is prepared and nothing is drawn.
+_NO_DRAWS: dict[str, object] = {
     "max_new_tokens": 1,
     "max_length": None,
     "do_sample": False,
@@ -52,10 +52,10 @@ class ImagePrompt:
     """
 
     length: int
-    inputs: Mapping[str, Any]
+    inputs: Mapping[str, object]
     position_shift: int = 0
 
-    def prepare(self, model: Any, ids: Sequence[int]) -> "ImagePrompt":
+    def prepare(self, model: PreTrainedModel, ids: Sequence[int]) -> "ImagePrompt":
         """Return the prompt itself, whose images are encoded already."""
         return self
 
@@ -68,7 +68,7 @@ class ImageInputs:
         inputs: Keyword arguments of `generate` other than ids and mask, such as `pixel_values`.
     """
 
-    inputs: Mapping[str, Any]
+    inputs: Mapping[str, object]
     _prompt: ImagePrompt | None = field(default=None, init=False, repr=False)
 
     def prepare(self, model: Any, ids: Sequence[int]) -> ImagePrompt:
@@ -78,9 +78,9 @@ class ImageInputs:
         """
         if self._prompt is not None:
             return self._prompt
-        prepared: dict[str, Any] = {}
+        prepared: dict[str, object] = {}
 
-        def keep(model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:
+        def keep(model: PreTrainedModel, input_ids: Tensor, **inputs: object) -> Tensor:
             prepared.update(inputs)
             return input_ids
 
@@ -102,8 +102,8 @@ class ImageInputs:
         return row
 
 
-def image_arguments(model: Any) -> frozenset[str]:
-    """Return the names of arguments of `generate` that pass images to a model; none if it cannot take them here.
+def image_arguments(model: PreTrainedModel) -> frozenset[str]:
+    """Return the names of arguments of `generate` that give a model its images; none where it cannot take them here.
 
     They are the arguments of its method that encodes images, as in `generate` of transformers. The result of that
     method must be an argument of the model's forward.
@@ -114,19 +114,21 @@ def image_arguments(model: Any) -> frozenset[str]:
     return frozenset(inspect.signature(encode).parameters.keys() - {"kwargs"})
 
 
-def marks_tokens(name: str, model: Any) -> bool:
+def marks_tokens(name: str, model: PreTrainedModel) -> bool:
     """Return whether 0 in an input of this name marks a token as text, and other numbers as a part of an image."""
     separate = model.config.get_text_config(decoder=True) is not model.config  # GPT-2 embeds its token_type_ids as ids
     return name.endswith("mm_token_type_ids") or (name == "token_type_ids" and separate)
 
 
-def token_type_arguments(model: Any) -> frozenset[str]:
-    """Return the names of arguments of a model's forward that mark tokens as parts of images."""
+def token_type_arguments(model: PreTrainedModel) -> frozenset[str]:
+    """Return the names of arguments of a model's forward that say which tokens are parts of images."""
     return frozenset(name for name in inspect.signature(model.forward).parameters if marks_tokens(name, model))
 
 
-def split_rows(prepared: Mapping[str, Any], ids: Tensor, seen: Tensor, model: Any) -> list[ImagePrompt | None]:
-    """Return for each row the forward's inputs for it alone, without padding; None for a row without images.
+def split_rows(
+    prepared: Mapping[str, Any], ids: Tensor, seen: Tensor, model: PreTrainedModel
+) -> list[ImagePrompt | None]:
+    """Return for each row what the forward takes of it alone, without padding; None for a row without images.
 
     Args:
         prepared: Keyword arguments that transformers would pass to the model for all rows.
@@ -188,7 +190,7 @@ def _flat(features: Any) -> Tensor:
 def _slice(encoded: ModelOutput, tokens: slice) -> ModelOutput:
     """Return some tokens of encoded images, in the model's own format for one image."""
 
-    def take(features: Any) -> Any:
+    def take(features: object) -> object:
         taken = _flat(features)[tokens]
         return taken[None] if isinstance(features, Tensor) else [taken]
 
@@ -200,8 +202,8 @@ def _slice(encoded: ModelOutput, tokens: slice) -> ModelOutput:
     return type(encoded)(**sliced)
 
 
-def to_model(value: Any, device: torch.device) -> Any:
-    """Return tensors, alone or in lists, on a device, and anything else unchanged."""
+def to_model(value: object, device: torch.device) -> object:
+    """Return tensors, alone or in lists, on a device, and anything else as it is."""
     if isinstance(value, Tensor):
         return value.to(device)
     return [to_model(each, device) for each in value] if isinstance(value, list | tuple) else value
@@ -248,8 +250,10 @@ class ImageReader:
             )
         return Support(self._target.features.conflict(IMAGES))
 
-    def read(self, ids: Tensor, prompt: ImagePrompt, cache: KVCache, adapters: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Read one prompt with images into a cache, by the model's own forward.
+    def read_prompt(
+        self, ids: Tensor, prompt: ImagePrompt, cache: KVCache, adapters: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Read one prompt with images into a cache, as the model itself does.
 
         Args:
             ids: The prompt, and the tokens generated before the row was preempted, `[1, P]` int64.
@@ -262,8 +266,9 @@ class ImageReader:
         """
         past = DynamicCache() if cache.fp8 is None else RoundingCache(cache.fp8)
         length = prompt.length + prompt.position_shift
-        logits, hidden = self._read_whole(ids[:, : prompt.length], prompt.inputs, past, adapters, length)
-        # Tokens generated before a preemption are text, with positions after the images'.
+        logits, hidden = self._read_whole(
+            ids[:, : prompt.length], prompt.inputs, past, adapters=adapters, prompt=length
+        )
         if prompt.length < ids.shape[1]:
             positions = torch.arange(prompt.length, ids.shape[1], device=ids.device) + prompt.position_shift
             text = ids[:, prompt.length :], {"position_ids": positions[None]}
@@ -277,5 +282,7 @@ class ImageReader:
             places = torch.arange(ids.shape[1], device=ids.device)
             slots = cache.slots(places[None])
             earlier = (places - 1).clamp(min=0)
-            drafter_layer.write(cache, slots, lambda: slots[earlier], ids[0], places, hidden[0])
+            drafter_layer.write(
+                cache, slots=slots, before=lambda: slots[earlier], ids=ids[0], positions=places, hidden=hidden[0]
+            )
         return logits, hidden[:, -1]

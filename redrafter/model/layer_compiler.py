@@ -21,7 +21,7 @@ Compiled: TypeAlias = Callable[..., Any]
 class LayerCompiler:
     """A backend for torch.compile that cuts graphs into pieces, and compiles equal pieces once."""
 
-    def __init__(self, cuts: Collection[str], compile: Callable[[fx.GraphModule, list[Any]], Compiled]):
+    def __init__(self, cuts: Collection[str], compile: Callable[[fx.GraphModule, list[object]], Compiled]):
         """Make a backend.
 
         Args:
@@ -30,7 +30,7 @@ class LayerCompiler:
         """
         self._cuts, self._compile = frozenset(cuts), compile
 
-    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+    def __call__(self, graph: fx.GraphModule, inputs: Sequence[object]) -> Compiled:
         """Return the compiled function of a graph that Dynamo has traced."""
         number = 0
         numbers = dict[fx.Node, int]()  # odd for operators that are cut out
@@ -40,7 +40,8 @@ class LayerCompiler:
             numbers[node] = number
             number += alone
         whole = split_module(graph, graph, numbers.__getitem__, keep_original_order=True)
-        known, pieces = dict[Any, Compiled](), dict[str, Any](whole.named_children())
+        known = dict[object, Compiled]()
+        pieces = dict[str, Any](whole.named_children())
         for name, piece in pieces.items():
             if any(self._is_cut(node) for node in piece.graph.nodes):
                 continue  # has nothing to compile, and is called as it is
@@ -67,12 +68,12 @@ class LayerCompiler:
         return compiled if several else lambda *inputs: compiled(*inputs)[0]
 
 
-def _structure(piece: fx.GraphModule) -> tuple[Any, ...]:
-    """Return a key that is equal for two pieces only if they compute the same from inputs of the same kinds."""
+def _structure(piece: fx.GraphModule) -> tuple[object, ...]:
+    """Return a key that two pieces share if and only if they compute the same of inputs of the same kinds."""
     names = {node: f"%{index}" for index, node in enumerate(piece.graph.nodes)}
 
-    def described(node: fx.Node) -> tuple[Any, ...]:
-        target: Any = node.target
+    def described(node: fx.Node) -> tuple[object, ...]:
+        target: object = node.target
         if node.op == "placeholder":
             target = _kind(node.meta["example_value"])
         elif node.op == "get_attr":  # a constant tensor, or the body of a branch
@@ -82,7 +83,7 @@ def _structure(piece: fx.GraphModule) -> tuple[Any, ...]:
     return tuple(map(described, piece.graph.nodes))
 
 
-def _kind(x: Any) -> Any:
+def _kind(x: object) -> object:
     """Return the properties of an input that a compiled piece is specialised for."""
     if not isinstance(x, Tensor):
         return str(x)  # a symbolic number

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers import PretrainedConfig, PreTrainedModel
 
 from redrafter.kernels.linear_operators import float8_linear, has_thin_kernel, thin_linear
 from redrafter.model.patch import ModelPatch, has_hooks
@@ -43,7 +44,8 @@ class Float8Linear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         weight, scale = quantize_weight(layer.weight.detach().to(device))
-        self.weight, self.bias = nn.Parameter(weight, requires_grad=False), layer.bias
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = layer.bias
         self.register_buffer("weight_scale", scale)
         self.train(layer.training)
 
@@ -52,8 +54,8 @@ class Float8Linear(nn.Linear):
         product: Tensor = float8_linear(x, self.weight, self.weight_scale, self.bias)
         return product
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Apply a function that moves or casts tensors; a cast changes only the bias."""
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> object:
+        """Apply a function that moves or casts tensors: a cast changes the bias alone."""
 
         def without_cast(tensor: Tensor) -> Tensor:
             return fn(tensor) if tensor is self.bias else fn(tensor.view(torch.uint8)).view(tensor.dtype)
@@ -208,8 +210,8 @@ class FusedLinears:
                 stand_in = (_NextStandIn if index else _FirstStandIn)(module, group, index)
                 self._stand_ins.append((model.get_submodule(parent), attribute, stand_in))
 
-    def apply(self, patch: ModelPatch) -> None:
-        """Replace the layers by their stand-ins."""
+    def add_to(self, patch: ModelPatch) -> None:
+        """Have stand-ins in the places of the layers."""
         for parent, name, stand_in in self._stand_ins:
             patch.put(parent._modules, name, stand_in)
 
@@ -232,24 +234,25 @@ def _fuse(tensors: Sequence[Tensor]) -> Tensor:
     return whole
 
 
-def forward_bytes(model: Any) -> int:
+def forward_bytes(model: PreTrainedModel) -> int:
     """Return the bytes of the weights that one forward of `model` reads.
 
     These are all weights except the embedding table, of which a forward reads a few rows, unless it is also the head.
     For a mixture of experts it is an upper bound, as a forward reads only the chosen experts.
     """
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     skipped = set() if tied else set(map(id, embedding.parameters()))
     return sum(weight.nbytes for weight in model.parameters() if id(weight) not in skipped)
 
 
-def is_quantized(config: Any) -> bool:
+def is_quantized(config: PretrainedConfig) -> bool:
     """Return whether a model's config names a quantisation."""
     return _quantization(config) is not None
 
 
-def shared_scales(config: Any) -> str | None:
+def shared_scales(config: PretrainedConfig) -> str | None:
     """Name the quantisation of a model in which a token's activation scales depend on other tokens of the forward.
 
     Returns None for static, per-token or no activation scales, and for unknown methods.
@@ -263,8 +266,8 @@ def shared_scales(config: Any) -> str | None:
     return None if rule is None else rule(quantization if is_dict else quantization.to_dict())
 
 
-def warn_of_shared_scales(config: Any, name: str) -> None:
-    """Warn that a quantised model cannot be verified exactly, naming its scheme."""
+def warn_of_shared_scales(config: PretrainedConfig, name: str) -> None:
+    """Warn where a quantised model cannot be verified exactly, naming its scheme."""
     scheme = shared_scales(config)
     if scheme is not None:
         warnings.warn(
@@ -274,7 +277,7 @@ def warn_of_shared_scales(config: Any, name: str) -> None:
         )
 
 
-def _quantization(config: Any) -> Any:
+def _quantization(config: PretrainedConfig) -> Any:
     """Return the quantisation's entries in config.json, or the object that transformers made of them, or None."""
     for part in (config, config.get_text_config(decoder=True)):
         if getattr(part, "quantization_config", None):
@@ -301,7 +304,7 @@ def _strategy(args: Mapping[str, Any]) -> str:
     return args.get("strategy") or ("group" if args.get("group_size") else "tensor")
 
 
-def _torchao(entries: Mapping[str, Any]) -> str | None:
+def _torchao(entries: Mapping[str, object]) -> str | None:
     for kind, data in _torchao_configs(entries.get("quant_type")):
         if "DynamicActivation" not in kind:
             continue
@@ -315,8 +318,8 @@ def _torchao(entries: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _torchao_configs(entry: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the names and fields of all configs inside one, which may contain others by layer."""
+def _torchao_configs(entry: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the names and fields of all configs in one, which may hold others, by layer."""
     if not isinstance(entry, Mapping):
         return
     if isinstance(entry.get("_type"), str) and isinstance(entry.get("_data"), Mapping):
@@ -331,9 +334,9 @@ def _bitsandbytes(entries: Mapping[str, Any]) -> str | None:
     return None
 
 
-# Methods not listed here quantise only weights (GPTQ, AWQ, AQLM, HQQ, EETQ, MXFP4, ...), have per-token scales
-# (fbgemm_fp8, fp8, BitNet), or cannot be judged by their config (Quark, FP-Quant, ...).
-_RULES: dict[str, Callable[[Mapping[str, Any]], str | None]] = {
+# Methods not named here quantise weights alone (GPTQ, AWQ, AQLM, HQQ, EETQ, MXFP4, ...), have scales of a token's own
+# (fbgemm_fp8, fp8, BitNet), or do what cannot be known from the config (Quark, FP-Quant, ...).
+_RULES: dict[str, Callable[[Mapping[str, object]], str | None]] = {
     "bitsandbytes": _bitsandbytes,
     "compressed-tensors": _compressed_tensors,
     "torchao": _torchao,

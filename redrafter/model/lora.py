@@ -83,7 +83,7 @@ def _check_layers(model: nn.Module, weights: LoraWeights) -> None:
     """Raise `MismatchError` or `UnsupportedError` if a model lacks linear layers of an adapter's names and widths."""
     for name, (a, b) in weights.layers.items():
         try:
-            layer: Any = model.get_submodule(name)
+            layer = model.get_submodule(name)
         except AttributeError:
             raise MismatchError(
                 f"{weights.source} was made for another model: {type(model).__name__} has no layer {name}"
@@ -190,13 +190,13 @@ class LoraStacks:
         """Set the columns that the tokens of the running forward keep, as returned by `keep`."""
         self._running.value = keep
 
-    def apply(self, patch: ModelPatch, keep: Tensor) -> None:
-        """Replace the layers, or their fused stand-ins, by ones that apply the columns returned by `keep`."""
+    def add_to(self, patch: ModelPatch, keep: Tensor) -> None:
+        """Have stand-ins in the places of the layers, or of fused ones, which apply what `keep` returned."""
         patch.set_running(self._running, keep)
         for name in self._weights:
             parent_name, _, attribute = name.rpartition(".")
             parent = self._model.get_submodule(parent_name)
-            layer: Any = parent._modules[attribute]
+            layer = parent._modules[attribute]
             stand_in = self._stand_ins.get(name)
             # the object is reused, or a compiler would see a new one
             if stand_in is None or stand_in.layer is not layer:
@@ -264,7 +264,9 @@ class AdapterSlots:
             if name in self._by_name:
                 raise ArgumentError(f"an adapter {name!r} is loaded already: unload it first, or use another name")
             _check_layers(self._model, weights)
-            stacks = self.stacks or LoraStacks(self._model, self._device, self._dtype, max_loras, max_lora_rank)
+            stacks = self.stacks or LoraStacks(
+                self._model, self._device, self._dtype, slots=max_loras, rank=max_lora_rank
+            )
             if weights.rank > stacks.rank:
                 raise ArgumentError(
                     f"{weights.source} has rank {weights.rank}, and there is room for rank {stacks.rank}: raise "

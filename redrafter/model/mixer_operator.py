@@ -6,7 +6,6 @@ another, as it does for attention.
 """
 
 from collections.abc import Sequence
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -34,21 +33,22 @@ class _StandIn(nn.Module):
 
     def __init__(self, mixer: Mixer, running: Running):
         super().__init__()
-        self.name, self.at = mixer.tokens_argument, mixer.parameters.index(mixer.tokens_argument)
-        # Above the numbers of all living stand-ins, since a compiled forward contains the number of its stand-in.
+        self.name = mixer.tokens_argument
+        self.at = mixer.parameters.index(mixer.tokens_argument)
+        # Above those of all living stand-ins, since a compiled forward keeps the number of its own.
         self.number = 1 + max(_STAND_INS.keys(), default=0)
         self._mixer, self._forward, self._running = mixer, mixer.module.forward, running
         _STAND_INS[self.number] = self
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the mixed vectors `[B, T, D]` of the mixer's input."""
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
+        """Return the vectors `[B, T, D]` after mixing those that the mixer is given."""
         mixed: Tensor = _MIX(kwargs[self.name] if self.name in kwargs else args[self.at], self.number)
         return mixed
 
     def mix(self, x: Tensor) -> Tensor:
         """Compute the mixer's output for tokens `[B, T, D]`."""
         given = dict.fromkeys(self._mixer.arguments) | {self.name: x}
-        mixed: Tensor = self._running.value.run(self._mixer, self._forward, given)
+        mixed: Tensor = self._running.value.run_mixer(self._mixer, self._forward, given)
         return mixed.contiguous()
 
 
@@ -66,8 +66,8 @@ class MixerOperators:
             if id(module) in by_id
         ]
 
-    def apply(self, patch: ModelPatch, plan: TreeStates | PromptStates) -> None:
-        """Let a plan compute the mixers' outputs. Call the plan's `finish` after the forward."""
+    def add_to(self, patch: ModelPatch, plan: TreeStates | PromptStates) -> None:
+        """Let a plan compute what the mixers return. Call `finish` of the plan after the forward."""
         patch.set_running(self._running, plan)
         for parent, name, stand_in in self._stand_ins:
             patch.put(parent._modules, name, stand_in)

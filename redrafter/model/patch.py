@@ -71,32 +71,32 @@ class ModelPatch:
             undo, *args = self._undo.pop()
             undo(*args)
 
-    def put(self, entries: dict[str, Any], name: str, value: Any) -> None:
-        """Replace an entry of a module's own tables, such as `vars(module)` or the tables of children and buffers."""
+    def put(self, entries: dict[str, Any], name: str, value: object) -> None:
+        """Replace an entry of a module's own tables, such as `vars(module)` or those of its children and buffers."""
         undo = (entries.__setitem__, name, entries[name]) if name in entries else (entries.__delitem__, name)
         self._undo.append(undo)
         entries[name] = value
 
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of a config, or of another object that is not a module."""
+    def set(self, owner: object, name: str, value: object) -> None:
+        """Set an attribute of a config, or of any object that is no module."""
         self._undo.append((setattr, owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
-    def set_running(self, running: Running, value: Any) -> None:
+    def set_running(self, running: Running, value: object) -> None:
         """Pass stand-ins the inputs of this forward."""
         # Not restored at the end: another thread may still be inside a stand-in when the forward has ended.
         running.thread = self._thread
         self.set(running, "value", value)
 
-    def enter(self, context: AbstractContextManager[Any]) -> None:
-        """Enter another context, which is left in the reverse order of declarations."""
+    def enter(self, context: AbstractContextManager[object]) -> None:
+        """Enter another context, which is left in its place in the order of declarations."""
         context.__enter__()
         self._undo.append((context.__exit__, None, None, None))
 
     def hook(
         self,
         module: nn.Module,
-        hook: Callable[..., Any],
+        hook: Callable[..., object],
         *,
         before: bool = False,
         with_kwargs: bool = False,
@@ -115,7 +115,7 @@ class ModelPatch:
         for module in modules:
             self.hook(module, lambda _, __, output: record(output[0] if isinstance(output, tuple) else output))
 
-    def replace_forward(self, module: nn.Module, run: Callable[..., Any]) -> None:
+    def replace_forward(self, module: nn.Module, run: Callable[..., object]) -> None:
         """Call `run(forward, args, kwargs)` in place of a module's forward."""
         forward = module.forward
         self.put(vars(module), "forward", self._own(lambda *args, **kwargs: run(forward, args, kwargs), forward))
@@ -125,13 +125,15 @@ class ModelPatch:
         for module, attribute, original in parts:
             self.put(vars(module), attribute, original)
 
-    def _own(self, function: Callable[..., Any], otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Return a function that calls `otherwise`, or does nothing, in the forwards of other threads."""
+    def _own(
+        self, function: Callable[..., object], otherwise: Callable[..., object] | None = None
+    ) -> Callable[..., object]:
+        """Return a function that does something else, or nothing, in the forwards of other threads."""
         if self._thread is None:
             return function
 
         @wraps(function)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
+        def guarded(*args: object, **kwargs: object) -> Any:
             if threading.get_ident() == self._thread:
                 return function(*args, **kwargs)
             return None if otherwise is None else otherwise(*args, **kwargs)
@@ -153,15 +155,17 @@ class ModelState:
 
     memory: list[tuple[int, int]]
     writes: list[int]
-    code: list[tuple[Any, ...]]
+    code: list[tuple[object, ...]]
     hooked: bool
     compiled: list[CompiledPart]
 
     @classmethod
-    def of(cls, model: nn.Module) -> "ModelState":
-        """Return the current state of a model. The caller holds the lock of its forwards, which set hooks on it."""
-        memory, writes, compiled = list[tuple[int, int]](), list[int](), list[CompiledPart]()
-        code: list[tuple[Any, ...]] = [_hook_ids(torch_module)]
+    def from_model(cls, model: nn.Module) -> "ModelState":
+        """Return the state of a model now. The caller holds the lock of its forwards, which set hooks on it."""
+        memory = list[tuple[int, int]]()
+        writes = list[int]()
+        compiled = list[CompiledPart]()
+        code: list[tuple[object, ...]] = [_hook_ids(torch_module)]
         waiting, seen = [model], set[int]()
         while waiting:  # several times faster than `modules()`
             module: Any = waiting.pop()
@@ -171,7 +175,8 @@ class ModelState:
             state, kind = vars(module), type(module)
             waiting.extend(child for child in state["_modules"].values() if child is not None)
             hooks = _hook_ids(module) if state["_forward_hooks"] or state["_forward_pre_hooks"] else ()
-            forward, adapters = state.get("forward"), _adapters_of(module) if _has_adapters(kind) else None
+            forward = state.get("forward")
+            adapters = _adapters_of(module) if _has_adapters(kind) else None
             code.append((id(module), kind.forward, forward, hooks, adapters))
             if state.get("_compiled_call_impl") is not None:
                 compiled.append((module, "_compiled_call_impl", None))
@@ -181,7 +186,13 @@ class ModelState:
                 if tensor is not None:
                     memory.append((id(tensor), _address(tensor)))
                     writes.append(_count_writes(tensor))
-        return cls(memory, writes, code, bool(code[0]) or any(entry[3] for entry in code[1:]), compiled)
+        return cls(
+            memory=memory,
+            writes=writes,
+            code=code,
+            hooked=bool(code[0]) or any(entry[3] for entry in code[1:]),
+            compiled=compiled,
+        )
 
 
 _TABLES = itemgetter("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks", "training")
@@ -209,9 +220,9 @@ class ModelWatch:
         """Check again, and return whether nothing has changed since the watch was made."""
         return self._look() == self._seen
 
-    def _look(self) -> tuple[Any, ...]:
-        # A model of 32 layers has 400 modules: each loop is a built-in function where there is one, several times
-        # faster than statements.
+    def _look(self) -> tuple[object, ...]:
+        # Of 32 layers, there are 400 modules: each loop is one of Python's own functions where there is one, several
+        # times faster than statements.
         states = [module.__dict__ for module in self._modules]
         kinds: list[Any] = list(map(type, self._modules))
         children, parameters, buffers, before, after, training = zip(*map(_TABLES, states), strict=True)
@@ -220,10 +231,12 @@ class ModelWatch:
         if any(buffers):
             tensors += [x for state in states if state["_buffers"] for x in _saved_buffers(state)]
         try:
-            addresses, writes = list(map(Tensor.data_ptr, tensors)), list(map(_VERSION, tensors))
-        except (RuntimeError, NotImplementedError):  # a tensor without an address or a version
-            addresses, writes = list(map(_address, tensors)), list(map(_count_writes, tensors))
-        kinds_once, adapters = dict.fromkeys(kinds), list[Any]()
+            addresses = list(map(Tensor.data_ptr, tensors))
+            writes = list(map(_VERSION, tensors))
+        except (RuntimeError, NotImplementedError):  # of a tensor without an address, or without a version
+            addresses = list(map(_address, tensors))
+            writes = list(map(_count_writes, tensors))
+        kinds_once, adapters = dict.fromkeys(kinds), list[object]()
         if any(map(_has_adapters, kinds_once)):
             adapters = [_adapters_of(module) for module in self._modules if _has_adapters(type(module))]
         return (
@@ -253,7 +266,7 @@ def _has_adapters(kind: type) -> bool:
     return isinstance(getattr(kind, "disable_adapters", None), property)
 
 
-def _adapters_of(module: Any) -> tuple[Any, ...]:
+def _adapters_of(module: Any) -> tuple[object, ...]:
     """Return the state of the adapters of one of PEFT's layers."""
     return tuple(module.active_adapters), module.disable_adapters, tuple(getattr(module, "merged_adapters", ()))
 
@@ -279,8 +292,8 @@ def hooked_module(model: nn.Module) -> str:
     return next(names, "every module")
 
 
-def _hook_ids(owner: Any) -> tuple[int, ...]:
-    """Return the ids of the forward hooks of a module, or of all modules if `owner` is torch's module of them."""
+def _hook_ids(owner: object) -> tuple[int, ...]:
+    """Return the ids of the forward hooks of a module, or of all modules where `owner` is torch's own file of them."""
     prefix = "_global" if owner is torch_module else ""
     hooks = {**vars(owner)[f"{prefix}_forward_pre_hooks"], **vars(owner)[f"{prefix}_forward_hooks"]}
     return tuple(

@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from redrafter.attention.mask import AttentionKind, TreeSlots, additive_mask
@@ -36,13 +37,13 @@ Positions: TypeAlias = Callable[[], Tensor]
 """Returns the positions of new nodes, `[B, M]` int64, which change from call to call of a compiled forward."""
 
 
-def find_slot_readers(model: nn.Module) -> list[Any]:
+def find_slot_readers(model: nn.Module) -> list[nn.Module]:
     """Return the attention modules of a model that take positions from the cache."""
     return [module for module in model.modules() if type(module).__name__ in _PATCHES or has_alibi(module)]
 
 
-def masks_slots(modules: Sequence[Any]) -> bool:
-    """Return whether any of these modules masks or biases by slot, so that its attention cannot be replaced."""
+def masks_slots(modules: Sequence[nn.Module]) -> bool:
+    """Return whether any of these slot readers masks slots, or biases them, so that no attention can take its place."""
     return any(_PATCHES.get(type(module).__name__) is not _scale_by_position for module in modules)
 
 
@@ -73,7 +74,7 @@ class _Whole:
     def __init__(self, table: Tensor, part: Tensor):
         self.shape, self.size, self._part = table.shape, table.size, part
 
-    def __getitem__(self, _: Any) -> Tensor:
+    def __getitem__(self, _: object) -> Tensor:
         return self._part
 
 
@@ -97,7 +98,7 @@ def _scale_by_position(patch: ModelPatch, module: Any, positions: Positions, slo
     if module.use_rope or not module.attn_temperature_tuning:
         return
 
-    def scale(_: nn.Module, __: Any, queries: Tensor) -> Tensor:
+    def scale(_: nn.Module, __: object, queries: Tensor) -> Tensor:
         steps = torch.floor((positions().to(queries.device).float() + 1) / module.floor_scale)  # [B, M]
         scales = torch.log1p(steps) * module.attn_scale + 1
         return (queries * scales[..., None]).to(queries.dtype)
@@ -106,12 +107,14 @@ def _scale_by_position(patch: ModelPatch, module: Any, positions: Positions, slo
     patch.hook(module.q_proj, scale)
 
 
-def _bias_by_position(patch: ModelPatch, module: Any, positions: Positions, slots: TreeSlots | None) -> None:
-    """Add the biases of positions in an ALiBi attention module, whose model receives a mask of ones."""
+def _bias_by_position(patch: ModelPatch, module: nn.Module, positions: Positions, slots: TreeSlots | None) -> None:
+    """Let an attention module with ALiBi, of a model that is given a mask of ones, add the bias of each position."""
     assert slots is not None, "attention with ALiBi cannot be replaced"
     biases = _BIASES[type(module).__name__]
 
-    def hook(attention: Any, args: tuple[Any, ...], given: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def hook(
+        attention: nn.Module, args: tuple[object, ...], given: Arguments
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         return args, {**given, **biases(attention, given, slots)}
 
     patch.hook(module, hook, before=True, with_kwargs=True)
@@ -129,7 +132,7 @@ def _of_positions(alibi: Tensor, slots: TreeSlots) -> Tensor:
     return by_row.gather(-1, index[:, None, None].expand_as(by_row)).view_as(alibi)
 
 
-def _bloom(_: Any, given: Arguments, slots: TreeSlots) -> Arguments:
+def _bloom(_: nn.Module, given: Arguments, slots: TreeSlots) -> Arguments:
     alibi = given["alibi"]
     mask = additive_mask(slots.seen(AttentionKind()).to(alibi.device), alibi.dtype)
     return {"alibi": _of_positions(alibi, slots), "attention_mask": mask}
@@ -143,7 +146,7 @@ def _falcon(module: Any, given: Arguments, slots: TreeSlots) -> Arguments:
     return {"alibi": alibi, "attention_mask": scaled.masked_fill(unseen, torch.finfo(alibi.dtype).min)}
 
 
-def _mpt(_: Any, given: Arguments, slots: TreeSlots) -> Arguments:
+def _mpt(_: nn.Module, given: Arguments, slots: TreeSlots) -> Arguments:
     table = given["position_bias"]  # [H, 1, context], 0 for the last position
     context = table.shape[-1]
     # The table is aligned at its last position, from which distances are counted.
@@ -155,11 +158,11 @@ def _mpt(_: Any, given: Arguments, slots: TreeSlots) -> Arguments:
     }
 
 
-_PATCHES: dict[str, Callable[[ModelPatch, Any, Positions, TreeSlots | None], None]] = {
+_PATCHES: dict[str, Callable[[ModelPatch, nn.Module, Positions, TreeSlots | None], None]] = {
     "GPTNeoSelfAttention": _mask_by_position,
     "Llama4TextAttention": _scale_by_position,
 }
-_BIASES: dict[str, Callable[[Any, Arguments, TreeSlots], Arguments]] = {
+_BIASES: dict[str, Callable[[nn.Module, Arguments, TreeSlots], Arguments]] = {
     "BloomAttention": _bloom,
     "FalconAttention": _falcon,
     "MptAttention": _mpt,
@@ -205,7 +208,7 @@ class RopeByLength(ABC):
         """Return a key that is equal for prompts whose equal tokens have equal keys. prompt: its number of tokens."""
 
     @abstractmethod
-    def apply(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
+    def add_to(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
         """Give each token of a forward the frequencies of its own row.
 
         Args:
@@ -215,12 +218,13 @@ class RopeByLength(ABC):
         """
 
 
-def find_switching_rope(model: Any, config: Any, cache: DenseCache) -> "RopeByLength | None":
-    """Return a model's RoPE if it switches, with the behaviour of the model's own `generate` at the switch; else None.
+def find_switching_rope(model: Any, config: PretrainedConfig, cache: DenseCache) -> "RopeByLength | None":
+    """Return the rope of a model where it switches, and the behaviour of the model's own `generate` there; else None.
 
     The cache must be an empty one for one row.
     """
-    whole, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
+    whole = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
     entries = (rope, *(entry for entry in rope.values() if isinstance(entry, dict)))  # of all kinds of layers
     entry = next((entry for entry in entries if entry.get("rope_type") == "longrope"), {})
     switch_at = entry.get("original_max_position_embeddings") or getattr(
@@ -249,11 +253,12 @@ class SwitchingRope(RopeByLength):
         """Return whether the prompt is longer than the first context."""
         return prompt > self.switch_at
 
-    def apply(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
-        """Give each token the frequencies of short or of long sequences."""
+    def add_to(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
+        """Give each token the frequencies of short or of long texts; see `RopeByLength`."""
 
-        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> tuple[Tensor, ...]:
-            states, positions = args[0] if args else kwargs["x"], kwargs.get("position_ids")
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: object) -> tuple[Tensor, ...]:
+            states = args[0] if args else kwargs["x"]
+            positions = kwargs.get("position_ids")
             positions = args[1] if positions is None else positions
             rest = {name: value for name, value in kwargs.items() if name not in ("x", "position_ids")}
             rest |= {"layer_type": args[2]} if len(args) > 2 else {}
@@ -269,8 +274,8 @@ class SwitchingRope(RopeByLength):
 
 
 def _kinds(module: nn.Module) -> dict[str | None, str]:
-    """Return the kinds of RoPE that a module computes, by the type of layers; by None if all layers have one."""
-    kind: Any = getattr(module, "rope_type", None)
+    """Return the kinds of rope that a module computes, by the type of layers; by None where all layers have one."""
+    kind: object = getattr(module, "rope_type", None)
     if isinstance(kind, dict):
         return {name: x for name, x in kind.items() if isinstance(x, str)}
     return {None: kind} if isinstance(kind, str) else {}
@@ -312,7 +317,8 @@ class _Layout:
 
         Raises `AssertionError` if the output is different; other errors may come from the module.
         """
-        config, kind = module.config, {} if layer_type is None else {"layer_type": layer_type}
+        config = module.config
+        kind = {} if layer_type is None else {"layer_type": layer_type}
         entry = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
         self.first, self.factor = first, factor = config.max_position_embeddings, float(entry["factor"])
         assert module.original_max_seq_len == first, "frequencies change elsewhere"
@@ -347,7 +353,8 @@ class _Layout:
 
     def rotate(self, x: Tensor, positions: Tensor, at_least: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of tokens at positions `[...]`, `[..., D]` each, on the device of `x`."""
-        positions, dtype = positions.to(x.device), x.dtype if self.follows else torch.float32
+        positions = positions.to(x.device)
+        dtype = x.dtype if self.follows else torch.float32
         length = torch.maximum(positions + 1, at_least.to(x.device))
         angles = positions[..., None].float() * self.frequencies(length[..., None])
         angles = angles[..., self.columns.to(x.device)]
@@ -362,7 +369,7 @@ class _PerToken(nn.Module):
         self.module, self.layouts, self.running = module, layouts, running
         self.train(module.training)
 
-    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> object:
         """Return cosines and sines as the module does, with each token's own frequencies."""
         if layer_type not in self.layouts or self.running.elsewhere():
             return self.module(x, position_ids, **({} if layer_type is None else {"layer_type": layer_type}))
@@ -382,7 +389,7 @@ class DynamicRope(RopeByLength):
         """Make stand-ins for the RoPE modules of a model; layouts: their outputs by the type of layers."""
         of_all = [layout for by_type in layouts.values() for layout in by_type.values()]
         self.switch_at, self.context = (min(x) for x in zip(*((y.first, y.context) for y in of_all), strict=True))
-        self._running = Running()  # contains the `at_least` of `apply`
+        self._running = Running()  # holds `at_least` of `add_to`
         stand_ins = {module: _PerToken(module, by_type, self._running) for module, by_type in layouts.items()}
         self._places = [
             (parent, name, stand_ins[child])
@@ -395,8 +402,8 @@ class DynamicRope(RopeByLength):
         """Return the length of a prompt past the first context."""
         return prompt if prompt > self.switch_at else None
 
-    def apply(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
-        """Give each token the frequencies of its own length."""
+    def add_to(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
+        """Give each token the frequencies of its own length; see `RopeByLength`."""
         patch.set_running(self._running, at_least)
         for parent, name, stand_in in self._places:
             patch.put(parent._modules, name, stand_in)

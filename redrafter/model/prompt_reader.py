@@ -54,7 +54,7 @@ class PromptReader:
         """Return whether prompts are read into this cache in pieces, without masks."""
         return not self.masks and (isinstance(cache, PagedCache) or not self.masks_on_dense)
 
-    def read(
+    def read_prompts(
         self, prompts: Prompts, *, max_tokens: int | None = None, show: ShowLogits | None = None
     ) -> tuple[Tensor, Tensor]:
         """Read prompts into a cache, with the arguments and results of `Target.prefill`."""
@@ -66,7 +66,7 @@ class PromptReader:
         return read(prompts, max_tokens, show)
 
     def _read_pieces(self, prompts: Prompts, max_tokens: int, show: ShowLogits | None) -> tuple[Tensor, Tensor]:
-        """Implement `read` on a CPU: in pieces, one after another."""
+        """Read prompts on a CPU: in pieces, one after the other."""
         last: dict[int, tuple[Tensor, Tensor]] = {}
         for pieces in cut_prompts(prompts.starts, prompts.ends, max_tokens):
             logits, hidden = self._varlen.read_pieces(pieces, prompts, all_tokens=show is not None)
@@ -83,9 +83,10 @@ class PromptReader:
         return torch.stack(logits_of_rows), torch.stack(hidden_of_rows)
 
     def _read_chunks(self, prompts: Prompts, max_tokens: int, show: ShowLogits | None) -> tuple[Tensor, Tensor]:
-        """Implement `read` for any model on any device: in padded chunks, each row a chain with its mask."""
+        """Read prompts with any model on any device: in chunks side by side, each a chain with its mask."""
         cache, length, device = prompts.cache, prompts.upto, prompts.tokens.device
-        start, forward = to_device(prompts.starts, device, torch.long), self.forward_on(cache)
+        start = to_device(prompts.starts, device, torch.long)
+        forward = self.forward_on(cache)
         rows, width = prompts.tokens.shape
         counts = [end - first for first, end in zip(prompts.starts, prompts.ends, strict=True)]
         paged, chunk = isinstance(cache, PagedCache), MAX_CHUNK_TOKENS
@@ -126,8 +127,8 @@ class PromptReader:
                 new_logits, new_hidden = (
                     x.gather(1, end[:, None, None].expand_as(x[:, :1])) for x in (new_logits, new_hidden)
                 )
-            new_logits, new_hidden = new_logits.squeeze(1), new_hidden.squeeze(1)
-            # A row's last token is in one of the chunks; the others contribute nothing.
+            new_logits = new_logits.squeeze(1)
+            new_hidden = new_hidden.squeeze(1)
             logits = new_logits if logits is None else torch.where(here, new_logits, logits)
             hidden = new_hidden if hidden is None else torch.where(here, new_hidden, hidden)
         assert logits is not None, "a prompt has at least one token"

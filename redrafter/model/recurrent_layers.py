@@ -60,20 +60,20 @@ class Mixer:
     arguments: frozenset[str]
     cache_argument: str
     tokens_argument: str
-    empty: Any
-    full: Any
+    empty: object
+    full: object
     continues: bool = False
     first_linears: tuple[str, ...] = ()
     last_linear: str | None = None
     tokens_alone: bool = False
 
-    def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call by name, without those that the model passes only in our forwards."""
+    def named(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
+        """Return the arguments of a call by name, without what the model gives it in our forwards alone."""
         named = dict(zip(self.parameters, args, strict=False)) | dict(kwargs)
         return {name: value for name, value in named.items() if name in self.arguments}
 
-    def run(
-        self, forward: Callable[..., Any], arguments: Mapping[str, Any], states: Sequence[Tensor] | None
+    def run_forward(
+        self, forward: Callable[..., object], arguments: Mapping[str, object], states: Sequence[Tensor] | None
     ) -> tuple[Any, list[Tensor]]:
         """Call the module's own `forward` on some states; return its output, and its states after the last token.
 
@@ -92,8 +92,8 @@ class Mixer:
         return output, [after[shape.name] for shape in self.states]
 
 
-def layer_tensors(layer: Any) -> dict[StateName, Tensor]:
-    """Return the states in a layer of the cache."""
+def layer_tensors(layer: object) -> dict[StateName, Tensor]:
+    """Return the states that a layer of the cache holds."""
     found: dict[StateName, Tensor] = {}
     for attribute, value in vars(layer).items():
         if attribute in _OF_ATTENTION:
@@ -105,8 +105,8 @@ def layer_tensors(layer: Any) -> dict[StateName, Tensor]:
     return found
 
 
-def copied_layer(layer: Any) -> Any:
-    """Return a copy of a layer of the cache that contains the same tensors."""
+def copied_layer(layer: object) -> Any:
+    """Return a layer of the cache of its own, which holds the same tensors."""
     copied = copy.copy(layer)
     for attribute, value in vars(layer).items():
         if isinstance(value, dict | list):
@@ -114,8 +114,8 @@ def copied_layer(layer: Any) -> Any:
     return copied
 
 
-def layer_without_tensors(layer: Any) -> Any:
-    """Return a copy of a layer of the cache with the same flags but without tensors."""
+def layer_without_tensors(layer: object) -> object:
+    """Return a layer of the cache that says of itself what this one does, but holds no tensors."""
     bare = copied_layer(layer)
     for name in layer_tensors(layer):
         _put(bare, name, None)
@@ -125,7 +125,7 @@ def layer_without_tensors(layer: Any) -> Any:
     return bare
 
 
-def _put(layer: Any, name: StateName, state: Tensor | None) -> None:
+def _put(layer: object, name: StateName, state: Tensor | None) -> None:
     """Replace a state in a layer of the cache."""
     attribute, index = name
     if index is None:
@@ -155,11 +155,12 @@ class TreeStates:
         self._index = torch.where(nodes == new, -1, starts[:, None] + nodes).flatten()
         self._taken = self._index.clamp(min=0)
 
-    def run(self, mixer: Mixer, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Compute a mixer's output for all tokens of a call of its forward, level by level."""
+    def run_mixer(self, mixer: Mixer, forward: Callable[..., object], arguments: Mapping[str, Any]) -> object:
+        """Compute what a mixer returns for all tokens of a call of its forward, level by level."""
         x = arguments[mixer.tokens_argument]
         tokens, levels = _Tokens(x.shape[0], x.shape[1], x.device), self._levels
-        keys, dtypes = [state.key for state in mixer.states], [state.dtype for state in mixer.states]
+        keys = [state.key for state in mixer.states]
+        dtypes = [state.dtype for state in mixer.states]
         parents, taken = levels.parents.to(x.device), self._taken.to(x.device)
         states = self._states.read_entries(keys, levels.roots)
         outputs, after = [], []
@@ -179,8 +180,7 @@ class TreeStates:
             for level, given in enumerate(tokens.take_levels(arguments, taken, len(parents))):
                 if level:  # selecting also copies, as a mixer may write to its arguments
                     states = [state.index_select(0, parents[level]) for state in states]
-                output, states = mixer.run(forward, given, states)
-                # A mixer may return states in float32, and the store has one dtype.
+                output, states = mixer.run_forward(forward, given, states)
                 states = [state.to(dtype) for state, dtype in zip(states, dtypes, strict=True)]
                 outputs.append(output)
                 after.append(states)
@@ -208,8 +208,8 @@ class PromptStates:
         counts = accumulate((piece.count for piece in pieces), initial=0)
         self._starts = list(counts)[:-1] if width is None else [piece.row * width for piece in pieces]
 
-    def run(self, mixer: Mixer, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Compute a mixer's output for all tokens of a call of its forward, row by row."""
+    def run_mixer(self, mixer: Mixer, forward: Callable[..., object], arguments: Mapping[str, Any]) -> object:
+        """Compute what a mixer returns for all tokens of a call of its forward, row by row."""
         x = arguments[mixer.tokens_argument]
         tokens = _Tokens(x.shape[0], x.shape[1], x.device)
         outputs, read = [], []
@@ -224,8 +224,8 @@ class PromptStates:
                 # Some mixers ignore their state when they read several tokens: these read one at a time.
                 step = end - first if states is None or mixer.continues else 1
                 index = start - piece.first + torch.arange(first, first + step, device=tokens.device)
-                output, states = mixer.run(forward, tokens.take_run(arguments, index), states)
-                # The tokens of one row, `[1, T, ...]`, become a row each.
+                output, states = mixer.run_forward(forward, tokens.take_run(arguments, index), states)
+                # Of the tokens of one row, `[1, T, ...]`, each becomes a row of its own.
                 outputs.append(pytree.tree_map(lambda x: x.transpose(0, 1) if isinstance(x, Tensor) else x, output))
                 read.append(index)
                 first += step
@@ -249,16 +249,16 @@ class _Tokens:
     count: int
     device: torch.device
 
-    def _flat(self, leaf: Any) -> Tensor | None:
-        """Return an argument of all tokens, possibly broadcast over rows, as `[rows * count, ...]`; else None."""
+    def _flat(self, leaf: object) -> Tensor | None:
+        """Return an argument of all tokens, maybe broadcast over the rows, as `[rows * count, ...]`; else None."""
         if not isinstance(leaf, Tensor) or leaf.dim() < 2:
             return None
         if leaf.shape[1] != self.count or leaf.shape[0] not in (1, self.rows):
             return None
         return leaf.expand(self.rows, *leaf.shape[1:]).flatten(0, 1)
 
-    def take_levels(self, arguments: Mapping[str, Any], index: Tensor, levels: int) -> list[dict[str, Any]]:
-        """Return the arguments for the tokens `index` `[L * R]` of L levels, one token per row."""
+    def take_levels(self, arguments: Mapping[str, object], index: Tensor, levels: int) -> list[dict[str, object]]:
+        """Return the arguments for the tokens `index` `[L * R]` of L levels, each token in a row of its own."""
         leaves, kinds = pytree.tree_flatten(_without_masks(arguments))
         by_leaf = [
             [leaf] * levels if flat is None else flat.index_select(0, index)[:, None].chunk(levels)
@@ -266,17 +266,17 @@ class _Tokens:
         ]
         return [pytree.tree_unflatten(list(level), kinds) for level in zip(*by_leaf, strict=True)]
 
-    def take_run(self, arguments: Mapping[str, Any], index: Tensor) -> dict[str, Any]:
-        """Return the arguments for consecutive tokens of one row. index: `[R]` int64."""
+    def take_run(self, arguments: Mapping[str, object], index: Tensor) -> dict[str, object]:
+        """Return the arguments for successive tokens of one row. index: `[R]` int64."""
 
-        def taken(leaf: Any) -> Any:
+        def taken(leaf: object) -> object:
             flat = self._flat(leaf)
             return leaf if flat is None else flat.index_select(0, index)[None]
 
         return pytree.tree_map(taken, _without_masks(arguments))
 
-    def join(self, index: Tensor, outputs: Sequence[Any]) -> Any:
-        """Return one output for all tokens.
+    def join(self, index: Tensor, outputs: Sequence[object]) -> object:
+        """Return one output of all tokens.
 
         Args:
             index: Indices of tokens in the order of the outputs, `[R]` int64, -1 for missing ones.
@@ -284,7 +284,7 @@ class _Tokens:
         """
         size = self.rows * self.count
 
-        def join(*parts: Any) -> Any:
+        def join(*parts: Any) -> object:
             if not isinstance(parts[0], Tensor):
                 return parts[0]
             whole = torch.cat(parts).squeeze(1)
@@ -295,8 +295,8 @@ class _Tokens:
         return pytree.tree_map(join, *outputs)
 
 
-def _without_masks(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments without padding masks, as there is no padding."""
+def _without_masks(arguments: Mapping[str, object]) -> dict[str, object]:
+    """Return arguments without masks of padding, of which there is none."""
     return {name: None if "mask" in name else value for name, value in arguments.items()}
 
 
@@ -317,7 +317,9 @@ def replace_mixers(patch: ModelPatch, mixers: Sequence[Mixer], plan: TreeStates 
     """Let a plan compute the outputs of mixers, in this thread only. Call the plan's `finish` after the forward."""
     for mixer in mixers:
 
-        def run(forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mixer: Mixer = mixer) -> Any:
-            return plan.run(mixer, forward, mixer.named(args, kwargs))
+        def run_with_plan(
+            forward: Any, args: Sequence[object], kwargs: Mapping[str, object], mixer: Mixer = mixer
+        ) -> object:
+            return plan.run_mixer(mixer, forward, mixer.named(args, kwargs))
 
-        patch.replace_forward(mixer.module, run)
+        patch.replace_forward(mixer.module, run_with_plan)

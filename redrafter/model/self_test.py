@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
-from transformers import DynamicCache
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
 from redrafter import kernels
@@ -129,7 +129,7 @@ class SelfTest:
         self._wide_tolerance = _RECURRENT_WIDENED if self._decoded else _WIDENED
         self._test_in_float32 = target.dtype in _HALF and not rounds_inputs
 
-    def run(self, shapes: Sequence[LayerShape], new_cache: NewCache, *, far: bool = True) -> None:
+    def run_trials(self, shapes: Sequence[LayerShape], new_cache: NewCache, *, far: bool = True) -> None:
         """Run every trial on caches of one kind.
 
         Args:
@@ -158,7 +158,7 @@ class SelfTest:
             if far:
                 self._run_far(wide, new_cache, _WIDENED)
 
-    def _near_trial(self) -> tuple[Trial, Any]:
+    def _near_trial(self) -> tuple[Trial, object]:
         """Make a near trial: the model reads each prompt with each of the tree's two paths after it.
 
         Also returns the output of the plain forward of the second prompt, with the model's own cache.
@@ -177,7 +177,7 @@ class SelfTest:
                 logits = out.logits[:, n:]
             expected.append(_at_nodes(logits.to(target.device)))
         length = torch.tensor(lengths, device=target.device)
-        return Trial(nodes, length, prompts, {}, torch.stack(expected)), out
+        return Trial(nodes=nodes, length=length, prompts=prompts, states={}, expected=torch.stack(expected)), out
 
     def _run_far(self, shapes: Sequence[LayerShape], new_cache: NewCache, allowed: _Tolerance) -> None:
         """Run far trials, on the first layers only: long enough to exceed the limits of the config."""
@@ -214,7 +214,13 @@ class SelfTest:
         given = {cache_argument(target.model.forward) or CACHE_NAME: past, "use_cache": True}
         out = target.model(input_ids=_paths(nodes), position_ids=positions, **given)
         lengths = torch.tensor([length], device=target.device)
-        return Trial(nodes, lengths, None, states, _at_nodes(out.logits.to(target.device))[None])
+        return Trial(
+            nodes=nodes,
+            length=lengths,
+            prompts=None,
+            states=states,
+            expected=_at_nodes(out.logits.to(target.device))[None],
+        )
 
     def _ids(self, count: int) -> Tensor:
         return (torch.arange(count, device=self._target.device) * 7919 + 11) % self._target.config.vocab_size
@@ -230,8 +236,8 @@ class SelfTest:
     ) -> None:
         """Run a trial, and raise `UnsupportedError` if the errors of its logits exceed `allowed`."""
         cache = new_cache(shapes, len(trial.length), int(trial.length.max()) + TRIAL_SLOTS)
-        logits, expected = self._logits_of(trial, cache, whole=whole).float(), trial.expected.float()
-        # Relative to the spread of the logits, whose scale differs between models.
+        logits = self._logits_of(trial, cache, whole=whole).float()
+        expected = trial.expected.float()
         error = (logits - expected).std(dim=-1) / expected.std(dim=-1).clamp(min=1e-6)  # [B, N]
         if not bool((error.max() <= allowed[0]) & (error.median() <= allowed[1])):
             after = "" if trial.prompts is not None else f" after {int(trial.length[0])} tokens"
@@ -247,7 +253,9 @@ class SelfTest:
         model cannot run a tree.
         """
         root, a, b, c, d, e = trial.nodes
-        rows, device, forward = len(trial.length), self._target.device, self._reader.forward_on(cache)
+        rows = len(trial.length)
+        device = self._target.device
+        forward = self._reader.forward_on(cache)
         tokens = torch.stack([root, a, b, c, d]).expand(rows, 5)
         parents, depth = (torch.tensor(x, device=device).expand(rows, 5) for x in ([0, 0, 0, 1, 2], [0, 1, 1, 2, 2]))
         try:
@@ -255,7 +263,9 @@ class SelfTest:
                 cache.fill_first_slots(trial.states.items())
             else:
                 most = None if whole else trial.prompts.shape[1] - trial.prompts.shape[1] // 5
-                self._reader.read(Prompts(trial.prompts, [0] * rows, trial.length.tolist(), cache), max_tokens=most)
+                self._reader.read_prompts(
+                    Prompts(trial.prompts, [0] * rows, trial.length.tolist(), cache), max_tokens=most
+                )
             tree = tree_of(tokens, parents, depth, max_depth=2)
             logits = forward(ForwardBatch(tree, trial.length, cache))[0]
             path = Path(torch.tensor([0, 2, 4], device=device).expand(rows, 3), torch.full_like(trial.length, 2))
@@ -268,11 +278,12 @@ class SelfTest:
         return torch.cat([logits, after], dim=1)
 
 
-def _decoded(model: Any, prompts: Tensor, paths: Tensor) -> tuple[Tensor, Any]:
+def _decoded(model: PreTrainedModel, prompts: Tensor, paths: Tensor) -> tuple[Tensor, object]:
     """Return the logits along paths `[B, T]` that are read token by token after prompts, and the last output."""
     argument = cache_argument(model.forward)
     assert argument is not None, "a model with states takes a cache"
-    out, logits = model(input_ids=prompts, use_cache=True, **_positions(model, prompts)), []
+    out = model(input_ids=prompts, use_cache=True, **_positions(model, prompts))
+    logits = []
     for offset, token in enumerate(paths.unbind(1)):
         given = {argument: out[argument]} | _positions(model, token[:, None], prompts.shape[1] + offset)
         out = model(input_ids=token[:, None], use_cache=True, **given)
@@ -295,8 +306,8 @@ def _positions(model: Any, ids: Tensor, first: int = 0) -> dict[str, Tensor]:
     return {name: value for name, value in prepared.items() if name == "position_ids" and value is not None}
 
 
-def far_lengths(config: Any, context: int | None, shapes: Sequence[LayerShape]) -> list[int]:
-    """Return the lengths of committed tokens at which to run far trials, at most two, as memory allows.
+def far_lengths(config: PretrainedConfig, context: int | None, shapes: Sequence[LayerShape]) -> list[int]:
+    """Return the lengths of committed tokens at which to run far trials, at most two, as far as memory allows.
 
     One exceeds every number of the config that limits what a position sees; one is just before the end of the context.
 
@@ -317,8 +328,8 @@ def far_lengths(config: Any, context: int | None, shapes: Sequence[LayerShape]) 
     return sorted({max(past_limits, default=0), *ends} - {0})
 
 
-def _position_limits(entries: Mapping[str, Any], inside: bool = False) -> Iterator[int]:
-    """Yield the positive integers of a config whose name, or an enclosing entry's, matches `POSITION_LIMITS`."""
+def _position_limits(entries: Mapping[str, object], inside: bool = False) -> Iterator[int]:
+    """Yield the positive integers of a config whose name, or that of an entry around them, is in `POSITION_LIMITS`."""
     for name, value in entries.items():
         matches = inside or bool(POSITION_LIMITS.search(str(name)))
         if isinstance(value, Mapping):
@@ -345,8 +356,8 @@ class _InFloat32(TorchFunctionMode):
     """Converts every half-precision argument of torch's functions to float32, so weights need no permanent copy."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         name = getattr(func, "__name__", "")
         if name in _NOT_WIDENED or (name.endswith("_") and not name.endswith("__")):  # in-place functions
             return func(*args, **(kwargs or {}))
@@ -356,7 +367,7 @@ class _InFloat32(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _widened(x: Any) -> Any:
+def _widened(x: object) -> object:
     return x.float() if isinstance(x, Tensor) and x.dtype in _HALF else x
 
 
@@ -387,7 +398,7 @@ class CacheSupport:
         # Try ways from the fastest: without masks for prompts, then with masks, then with copied keys.
         while True:
             try:
-                self._self_test.run(self.shapes, self.new_dense)
+                self._self_test.run_trials(self.shapes, self.new_dense)
                 return
             except UnsupportedError as error:
                 if reader.reads_without_masks(self.new_dense(self.shapes, 1)):
@@ -435,7 +446,7 @@ class CacheSupport:
         try:
             with torch.no_grad():
                 stored = [replace(shape, source=None) for shape in self.paged_shapes]
-                self._self_test.run(self.paged_shapes, self._new_paged, far=stored == self.shapes)
+                self._self_test.run_trials(self.paged_shapes, self._new_paged, far=stored == self.shapes)
         except UnsupportedError as error:
             return Support(f"its attention cannot be replaced: {error}")
         return Support()

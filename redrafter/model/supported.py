@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from redrafter.cache.dense import cache_in
 from redrafter.cache.kv_cache import LayerShape
@@ -42,7 +43,7 @@ def name_model_in_errors(bind: Callable[..., None]) -> Callable[..., None]:
     """
 
     @wraps(bind)
-    def wrapped(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    def wrapped(self: object, model: PreTrainedModel, *args: object, **kwargs: object) -> None:
         try:
             bind(self, model, *args, **kwargs)
         except (ReDrafterError, MemoryError, torch.cuda.OutOfMemoryError):
@@ -83,7 +84,7 @@ def base_of(model: Any) -> Any:
     return tuner.model
 
 
-def check_supported(model: Any, name: str) -> None:
+def check_supported(model: PreTrainedModel, name: str) -> None:
     """Check by the config that token trees can be verified on a model.
 
     Raises:
@@ -141,8 +142,8 @@ def check_on_device(model: nn.Module, table: Tensor, name: str) -> None:
         )
 
 
-def check_states_found(model: Any, config: Any, name: str) -> None:
-    """Check that a model has no recurrent states, if none were found.
+def check_states_found(model: PreTrainedModel, config: PretrainedConfig, name: str) -> None:
+    """Check that a model with this decoder config, in which no recurrent state was found, has none.
 
     Raises:
         UnsupportedError: It keeps states elsewhere than in transformers' cache.
@@ -166,8 +167,10 @@ def _layer_types(config: object) -> list[str] | None:
     return ["full_attention" if kind == "attention" else kind for kind in listed]  # an older name
 
 
-def stored_shapes(output: Any, config: Any, name: str, states: Sequence[StateShape] = ()) -> list[LayerShape]:
-    """Return the shape of each layer, from the cache in the output of a plain forward and the states of all layers.
+def stored_shapes(
+    output: object, config: PretrainedConfig, name: str, states: Sequence[StateShape] = ()
+) -> list[LayerShape]:
+    """Return the shape of each layer, by the cache in the output of a plain forward and the states of all layers.
 
     Raises:
         UnsupportedError: The model stores something else than keys and values and these states.
@@ -175,17 +178,20 @@ def stored_shapes(output: Any, config: Any, name: str, states: Sequence[StateSha
     past = cache_in(output)
     if past is None and getattr(config, "is_decoder", None) is False:
         raise UnsupportedError(f"{name} is no decoder: its tokens see later ones; load it with is_decoder=True")
-    if not hasattr(past, "layers"):
+    layers = getattr(past, "layers", None)
+    if layers is None:
         kept = "no keys and values of past tokens" if past is None else f"past tokens in its {type(past).__name__}"
         raise UnsupportedError(f"{name} keeps {kept}; only models with an ordinary cache can be verified as a tree")
-    layers = past.layers
     by_layer = {index: tuple(state for state in states if state.layer == index) for index in range(len(layers))}
     shapes = dict[int, LayerShape]()
     for index, layer in enumerate(layers):
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        keys = getattr(layer, "keys", None)
+        values = getattr(layer, "values", None)
         if keys is None and by_layer[index]:
             first = by_layer[index][0]
-            shapes[index] = LayerShape(0, 0, 0, first.dtype, first.device, states=by_layer[index])
+            shapes[index] = LayerShape(
+                heads=0, key_dim=0, value_dim=0, dtype=first.dtype, device=first.device, states=by_layer[index]
+            )
             continue
         # A layer that attends to an earlier layer's keys, or only to images, stores nothing.
         if keys is None and hasattr(layer, "keys") and not any(isinstance(x, Tensor) for x in vars(layer).values()):
@@ -194,11 +200,11 @@ def stored_shapes(output: Any, config: Any, name: str, states: Sequence[StateSha
             raise UnsupportedError(f"layer {index} of {name} keeps no keys and values ({type(layer).__name__})")
         index_keys = getattr(layer, "indexer_keys", None)  # [B, T, dim]
         shapes[index] = LayerShape(
-            keys.shape[1],
-            keys.shape[3],
-            values.shape[3],
-            keys.dtype,
-            keys.device,
+            heads=keys.shape[1],
+            key_dim=keys.shape[3],
+            value_dim=values.shape[3],
+            dtype=keys.dtype,
+            device=keys.device,
             extra_dim=0 if index_keys is None else index_keys.shape[-1],
             states=by_layer[index],
         )
@@ -208,13 +214,13 @@ def stored_shapes(output: Any, config: Any, name: str, states: Sequence[StateSha
     return [shapes.get(index, nothing) for index in range(len(layers))]
 
 
-def head_width(head: nn.Module, config: Any) -> int:
+def head_width(head: nn.Module, config: PretrainedConfig) -> int:
     """Return D, the width of the hidden states that a model's head reads."""
     width = getattr(head, "in_features", None)
     return width if isinstance(width, int) else config_width(config)
 
 
-def config_width(config: Any) -> int:
+def config_width(config: PretrainedConfig) -> int:
     """Return D by a config: the width of the layers, or what OPT projects their input and output to."""
     return getattr(config, "word_embed_proj_dim", None) or config.hidden_size
 

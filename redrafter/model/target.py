@@ -5,7 +5,6 @@ compared with plain forwards; an architecture whose answers differ is refused, s
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from transformers import PreTrainedModel
 
 from redrafter.cache.dense import DenseCache
 from redrafter.cache.kv_cache import KVCache, LayerShape
-from redrafter.cache.paged import PagedCache
 from redrafter.cache.to_device import made_on_host
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, first_line
 from redrafter.features import (
@@ -90,14 +88,15 @@ class Target(BoundModel):
         model = base_of(model)
         self.name = name or type(model).__name__
         check_supported(model, self.name)
-        # Before the model is probed: a sharded model's layers are patched to communicate.
-        self.ranks, self.features = use_local_shards(model), FeatureSet(self.name)
+        self.ranks = use_local_shards(model)
+        self.features = FeatureSet(self.name)
         self.features.add(TENSOR_PARALLELISM, self.ranks.size > 1)
         self.features.add(QUANTISED_WEIGHTS, is_quantized(model.config))
         self.features.add(FP8_WEIGHTS, has_float8_layers(model))
         super().__init__(model)
         self.config = model.config.get_text_config(decoder=True)
-        self.embedding, self.head = model.get_input_embeddings(), model.get_output_embeddings()
+        self.embedding = model.get_input_embeddings()
+        self.head = model.get_output_embeddings()
         if self.head is None:
             raise UnsupportedError(f"{self.name} has no language-modelling head; load it with AutoModelForCausalLM")
         self.context = context_of(self.config)
@@ -105,14 +104,15 @@ class Target(BoundModel):
         assert isinstance(table, Tensor)
         check_on_device(model, table, self.name)
         self.device = table.device
-        self.hidden_size, self.vocab_size = head_width(self.head, self.config), self.config.vocab_size
+        self.hidden_size = head_width(self.head, self.config)
+        self.vocab_size = self.config.vocab_size
         self.version, self._drafter_shapes = 0, tuple[LayerShape, ...]()
         self.image_arguments = image_arguments(model)
         self.image_inputs = self.image_arguments | token_type_arguments(model)
         warn_of_shared_scales(model.config, self.name)
         check_autocast(self.device)
         # Not in inference mode: some quantisers make the weights in the first forward, for good.
-        self._state = ModelState.of(model)
+        self._state = ModelState.from_model(model)
         with torch.no_grad(), made_on_host(), ModelPatch() as patch:
             patch.run_uncompiled(self._state.compiled)
             self._bind()
@@ -135,7 +135,8 @@ class Target(BoundModel):
                 f"{self.name} changes its masks by what a text says (layer {layer}), so which tokens are "
                 "seen depends on slots of the cache, and a tree fills others; use a model whose masks follow positions"
             )
-        self._padded_forward, self.varlen_forward = PaddedForward(self), VarlenForward(self)
+        self._padded_forward = PaddedForward(self)
+        self.varlen_forward = VarlenForward(self)
         self.prompt_reader = PromptReader(self._padded_forward, self.varlen_forward)
         self._caches = CacheSupport(self, self.prompt_reader)
         self.features.add(INDEXED_ATTENTION, any(shape.extra_dim for shape in self._caches.shapes))
@@ -148,12 +149,19 @@ class Target(BoundModel):
         self.fixed_rope_context = self.context if self.rope is None else self.rope.switch_at
         self.reread_from = self.rope.switch_at if self.rope is not None and self.rope.rereads else None
         self.images = ImageReader(self, self._caches, self._padded_forward.read_whole)
-        self.adapters = AdapterSlots(self.model, self.device, self.dtype, self._try_tokens, self.features, self.lock)
+        self.adapters = AdapterSlots(
+            self.model,
+            self.device,
+            self.dtype,
+            try_tokens=self._try_tokens,
+            features=self.features,
+            model_lock=self.lock,
+        )
         if self.ranks.size > 1:  # a rank that takes another way than the others would wait for them for ever
             ways = self.paged, self.varlen, [(shape.key_dim, shape.value_dim) for shape in self.shapes]
             self.ranks.check_equal(ways, f"what {self.name} can be decoded on")
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, object]:
         """Return the properties that may not change once the model is bound, by the message of their change."""
         weight = self.embedding.weight
         return {
@@ -180,7 +188,7 @@ class Target(BoundModel):
 
     def _follow(self) -> None:
         """Record changes of the model, if the watch may have missed some."""
-        before, now = self._state, ModelState.of(self.model)
+        before, now = self._state, ModelState.from_model(self.model)
         if now != before:
             for what, fact in self._facts().items():
                 if fact != self._bound_as[what]:
@@ -195,8 +203,9 @@ class Target(BoundModel):
         self.note_state()
 
     def note_state(self) -> None:
-        """Record the model's current weights and code, so that `follow_changes` finds only later changes."""
-        self._state, self._watch = ModelState.of(self.model), ModelWatch(self.model)
+        """Take the model's weights and code as they are now, so that `follow_changes` finds later changes alone."""
+        self._state = ModelState.from_model(self.model)
+        self._watch = ModelWatch(self.model)
         self.compiled_parts = self._state.compiled
 
     @property
@@ -243,7 +252,7 @@ class Target(BoundModel):
         if reason:
             raise UnsupportedError(f"{self.name} cannot be batch-invariant: {reason}")
         forward, shapes = self.varlen_forward, self.paged_shapes
-        forward.row_by_row = RowByRow(self.model, self.device).apply
+        forward.row_by_row = RowByRow(self.model, self.device).add_to
         try:
             check_products(forward, shapes)
             if self.device.type == "cpu":
@@ -321,7 +330,7 @@ class Target(BoundModel):
 
         Nothing is committed.
         """
-        forward = self.varlen_forward if isinstance(batch.cache, PagedCache) else self._padded_forward
+        forward = self.prompt_reader.forward_on(batch.cache)
         tree = batch.tree if self.rope is None else self.rope.drop_past_switch(batch.tree, batch.length)
         return ForwardOutput(tree, *forward(batch))
 
@@ -339,10 +348,11 @@ class Target(BoundModel):
         if not len(rows):
             return
         with cache.subset(rows, end) as some:
-            # One more than the switch, so that all keys get the frequencies of long sequences.
-            starts, ends, long = [0] * len(rows), [end] * len(rows), torch.full_like(rows, end + 1)
+            starts = [0] * len(rows)
+            ends = [end] * len(rows)
+            long = torch.full_like(rows, end + 1)
             of_rows = {feature: x[rows] for feature, x in inputs.items()} | {ROPE_BY_LENGTH: long}
-            self.prompt_reader.read(Prompts(tokens[rows], starts, ends, some, of_rows))
+            self.prompt_reader.read_prompts(Prompts(tokens[rows], starts=starts, ends=ends, cache=some, inputs=of_rows))
 
     def prefill(
         self, prompts: Prompts, *, max_tokens: int | None = None, show: ShowLogits | None = None
@@ -358,7 +368,7 @@ class Target(BoundModel):
         Returns:
             Logits `[B, V]` and hidden states `[B, F]` of each prompt's last token.
         """
-        return self.prompt_reader.read(prompts, max_tokens=max_tokens, show=show)
+        return self.prompt_reader.read_prompts(prompts, max_tokens=max_tokens, show=show)
 
 
 def context_of(config: object) -> int | None:

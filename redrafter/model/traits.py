@@ -20,7 +20,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, cache_utils
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    Cache,
+    DynamicCache,
+    PretrainedConfig,
+    PreTrainedModel,
+    cache_utils,
+)
 
 from redrafter.attention.mask import AttentionKind, LayerKinds
 from redrafter.cache.dense import cache_argument
@@ -35,9 +43,9 @@ from redrafter.model.recurrent_layers import Mixer, copied_layer, layer_tensors,
 PROBE_NAME = "redrafter_probe"
 PROBED_POSITION = 1 << 20  # at which a mask rule is evaluated; a window or chunk that is longer counts as none
 
-MaskRule = Callable[..., Any]  # `rule(batch, head, query, key)` of transformers: whether the query sees the key
+MaskRule = Callable[..., object]  # `rule(batch, head, query, key)` of transformers: whether the query sees the key
 
-_Call: TypeAlias = tuple[Mixer, Mapping[str, Any], Any]  # with its arguments by name, and its output
+_Call: TypeAlias = tuple[Mixer, Mapping[str, object], object]  # with its arguments by name, and its output
 
 _RECURRENT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())  # an older release has none
 
@@ -69,7 +77,9 @@ class AttentionProbe:
         # The tensors themselves are kept: an id alone could belong to a later tensor at the same address.
         self.given.append((layer, key, value))
         if source is None:
-            self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+            self.shapes[layer] = LayerShape(
+                heads=key.shape[1], key_dim=key.shape[3], value_dim=value.shape[3], dtype=key.dtype, device=key.device
+            )
         else:
             self.shapes[layer] = self.shapes[source].storing_nothing(source)
         numbers = set() if mask is None else set(mask.flatten().tolist())
@@ -118,7 +128,7 @@ class ModelTraits:
         return LayerKinds(by_layer, _by_name(by_layer, self.config))
 
 
-def learn_traits(model: Any, config: Any, ids: Tensor, name: str) -> ModelTraits:
+def learn_traits(model: PreTrainedModel, config: PretrainedConfig, ids: Tensor, name: str) -> ModelTraits:
     """Run a model on any text of four tokens at least, and return the properties of its layers.
 
     Args:
@@ -166,7 +176,7 @@ def _probe_mask(
 
 
 def _probe_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: object
 ) -> tuple[Tensor, None]:
     """Attend to nothing: record what would have been attended to, and return zeros `[B, T, heads, dim]`."""
     _RUNNING.get().record(module.layer_idx, key, value, attention_mask)
@@ -177,12 +187,13 @@ AttentionInterface.register(PROBE_NAME, _probe_attention)
 AttentionMaskInterface.register(PROBE_NAME, _probe_mask)
 
 
-def _kind_of(rule: MaskRule, device: Any) -> AttentionKind | None:
+def _kind_of(rule: MaskRule, device: torch.device | None) -> AttentionKind | None:
     """Return the kind that a mask rule of transformers describes, or None for one that is no window and no chunk.
 
     The rule may hold tensors on the device.
     """
-    first, second = _first_seen(rule, PROBED_POSITION, device), _first_seen(rule, PROBED_POSITION + 1, device)
+    first = _first_seen(rule, PROBED_POSITION, device)
+    second = _first_seen(rule, PROBED_POSITION + 1, device)
     if first is None or second is None:
         return None
     if first == 0:
@@ -198,7 +209,8 @@ def _kind_of(rule: MaskRule, device: Any) -> AttentionKind | None:
 
 def _first_seen(rule: MaskRule, position: int, device: Any) -> int | None:
     """Return the first position that `position` sees; None unless it sees all from there to itself and no other."""
-    batch, query = torch.zeros((), dtype=torch.long, device=device), torch.tensor(position, device=device)
+    batch = torch.zeros((), dtype=torch.long, device=device)
+    query = torch.tensor(position, device=device)
     seen = torch.as_tensor(rule(batch, batch, query, torch.arange(position + 2, device=device)))
     seen = seen.expand(position + 2)
     first = int(seen.int().argmax())
@@ -214,7 +226,8 @@ def _by_name(by_layer: tuple[AttentionKind, ...] | None, config: object) -> dict
     if (
         by_layer is None
     ):  # the kind of each named kind of layer, by the rule that transformers uses to choose its caches
-        window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+        window = getattr(config, "sliding_window", None)
+        chunk = getattr(config, "attention_chunk_size", None)
         of_config = {
             "full_attention": AttentionKind(),
             "sliding_attention": AttentionKind(window=window),
@@ -239,21 +252,23 @@ def _by_name(by_layer: tuple[AttentionKind, ...] | None, config: object) -> dict
     return dict(sorted(by_name.items()))
 
 
-def find_mixers(model: Any, config: Any, ids: Tensor, name: str) -> list[Mixer]:
-    """Return the modules of a model that keep recurrent states. Arguments and errors are as in `learn_traits`."""
+def find_mixers(model: PreTrainedModel, config: PretrainedConfig, ids: Tensor, name: str) -> list[Mixer]:
+    """Return the modules of a model that keep recurrent states; arguments and errors are those of `learn_traits`."""
     argument = cache_argument(model.forward)
     cache = DynamicCache(config=config)
     if argument is None or not any(isinstance(layer, _RECURRENT) for layer in cache.layers):
         return []
-    empty, known, calls = [copied_layer(layer) for layer in cache.layers], set[StateKey](), list[_Call]()
+    empty = [copied_layer(layer) for layer in cache.layers]
+    known = set[StateKey]()
+    calls = list[_Call]()
 
-    def after_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def after_call(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
         """Take note of a module that has left new tensors in the cache. Modules inside it were called before."""
         parameters = tuple(inspect.signature(module.forward).parameters)
         given = dict(zip(parameters, args, strict=False)) | kwargs
         handed = [name for name, value in given.items() if value is cache]
         left = [
-            StateShape(index, name, tuple(x.shape[1:]), x.dtype, x.device)
+            StateShape(layer=index, name=name, shape=tuple(x.shape[1:]), dtype=x.dtype, device=x.device)
             for index, layer in enumerate(cache.layers if handed else ())
             if isinstance(layer, _RECURRENT)
             for name, x in layer_tensors(layer).items()
@@ -269,8 +284,18 @@ def find_mixers(model: Any, config: Any, ids: Tensor, name: str) -> list[Mixer]:
                 f"its {type(module).__name__} keeps states in a way that is not known, so they cannot be rolled back "
                 "to a branch of a tree"
             )
-        names, begun = (parameters, frozenset(given), handed[0], vectors[0]), empty[layer]
-        calls.append((Mixer(module, layer, tuple(left), *names, begun, begun), given, output))
+        mixer = Mixer(
+            module=module,
+            layer=layer,
+            states=tuple(left),
+            parameters=parameters,
+            arguments=frozenset(given),
+            cache_argument=handed[0],
+            tokens_argument=vectors[0],
+            empty=empty[layer],
+            full=empty[layer],
+        )
+        calls.append((mixer, given, output))
 
     with ModelPatch() as patch:
         for module in model.modules():
@@ -279,27 +304,30 @@ def find_mixers(model: Any, config: Any, ids: Tensor, name: str) -> list[Mixer]:
     return [_tried(*call, cache, len(ids), name) for call in calls]
 
 
-def _tried(mixer: Mixer, given: Mapping[str, Any], returned: Any, cache: Cache, count: int, name: str) -> Mixer:
+def _tried(mixer: Mixer, given: Mapping[str, object], returned: object, cache: Cache, count: int, name: str) -> Mixer:
     """Return a mixer that was tried apart from the model: half of the tokens at once, then the others both ways.
 
     In a plain forward of one row of `count` tokens, with that cache, it was `given` these arguments. Raises
     `UnsupportedError` where it continues from its states wrongly, one token at a time.
     """
-    mixer, half = replace(mixer, full=layer_without_tensors(cache.layers[mixer.layer])), count // 2
-    forward, expected = mixer.module.forward, _part({"": returned}, half, count, count)[""]
+    mixer = replace(mixer, full=layer_without_tensors(cache.layers[mixer.layer]))
+    half = count // 2
+    forward = mixer.module.forward
+    expected = _part({"": returned}, half, count, count)[""]
     begun = _part(given, 0, half, count)
     with linear_calls(mixer.module) as linears:
-        output, states = mixer.run(forward, begun, None)
+        output, states = mixer.run_forward(forward, begun, None)
     # Linear layers that read the mixer's tokens as they are, and the one whose output it returns. One that is called
     # twice is none of them, nor is one that is both.
-    names, tokens = [name for name, _, _ in linears], begun[mixer.tokens_argument]
+    names = [name for name, _, _ in linears]
+    tokens = begun[mixer.tokens_argument]
     once = [(layer, x, y) for layer, x, y in linears if names.count(layer) == 1 and y is not x]
     first = tuple(layer for layer, x, y in once if x is tokens and y is not output)
     last = next((layer for layer, x, y in once if y is output and x is not tokens), None)
     # Cloned, as a mixer may update its states in place and both ways start from the same.
     later, parts = [state.clone() for state in states], []
     for token in range(half, count):
-        part, states = mixer.run(forward, _part(given, token, token + 1, count), states)
+        part, states = mixer.run_forward(forward, _part(given, token, token + 1, count), states)
         parts.append(part)
     one_by_one = pytree.tree_map(lambda *x: torch.cat(x, dim=1) if isinstance(x[0], Tensor) else x[0], *parts)
     if not _close(one_by_one, expected, _ONE_BY_ONE):
@@ -307,7 +335,7 @@ def _tried(mixer: Mixer, given: Mapping[str, Any], returned: Any, cache: Cache, 
             f"layer {mixer.layer} of {name} ({type(mixer.module).__name__}) continues from its state with other "
             "numbers than it reads a whole text with; this architecture cannot be verified exactly"
         )
-    at_once, _ = mixer.run(forward, _part(given, half, count, count), later)
+    at_once, _ = mixer.run_forward(forward, _part(given, half, count, count), later)
     return replace(
         mixer,
         continues=_close(at_once, expected, _AT_ONCE),
@@ -317,12 +345,12 @@ def _tried(mixer: Mixer, given: Mapping[str, Any], returned: Any, cache: Cache, 
     )
 
 
-def _takes_tokens_alone(mixer: Mixer, tokens: Tensor, returned: Any) -> bool:
-    """Return whether a mixer maps `tokens` `[1, T, D]` alone to `returned`, its output with all arguments."""
+def _takes_tokens_alone(mixer: Mixer, tokens: Tensor, returned: object) -> bool:
+    """Return whether a mixer returns for `tokens` `[1, T, D]` alone what it `returned` with all of its arguments."""
     if not isinstance(returned, Tensor) or (returned.shape, returned.dtype) != (tokens.shape, tokens.dtype):
         return False
     try:
-        found, _ = mixer.run(
+        found, _ = mixer.run_forward(
             mixer.module.forward, dict.fromkeys(mixer.arguments) | {mixer.tokens_argument: tokens}, None
         )
     except MODEL_ERRORS:
@@ -330,10 +358,10 @@ def _takes_tokens_alone(mixer: Mixer, tokens: Tensor, returned: Any) -> bool:
     return torch.equal(found, returned)
 
 
-def _part(given: Mapping[str, Any], first: int, end: int, count: int) -> dict[str, Any]:
+def _part(given: Mapping[str, object], first: int, end: int, count: int) -> dict[str, Any]:
     """Return the arguments of a call of one row for some of its `count` tokens, without masks: there is no padding."""
 
-    def cut(value: Any) -> Any:
+    def cut(value: Any) -> object:
         per_token = isinstance(value, Tensor) and value.shape[:2] == (1, count)
         return value[:, first:end] if per_token else value
 
@@ -346,7 +374,7 @@ _ONE_BY_ONE, _AT_ONCE = 0.1, 2e-3
 _HALF_ROUNDING = 0.1
 
 
-def _close(found: Any, expected: Any, part: float) -> bool:
+def _close(found: object, expected: object, part: float) -> bool:
     """Return whether two outputs differ by no more than a part of the largest number, or by half-precision rounding."""
     leaves = zip(*(pytree.tree_leaves(x) for x in (found, expected)), strict=True)
     return all(

@@ -12,7 +12,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
 
 from redrafter.attention.mask import TreeSlots, additive_mask
 from redrafter.attention.tree_plan import ChunkEnds
@@ -87,7 +88,7 @@ class BoundModel:
     varlen: Support
     image_arguments: frozenset[str]
 
-    def __init__(self, model: Any):
+    def __init__(self, model: PreTrainedModel):
         self.model = model.eval()
         self.lock: Any = _LOCKS.setdefault(model, threading.RLock())
 
@@ -98,7 +99,9 @@ class TreeForward(ABC):
     def __init__(self, bound: BoundModel):
         """Make the forward of a model whose traits are known."""
         self.bound, traits = bound, bound.traits
-        self._kinds, self._slot_readers, self._mixers = traits.kinds, traits.slot_readers, traits.mixers
+        self._kinds = traits.kinds
+        self._slot_readers = traits.slot_readers
+        self._mixers = traits.mixers
         self._cache_argument = cache_argument(bound.model.forward) or CACHE_NAME
         self._thread: int | None = None  # the one that runs the forward; None where other threads' are recorded too
         self._index: Tensor | None = None  # `[B, R]` int64; this and the next three hold something only during a call
@@ -110,7 +113,7 @@ class TreeForward(ABC):
     def __call__(self, batch: ForwardBatch) -> tuple[Tensor, Tensor, ChunkEnds | None]:
         """Run a batch through the model, and return logits, hidden states and ends of chunks as in `ForwardOutput`."""
 
-    def _call_model(self, ids: Tensor, positions: Tensor, cache: Any, **arguments: Any) -> Any:
+    def _call_model(self, ids: Tensor, positions: Tensor, cache: Cache | None, **arguments: object) -> Any:
         """Call the model; one without attention takes no positions."""
         if self._kinds.by_name:
             arguments["position_ids"] = positions
@@ -130,7 +133,10 @@ class TreeForward(ABC):
                     patch.run_uncompiled(self.bound.compiled_parts)
                 yield patch
         finally:
-            self._index, self._written, self._head_inputs, self._aux_outputs = None, None, (), ()
+            self._index = None
+            self._written = None
+            self._head_inputs = ()
+            self._aux_outputs = ()
 
     def _record_head_input(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         """Record the hidden states of all tokens, and pass only selected ones on to the LM head.
@@ -148,7 +154,7 @@ class TreeForward(ABC):
             return hidden, *args[1:]
         return hidden.gather(1, index.to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1])), *args[1:]
 
-    def _record_aux_output(self, _: nn.Module, __: Any, output: Any) -> None:
+    def _record_aux_output(self, _: nn.Module, __: object, output: Any) -> None:
         if self._thread is not None and self._thread != threading.get_ident():
             return
         self._aux_outputs = (*self._aux_outputs, output[0] if isinstance(output, tuple) else output)
@@ -177,7 +183,12 @@ class PaddedForward(TreeForward):
 
     def __call__(self, batch: ForwardBatch) -> tuple[Tensor, Tensor, None]:
         """Run new nodes of trees through the model; see `TreeForward`."""
-        bound, tree, length, cache, places = self.bound, batch.tree, batch.length, batch.cache, batch.places
+        bound = self.bound
+        tree = batch.tree
+        length = batch.length
+        cache = batch.cache
+        places = batch.places
+        assert isinstance(cache, DenseCache), "a padded forward writes to a dense cache"
         assert batch.chunks is None, "chunks are read on a paged cache"
         new, mixing = tree.new, None
         nodes = tree.tokens.shape[1]
@@ -194,12 +205,12 @@ class PaddedForward(TreeForward):
                 mixing = mixer_plan(batch, padded=True)
                 replace_mixers(patch, self._mixers, mixing)
             if (adapters := batch.inputs.get(ADAPTERS)) is not None:
-                bound.adapters.loaded.apply(patch, bound.adapters.loaded.keep(adapters[:, None].expand(-1, new)))
+                bound.adapters.loaded.add_to(patch, bound.adapters.loaded.keep(adapters[:, None].expand(-1, new)))
             if self._slot_readers:
                 answer_by_position(patch, self._slot_readers, lambda: places, slots)
             if bound.rope is not None:
                 at_least = batch.inputs.get(ROPE_BY_LENGTH, torch.zeros_like(length))
-                bound.rope.apply(patch, lambda: at_least[:, None])
+                bound.rope.add_to(patch, lambda: at_least[:, None])
             self._index, self._written = index, cache
             mask = None if cache.committed else self._mask(slots)
             out = self._call_model(tree.tokens[:, -new:], positions, cache, attention_mask=mask)
@@ -207,9 +218,14 @@ class PaddedForward(TreeForward):
         if mixing is not None:
             mixing.finish()
         if bound.drafter_layer is not None:
-            flat = tree.tokens[:, -new:].flatten(), places.flatten(), hidden.flatten(0, 1)
-            written = cache.written[bound.device]
-            bound.drafter_layer.write(cache, written, lambda: cache.slots(batch.row_slots_before), *flat)
+            bound.drafter_layer.write(
+                cache,
+                slots=cache.written[bound.device],
+                before=lambda: cache.slots(batch.row_slots_before),
+                ids=tree.tokens[:, -new:].flatten(),
+                positions=places.flatten(),
+                hidden=hidden.flatten(0, 1),
+            )
         if index is not None:
             hidden = hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[-1]))
         return out.logits.to(bound.device), hidden, None
@@ -217,7 +233,7 @@ class PaddedForward(TreeForward):
     def read_whole(
         self,
         ids: Tensor,
-        inputs: Mapping[str, Any],
+        inputs: Mapping[str, object],
         past: DynamicCache,
         adapters: Tensor | None = None,
         prompt: int = 0,
@@ -230,11 +246,11 @@ class PaddedForward(TreeForward):
         bound = self.bound
         with bound.lock, self._recording() as patch:
             if adapters is not None:
-                bound.adapters.loaded.apply(patch, bound.adapters.loaded.keep(adapters[:, None].expand_as(ids)))
+                bound.adapters.loaded.add_to(patch, bound.adapters.loaded.keep(adapters[:, None].expand_as(ids)))
             if bound.rope is not None:
-                bound.rope.apply(patch, lambda: torch.tensor([[prompt]], device=ids.device))
+                bound.rope.add_to(patch, lambda: torch.tensor([[prompt]], device=ids.device))
             self._index = torch.tensor([[ids.shape[1] - 1]], device=ids.device)
-            given: dict[str, Any] = {self._cache_argument: past}
+            given: dict[str, Cache] = {self._cache_argument: past}
             out = bound.model(input_ids=ids, use_cache=True, **given, **inputs)
             hidden = self._recorded_hidden().to(bound.device)
         return out.logits[:, -1].to(bound.device), hidden

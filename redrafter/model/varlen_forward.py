@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers.cache_utils import Cache
 
 from redrafter.attention.prompt_attention import PROMPT_ATTENTION_NAME, Piece, PromptPlan
 from redrafter.attention.tree_attention import (
@@ -18,7 +19,7 @@ from redrafter.attention.tree_attention import (
     tree_attention_forward,
 )
 from redrafter.attention.tree_plan import RUNNING_PLAN, ChunkEnds, Plan
-from redrafter.cache.dense import DenseCache
+from redrafter.cache.paged import PagedCache
 from redrafter.features import ADAPTERS, IMAGES, ROPE_BY_LENGTH
 from redrafter.kernels.attention_inputs import TOKEN_MULTIPLE
 from redrafter.model.forward_batch import ForwardBatch, Prompts
@@ -30,7 +31,7 @@ from redrafter.model.positions import answer_by_position
 from redrafter.model.recurrent_layers import PromptStates, TreeStates, mixer_plan, replace_mixers
 from redrafter.model.tree_forward import BoundModel, TreeForward
 
-COMPILE_OPTIONS: dict[str, Any] = {
+COMPILE_OPTIONS: dict[str, object] = {
     "realize_opcount_threshold": 4,  # what every layer reads, sines and cosines, is computed once and not in each
     "combo_kernels": True,  # queries and keys are rotated in one launch
 }
@@ -40,7 +41,7 @@ CUTS = ("redrafter::tree_attention", "redrafter::invariant_attention", "redrafte
 
 # Of a batch-invariant forward. Settings measured on the device, or chosen for the first sizes seen, may be another
 # order of sums for other sizes or in another process; one variant of each kernel, chosen without measuring, has one.
-_FIXED_ORDER: dict[str, Any] = {
+_FIXED_ORDER: dict[str, object] = {
     "batch_invariant": True,  # from torch 2.13 on; it implies the next one
     "deterministic": True,
     "split_reductions": False,
@@ -86,7 +87,12 @@ class VarlenForward(TreeForward):
 
     def __call__(self, batch: ForwardBatch) -> tuple[Tensor, Tensor, ChunkEnds | None]:
         """Run new nodes of trees, and then chunks of prompts, through the model; see `TreeForward`."""
-        bound, tree, length, cache, chunks = self.bound, batch.tree, batch.length, batch.cache, batch.chunks
+        bound = self.bound
+        tree = batch.tree
+        length = batch.length
+        cache = batch.cache
+        chunks = batch.chunks
+        assert isinstance(cache, PagedCache), "trees are verified on a paged cache"
         # 1. Which tokens there are, where they are, and at which of them the head is computed.
         new, count = tree.new, tree.size
         index = torch.arange(count, device=length.device)
@@ -101,16 +107,19 @@ class VarlenForward(TreeForward):
         places = positions = batch.flat(in_rows, in_chunks)
         if (shift := batch.inputs.get(IMAGES)) is not None:
             positions = batch.flat(in_rows + shift[:, None], in_chunks)
-        if bound.context is not None:  # tokens past the end are never kept
-            places, positions = places.clamp(max=bound.context - 1), positions.clamp(max=bound.context - 1)
-        tokens = len(ids), ids, places
+        if bound.context is not None:  # what is past the end is never kept
+            places = places.clamp(max=bound.context - 1)
+            positions = positions.clamp(max=bound.context - 1)
+        new_ids = ids  # before padding
 
         # 2. What attention and adapters must know. Numbers of tokens vary from call to call of a compiled forward.
-        ids, positions, head_index = _aligned(ids), _aligned(positions), _aligned(index)
+        ids = _aligned(ids)
+        positions = _aligned(positions)
+        head_index = _aligned(index)
         if self.row_by_row is not None and chunks is None and tree.is_chain and new > MAX_NODES_APART:
             plan = cache.plan_chains(tree, length, self._kinds.windows, len(ids))
         else:
-            plan = cache.plan(tree, length, self._kinds.windows, chunks, len(ids))
+            plan = cache.plan(tree, length, windows=self._kinds.windows, chunks=chunks, tokens=len(ids))
         plan = replace(plan, chunk_sizes=self._kinds.chunk_sizes, invariant=self.row_by_row is not None)
         prompt = None
         if bound.rope is not None:
@@ -128,15 +137,21 @@ class VarlenForward(TreeForward):
         # A compiled forward cannot ask which thread calls it, so only the lock keeps other threads' calls apart.
         with bound.lock, self._attending(ATTENTION_NAME, plan, mixing, keep, threads_apart=False):
             logits, hidden = self._run(ids, positions, head_index, plan, prompt, keep)
-        hidden = hidden[: tokens[0]]
+        hidden = hidden[: len(new_ids)]
         if bound.drafter_layer is not None:
 
             def slots(of_rows: Tensor, back: int) -> Tensor:
                 of_nodes = cache.slots(of_rows)[batch.nodes]
                 return of_nodes if chunks is None else torch.cat([of_nodes, chunks.slots(back)])
 
-            new_slots = slots(batch.row_slots, 0)
-            bound.drafter_layer.write(cache, new_slots, lambda: slots(batch.row_slots_before, 1), *tokens[1:], hidden)
+            bound.drafter_layer.write(
+                cache,
+                slots=slots(batch.row_slots, 0),
+                before=lambda: slots(batch.row_slots_before, 1),
+                ids=new_ids,
+                positions=places,
+                hidden=hidden,
+            )
 
         # 4. Split the head's output between rows and chunks.
         logits = logits[: len(index)]
@@ -150,7 +165,9 @@ class VarlenForward(TreeForward):
 
         Returns logits `[R, V]` and hidden states `[R, F]` of R tokens: one a piece, or all T with `all_tokens`.
         """
-        bound, cache, counts = self.bound, read.cache, torch.tensor([piece.count for piece in pieces])
+        bound = self.bound
+        cache = read.cache
+        counts = torch.tensor([piece.count for piece in pieces])
         rows = torch.tensor([piece.row for piece in pieces]).repeat_interleave(counts)  # [T]
         positions = torch.cat([torch.arange(piece.first, piece.end) for piece in pieces])
         tokens = read.tokens[rows, positions]
@@ -177,7 +194,9 @@ class VarlenForward(TreeForward):
                 earlier = cache.slots(ends[:, None])[rows[counts.cumsum(0) - counts]]
                 return plan.new.roll(1).index_copy(0, counts.cumsum(0) - counts, earlier)
 
-            bound.drafter_layer.write(cache, plan.new, before, tokens, positions, hidden)
+            bound.drafter_layer.write(
+                cache, slots=plan.new, before=before, ids=tokens, positions=positions, hidden=hidden
+            )
         return logits, hidden[index]
 
     @property
@@ -232,7 +251,7 @@ class VarlenForward(TreeForward):
         plan: Plan | PromptPlan,
         prompt: Tensor | None,
         keep: Tensor | None,
-        cache: DenseCache | None = None,
+        cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run T tokens `ids` at `positions` `[T]` through the model, and the head at R of them, `index` `[R]` int64.
 
@@ -240,7 +259,9 @@ class VarlenForward(TreeForward):
         least, `[T]` int64, `keep` the columns of adapters that it keeps, `[T, S * R]` bool, and `cache` the model's own
         kind of cache, where the plan names no pages. Returns logits `[R, V]` and the hidden states of all tokens.
         """
-        self._index, self._prompt, self._positions = index[None], prompt, positions
+        self._index = index[None]
+        self._prompt = prompt
+        self._positions = positions
         if keep is not None:  # set here, where a compiled forward sees that it is another tensor each time
             self.bound.adapters.loaded.set_keep(keep)
         out = self._call_model(ids[None], positions[None], cache, plan=plan)
@@ -278,17 +299,17 @@ class VarlenForward(TreeForward):
                 loaded = bound.config._attn_implementation
                 patch.set(bound.config, "_attn_implementation", replacement_for(loaded, attention))
                 if mixing is not None and self._operators is not None and not threads_apart:
-                    self._operators.apply(patch, mixing)
+                    self._operators.add_to(patch, mixing)
                 elif mixing is not None:
                     replace_mixers(patch, self._mixers, mixing)
                 if bound.rope is not None:
-                    bound.rope.apply(patch, self._running_prompt)
+                    bound.rope.add_to(patch, self._running_prompt)
                 if self.row_by_row is not None:
                     self.row_by_row(patch)
                 if self._fused is not None:
-                    self._fused.apply(patch)
+                    self._fused.add_to(patch)
                 if keep is not None:  # its stand-ins are called before those for fused layers
-                    bound.adapters.loaded.apply(patch, keep)
+                    bound.adapters.loaded.add_to(patch, keep)
                 if self._slot_readers:  # after the fused layers, whose stand-ins have the hooks then
                     answer_by_position(patch, self._slot_readers, self._new_positions)
                 yield

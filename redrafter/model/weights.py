@@ -34,7 +34,7 @@ class NewWeights:
     quantised: list[tuple[Float8Linear, Tensor]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, module: nn.Module, weights: Mapping[str, Tensor], name: str) -> "NewWeights":
+    def for_module(cls, module: nn.Module, weights: Mapping[str, Tensor], name: str) -> "NewWeights":
         """Find the place of each tensor in a module; `name` is what messages call it.
 
         Names are those of the module's `state_dict`. Of tied weights one is enough. Numbers are rounded to the module's
@@ -61,7 +61,8 @@ class NewWeights:
         for key, tensor in weights.items():
             if key not in places or key in scales:
                 continue
-            place, scale = places[key], key.removesuffix("weight") + "weight_scale"
+            place = places[key]
+            scale = key.removesuffix("weight") + "weight_scale"
             if tensor.shape != place.shape:
                 wrong.append(f"{key} of shape {tuple(tensor.shape)} instead of {tuple(place.shape)}")
             elif not _alike(tensor.dtype, place.dtype) or (key in float8 and tensor.dtype.itemsize == 1):
@@ -123,7 +124,7 @@ def hold_in_memory(module: nn.Module) -> None:
 
 
 def snapshot(module: nn.Module) -> dict[str, Tensor]:
-    """Return a copy on the host of a module's weights, as `NewWeights.of` takes them."""
+    """Return a copy on the host of a module's weights, as `NewWeights.for_module` takes them."""
     with torch.no_grad():
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in module.state_dict().items()}
 

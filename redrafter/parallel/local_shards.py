@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
 from redrafter.errors import UnsupportedError
 from redrafter.parallel.ranks import ALONE, Ranks
@@ -81,8 +82,8 @@ class GatheredLinear(SplitLinear):
         return self.ranks.join_last(pad(self.part(x), (0, padding)))[..., : self.out_features]
 
 
-def use_local_shards(model: Any) -> Ranks:
-    """Replace the layers of a causal LM that transformers has split by our own, and return its ranks.
+def use_local_shards(model: PreTrainedModel) -> Ranks:
+    """Let a causal LM that transformers has split compute by layers of our own, and return its ranks.
 
     Collective for a split model: call it on every rank. A model in one process is unchanged. Raises `UnsupportedError`
     for an unknown kind of split.
@@ -121,8 +122,8 @@ def use_local_shards(model: Any) -> Ranks:
     return ranks
 
 
-def _replace(model: Any, name: str, module: Any, style: str, ranks: Ranks) -> None:
-    """Replace a module with this rank's shards by one that implements its style."""
+def _replace(model: PreTrainedModel, name: str, module: nn.Module, style: str, ranks: Ranks) -> None:
+    """Replace a module, which has this rank's parts of its weights, by one that computes what its style says."""
     if style in _SUMMED_OUTPUT:
         module.register_forward_hook(lambda _, args, output: ranks.sum(output))
     elif style == "moe_identity_expert":

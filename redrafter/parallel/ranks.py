@@ -107,7 +107,7 @@ class Ranks:
         """
         if self.size == 1:
             return
-        values: list[Any] = [None] * self.size
+        values: list[object] = [None] * self.size
         dist.all_gather_object(values, value, group=self.host_group)
         for rank, other in enumerate(values):
             if other != values[0]:
@@ -124,7 +124,7 @@ class Ranks:
 ALONE = Ranks()
 
 
-def _find_peers(rank: int, size: int, group: Any) -> dict[int, psutil.Process]:
+def _find_peers(rank: int, size: int, group: object) -> dict[int, psutil.Process]:
     """Return the processes of the other ranks on this machine, by rank. Collective."""
     processes: list[Any] = [None] * size
     machine = platform.node()

@@ -34,7 +34,7 @@ from redrafter.sampling.processors import (
     bound_on_k,
 )
 from redrafter.sampling.tree_processors import (
-    Call,
+    CallPrompts,
     apply_to_scores,
     ban_repeated_ngrams,
     bias_sequences,
@@ -45,7 +45,7 @@ from redrafter.sampling.tree_processors import (
     force,
 )
 
-Reader = Callable[[Any, Call], OwnProcessor | Processor]
+Reader = Callable[[Any, CallPrompts], OwnProcessor | Processor]
 
 # Scores divided by a smaller temperature may exceed float32. At this one already, the likeliest token is drawn.
 SMALLEST_TEMPERATURE = 1e-30
@@ -65,7 +65,7 @@ def read_processors(
     Raises:
         UnsupportedError: Naming a processor that cannot be exact on a tree.
     """
-    call = Call(width, prompt, vocabulary)
+    call = CallPrompts(width, prompt, vocabulary)
     given: list[Any] = list(processors)
     # With min_new_tokens, generate also sets min_length to the padded width + min_new_tokens: too much for a short row.
     implied = {width + p.min_new_tokens for p in given if _known(p) == "MinNewTokensLengthLogitsProcessor"}
@@ -134,8 +134,8 @@ def _named(processor: OwnProcessor, ends: Collection[int]) -> dict[str, list[Any
 _POSITIONS = {"begin_index", "max_length", "regulation_start"}
 
 
-def _constants(value: Any, width: int) -> Hashable:
-    """Return constants of an object in a hashable form that is equal for objects with the same effect.
+def _constants(value: object, width: int) -> Hashable:
+    """Return constants of an object as something that equals that of another object which does the same.
 
     `width` is the length of the padded prompt that the object was made for, which may differ between calls.
     """
@@ -160,7 +160,7 @@ def index_of_warpers(processors: Sequence[object]) -> int:
 class TemperaturePerRow(LogitsProcessor):
     """A temperature for each output row, as a processor for `model.generate`."""
 
-    def __init__(self, temperature: Any) -> None:
+    def __init__(self, temperature: float | Sequence[float] | Tensor) -> None:
         self.temperature = temperature  # divisor of each row's scores: a list or a tensor, `[B]`
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -168,8 +168,8 @@ class TemperaturePerRow(LogitsProcessor):
         return scores / torch.as_tensor(self.temperature, dtype=scores.dtype, device=scores.device)[:, None]
 
 
-def _prefix_constrained(processor: Any, call: Call) -> PerNode:
-    # The user's function receives the row's index, which the object can derive only in the full batch.
+def _prefix_constrained(processor: Any, call: CallPrompts) -> PerNode:
+    # The user's function gets the row's index, which the object can only derive in the full batch.
     allowed = vars(processor)["_prefix_allowed_tokens_fn"]
 
     def of_row(row: int) -> LogitsProcessor:
@@ -178,48 +178,48 @@ def _prefix_constrained(processor: Any, call: Call) -> PerNode:
     return PerNode([of_row(row) for row in range(len(call.prompt))])
 
 
-def _temperature(processor: Any, call: Call) -> RowProcessor:
+def _temperature(processor: Any, call: CallPrompts) -> RowProcessor:
     given = torch.as_tensor(processor.temperature, dtype=torch.float64).clamp(min=SMALLEST_TEMPERATURE)
     return RowTemperature(given.to(call.prompt.device, torch.float32).expand(len(call.prompt)))
 
 
-def _cut(build: Callable[[Any, Call], RowProcessor]) -> Reader:
-    """Return a reader that gives parameters of rows, except for an object with another filler or minimum."""
+def _cut(build: Callable[[Any, CallPrompts], RowProcessor]) -> Reader:
+    """Return a reader that gives numbers of rows, but for an object that fills with another number or keeps more."""
 
-    def read(processor: Any, call: Call) -> OwnProcessor | Processor:
+    def read_row_settings(processor: Any, call: CallPrompts) -> OwnProcessor | Processor:
         usual = processor.filter_value == -math.inf and getattr(processor, "min_tokens_to_keep", 1) == 1
         if usual and getattr(processor, "top_p", None) != 1:  # top_p = 1 still removes tokens of probability 0
             return build(processor, call)
         return apply_to_scores(processor, call)
 
-    return read
+    return read_row_settings
 
 
-def _top_k(processor: Any, call: Call) -> RowProcessor:
+def _top_k(processor: Any, call: CallPrompts) -> RowProcessor:
     k = call.per_row(min(processor.top_k, call.vocabulary), torch.long)
     return RowTopK(k, bound_on_k([processor.top_k], call.vocabulary))
 
 
-def _repetition_penalty(processor: Any, call: Call) -> RowProcessor:
-    # A tensor `prompt_ignore_length` is each row's padding, which rows do not have here; an int is the user's setting,
-    # counted from the start of the padded row.
+def _repetition_penalty(processor: Any, call: CallPrompts) -> RowProcessor:
+    # A tensor `prompt_ignore_length` is each row's padding, which rows have none of here; an int is the user's own
+    # wish, counted from the start of the padded row.
     penalty, ignored = call.per_row(processor.penalty), processor.prompt_ignore_length
     return RowRepetition(penalty, call.prompt + (ignored - call.width) if isinstance(ignored, int) else None)
 
 
-def _min_new_tokens(processor: Any, call: Call) -> RowProcessor:
+def _min_new_tokens(processor: Any, call: CallPrompts) -> RowProcessor:
     tokens = processor.min_new_tokens + processor.prompt_length_to_skip - call.width
     return RowMinimum(call.per_row(tokens, torch.long), _ends(processor, call))
 
 
-def _ends(processor: Any, call: Call) -> Tensor:
+def _ends(processor: Any, call: CallPrompts) -> Tensor:
     """Return which ids are end tokens, `[B, V]` bool."""
     mask = torch.isin(torch.arange(call.vocabulary), torch.as_tensor(processor.eos_token_id).cpu())
     return mask.to(call.prompt.device).expand(len(call.prompt), -1)
 
 
-def _bias(processor: Any, call: Call) -> OwnProcessor | Processor:
-    """Convert biases of single tokens to a tensor per row, which captured steps can copy, and others to constants."""
+def _bias(processor: Any, call: CallPrompts) -> OwnProcessor | Processor:
+    """Read biases of single tokens as a tensor per row, whose values captured steps take, and others as constants."""
     biases = processor.sequence_bias
     if (largest := max((max(tokens) for tokens in biases), default=0)) >= call.vocabulary:
         raise ArgumentError(
@@ -234,7 +234,7 @@ def _bias(processor: Any, call: Call) -> OwnProcessor | Processor:
     return RowBias(bias.to(call.prompt.device).expand(len(call.prompt), -1))
 
 
-def _suppress_at_begin(processor: Any, call: Call) -> Processor:
+def _suppress_at_begin(processor: Any, call: CallPrompts) -> Processor:
     begin = processor.begin_index - call.width
     return forbid(processor.begin_suppress_tokens, lambda prefixes: prefixes.counts - prefixes.prompt[:, None] == begin)
 

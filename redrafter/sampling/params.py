@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from redrafter.grammar.grammar import Grammar
-from redrafter.sampling.processors import CUTS, EDITS, HostProcessor, OwnProcessor, RowProcessor
+from redrafter.sampling.processors import CUTS, EDITS, OwnProcessor, RowProcessor
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class SamplingParams:
     @property
     def has_tables(self) -> bool:
         """Return whether there are settings as large as the vocabulary."""
-        own = (each for each in (*self.extra, *self.extra_last) if isinstance(each, RowProcessor))
+        own = (*self.extra, *self.extra_last)
         wide = any(setting.dim() > 1 for each in own for setting in each.settings)
         return wide or bool(self.logit_bias) or self.min_new_tokens > 0
 
@@ -88,7 +88,7 @@ class SamplingParams:
     def asks_host(self) -> bool:
         """Return whether a step runs Python code of a processor."""
         own = (*self.extra, *self.extra_last)
-        return self.grammar is not None or any(isinstance(each, HostProcessor) for each in own)
+        return self.grammar is not None or any(each.on_host for each in own)
 
 
 NEUTRAL = SamplingParams()

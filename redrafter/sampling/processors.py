@@ -68,8 +68,10 @@ class RowProcessor:
         reads: Names of the parameters in `SamplingParams` for its first fields, in order. A row needs the processor if
             one of them is not neutral.
         neutral: Values of the first fields that change no score.
+        on_host: Whether it runs Python code of a row, which no captured step does.
     """
 
+    on_host: ClassVar[bool] = False
     reads: ClassVar[tuple[str, ...]] = ()
     neutral: ClassVar[tuple[float, ...]] = (0,)
 
@@ -106,6 +108,10 @@ class RowProcessor:
         """Return the processor of some of the rows, in that order."""
         return self.map(lambda setting: setting[rows])
 
+    def with_rows(self: Kind, count: int, device: torch.device) -> Kind:
+        """Return a processor of the same kind with room for the settings of so many rows, on a device."""
+        return self.map(lambda setting: setting.new_zeros(count, *setting.shape[1:], device=device))
+
     def _values(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
 
@@ -125,6 +131,9 @@ class Constant(RowProcessor):
 class HostProcessor(Generic[OfRow]):
     """A logits processor that runs on the host, with an object for each row. No step with one is captured."""
 
+    on_host: ClassVar[bool] = True
+    settings: ClassVar[Sequence[Tensor]] = ()
+
     def __init__(self, of_rows: Sequence[OfRow]) -> None:
         self.of_rows = list(of_rows)  # may change between steps; rows past the last one are inactive
 
@@ -137,9 +146,17 @@ class HostProcessor(Generic[OfRow]):
         """The class: any objects of rows are of one kind."""
         return type(self)
 
+    def map(self: OnHost, change: Callable[[Tensor], Tensor]) -> OnHost:
+        """Return the processor itself, which has no tensors."""
+        return self
+
     def at(self: OnHost, rows: Sequence[int]) -> OnHost:
         """Return the processor of some of the rows, in that order."""
         return type(self)([self.of_rows[row] for row in rows])
+
+    def with_rows(self: OnHost, count: int, device: torch.device) -> OnHost:
+        """Return a processor of the same kind without rows; `of_rows` grows to any number."""
+        return type(self)([])
 
 
 @dataclass(frozen=True)
@@ -148,6 +165,7 @@ class OfSomeRows:
 
     rows: Tensor  # `[S]` int64; a row may occur several times
     processors: tuple[RowProcessor, ...]  # of all rows, in their order
+    on_host: ClassVar[bool] = False
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return processed scores `[B, N, V]`; the ones given are not written to."""
@@ -155,6 +173,10 @@ class OfSomeRows:
         for processor in self.processors:
             part = processor.at(self.rows)(part, prefixes)
         return scores.index_copy(0, self.rows, part)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "OfSomeRows":
+        """Return the processors with every tensor replaced by what `change` gives for it."""
+        return OfSomeRows(change(self.rows), tuple(each.map(change) for each in self.processors))
 
 
 OwnProcessor = RowProcessor | HostProcessor[Any]

@@ -10,7 +10,7 @@ from torch import Tensor
 from redrafter import kernels
 from redrafter.sampling.noise import ACCEPT, branch, gumbel, streams
 from redrafter.sampling.prefixes import Prefixes
-from redrafter.sampling.processors import HostProcessor, ProcessorOfRows, RowProcessor, RowTemperature
+from redrafter.sampling.processors import ProcessorOfRows, RowTemperature
 from redrafter.tree.token_tree import Tree
 
 
@@ -83,8 +83,8 @@ class Sampler:
 
     @property
     def capturable(self) -> bool:
-        """Return whether no processor runs on the host, so that a step can be captured in a CUDA graph."""
-        return not any(isinstance(processor, HostProcessor) for processor in self.processors)
+        """Return whether nothing here runs on the host, so that a step may be captured in a CUDA graph."""
+        return not any(processor.on_host for processor in self.processors)
 
     def stream(self, which: int) -> "Sampler":
         """Return the sampler with noise of another stream."""
@@ -93,8 +93,8 @@ class Sampler:
     def to(self, device: torch.device) -> "Sampler":
         """Return the sampler on another device."""
         tensors: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
-        processors = (p.map(lambda x: x.to(device)) if isinstance(p, RowProcessor) else p for p in self.processors)
-        return replace(self, processors=tuple(processors), **tensors)
+        processors = tuple(processor.map(lambda x: x.to(device)) for processor in self.processors)
+        return replace(self, processors=processors, **tensors)
 
     def noise(self, position: Tensor, count: int, known: Tensor | None = None) -> Tensor | None:
         """Return the noise of `count` tokens from `position` `[B]` on, `[B, count, V]` float32; None if greedy.

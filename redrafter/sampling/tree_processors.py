@@ -9,7 +9,7 @@ graph; constants are copied to the device in the first call.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,8 +21,8 @@ from redrafter.sampling.prefixes import Prefixes, marks
 from redrafter.sampling.processors import Processor
 
 
-class Call(NamedTuple):
-    """The prompts of a call's processors; lengths in these, counted over the padded prompt, include its padding."""
+class CallPrompts(NamedTuple):
+    """The prompts of a call's objects; lengths that these count over the padded prompt include its padding."""
 
     width: int  # length of the padded prompt
     prompt: Tensor  # each row's own prompt length, `[B]` int64, on the target's device
@@ -33,29 +33,29 @@ class Call(NamedTuple):
         return torch.full(self.prompt.shape, value, dtype=dtype, device=self.prompt.device)
 
 
-def apply_to_scores(processor: Any, call: Call) -> Processor:
-    """Apply Hugging Face's own object, which must depend only on scores and never wait for the device."""
+def apply_to_scores(processor: Any, call: CallPrompts) -> Processor:
+    """Apply Hugging Face's own object, which must look at scores alone and never wait for the device."""
 
-    def apply(scores: Tensor, prefixes: Prefixes) -> Tensor:
+    def call_processor(scores: Tensor, prefixes: Prefixes) -> Tensor:
         return processor(None, rearrange(scores, "b n v -> (b n) v")).view_as(scores)
 
-    return apply
+    return call_processor
 
 
-def forbid(ids: Any, when: Callable[[Prefixes], Tensor]) -> Processor:
-    """Set `ids` to -inf at the nodes where `when` `[B, N]` is true. Ids past the vocabulary are ignored."""
+def forbid(ids: Tensor | Sequence[int] | int, when: Callable[[Prefixes], Tensor]) -> Processor:
+    """Give -inf to `ids` at the nodes where `when` `[B, N]` is true. Ids past the vocabulary are passed over."""
     mask = _mask(ids)
     return lambda scores, prefixes: scores.masked_fill(when(prefixes)[..., None] & mask(scores), -math.inf)
 
 
-def force(ids: Any, when: Callable[[Prefixes], Tensor]) -> Processor:
-    """Set `ids` to 0 and all others to -inf, at the nodes where `when` `[B, N]` is true."""
+def force(ids: Tensor | Sequence[int] | int, when: Callable[[Prefixes], Tensor]) -> Processor:
+    """Give 0 to `ids` and -inf to all others, at the nodes where `when` `[B, N]` is true."""
     ids = torch.as_tensor(ids).cpu().flatten()
     forced = _constant(lambda vocab: torch.full((vocab,), -math.inf).index_fill_(0, ids, 0.0))
     return lambda scores, prefixes: torch.where(when(prefixes)[..., None], forced(scores), scores)
 
 
-def _mask(ids: Any) -> Callable[[Tensor], Tensor]:
+def _mask(ids: Tensor | Sequence[int] | int) -> Callable[[Tensor], Tensor]:
     ids = torch.as_tensor(ids).cpu()
     return _constant(lambda vocab: torch.isin(torch.arange(vocab), ids))
 
@@ -66,11 +66,11 @@ def _constant(make: Callable[[int], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda scores: made(scores.shape[-1], scores.device)
 
 
-def ban_repeated_ngrams(processor: Any, call: Call) -> Processor:
-    """Ban the last token of every n-gram whose first tokens are the last ones of the sequence."""
+def ban_repeated_ngrams(processor: Any, call: CallPrompts) -> Processor:
+    """Ban the last token of every n-gram whose beginning is what the text now ends with."""
     size = processor.ngram_size
 
-    def apply(scores: Tensor, prefixes: Prefixes) -> Tensor:
+    def forbid_ngrams(scores: Tensor, prefixes: Prefixes) -> Tensor:
         sequences = prefixes.sequences()  # [B, N, S]
         if sequences.shape[-1] < size:
             return scores
@@ -79,10 +79,10 @@ def ban_repeated_ngrams(processor: Any, call: Call) -> Processor:
         repeats &= grams[..., -1] >= 0  # not past the end
         return scores.masked_fill(marks(grams[..., -1], repeats, scores.shape[-1]), -math.inf)
 
-    return apply
+    return forbid_ngrams
 
 
-def bias_sequences(processor: Any, call: Call) -> Processor:
+def bias_sequences(processor: Any, call: CallPrompts) -> Processor:
     """Add a bias to the token that would complete a sequence; a bad word is one with bias -inf."""
     by_length: dict[int, list[tuple[tuple[int, ...], float]]] = {1: []}  # single tokens first, to sum in the same order
     for sequence, bias in processor.sequence_bias.items():
@@ -95,7 +95,7 @@ def bias_sequences(processor: Any, call: Call) -> Processor:
             (torch.tensor(words, device=device), torch.tensor(bias, device=device).float()) for words, bias in pairs
         ]
 
-    def apply(scores: Tensor, prefixes: Prefixes) -> Tensor:
+    def add_biases(scores: Tensor, prefixes: Prefixes) -> Tensor:
         total = torch.zeros_like(scores)
         # One comparison for all sequences of a length, without a loop over the nodes.
         for words, bias in groups(scores.device):  # [M, k + 1], [M]
@@ -103,20 +103,20 @@ def bias_sequences(processor: Any, call: Call) -> Processor:
             total.index_add_(2, words[:, -1], torch.where(begun, bias, 0.0))
         return scores + total
 
-    return apply
+    return add_biases
 
 
-def decay_length(processor: Any, call: Call) -> Processor:
+def decay_length(processor: Any, call: CallPrompts) -> Processor:
     """Raise the end tokens' scores by `|score| * (factor^k - 1)`, k tokens after the start of the regulation."""
     mask, start = _mask(processor.eos_token_id), processor.regulation_start - call.width
 
-    def apply(scores: Tensor, prefixes: Prefixes) -> Tensor:
+    def raise_end(scores: Tensor, prefixes: Prefixes) -> Tensor:
         late = (prefixes.counts - prefixes.prompt[:, None] - start)[..., None]  # [B, N, 1]
         growth = (torch.pow(float(processor.regulation_factor), late.double()) - 1).to(scores.dtype)
         raised = (late > 0) & mask(scores) & scores.isfinite()  # [B, N, V]
         return torch.where(raised, scores + scores.abs() * growth, scores)
 
-    return apply
+    return raise_end
 
 
 def _entropy(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,25 +126,25 @@ def _entropy(scores: Tensor) -> tuple[Tensor, Tensor]:
     return probs, -(log_probs.clamp(min=torch.finfo(scores.dtype).min) * probs).sum(-1, keepdim=True)
 
 
-def cut_by_eta(processor: Any, call: Call) -> Processor:
+def cut_by_eta(processor: Any, call: CallPrompts) -> Processor:
     """Remove tokens whose probability is below a bound that falls with the entropy (eta sampling)."""
     cutoff, filler = processor.epsilon.cpu(), processor.filter_value
     # Copied once per device: a copy during capture would wait for the device.
     on_device = cache(cutoff.to)
 
-    def apply(scores: Tensor, prefixes: Prefixes) -> Tensor:
+    def cut_at_eta(scores: Tensor, prefixes: Prefixes) -> Tensor:
         epsilon, entropy = on_device(scores.device), _entropy(scores)[1]
         eta = torch.minimum(epsilon, epsilon.sqrt() * torch.exp(-entropy))  # [B, N, 1]
         kept = scores.topk(min(processor.min_tokens_to_keep, scores.shape[-1])).values[..., -1:]
         return scores.masked_fill((scores.softmax(-1) < eta) & (scores < kept), filler)
 
-    return apply
+    return cut_at_eta
 
 
-def cut_by_entropy(processor: Any, call: Call) -> Processor:
+def cut_by_entropy(processor: Any, call: CallPrompts) -> Processor:
     """Keep the likeliest tokens whose entropies sum to a share of the whole (top-H sampling)."""
 
-    def apply(scores: Tensor, prefixes: Prefixes) -> Tensor:
+    def keep_likeliest(scores: Tensor, prefixes: Prefixes) -> Tensor:
         top, index = scores.topk(min(processor.top_n, scores.shape[-1]))
         probs, entropy = _entropy(top)
         keep = (-probs * probs.log()).cumsum(-1) <= entropy * processor.top_h  # nan at zero probability: not kept
@@ -152,4 +152,4 @@ def cut_by_entropy(processor: Any, call: Call) -> Processor:
         kept = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, index, keep)
         return scores.masked_fill(~kept, processor.filter_value)
 
-    return apply
+    return keep_likeliest

@@ -5,8 +5,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
-from typing import Any
+from functools import cached_property
+from itertools import islice
 from weakref import WeakSet
 
 import torch
@@ -22,8 +22,7 @@ from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.logprobs import score_drawn
 from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
-from redrafter.step import StepOutput, step
-from redrafter.tree.likelihood import LIKELIHOODS
+from redrafter.step import StepOutput, StepReport, step
 
 
 def bucket(rows: int) -> int:
@@ -31,11 +30,13 @@ def bucket(rows: int) -> int:
     return 1 << (rows - 1).bit_length() if rows <= 64 else -(-rows // 64) * 64
 
 
-def capture(run: Callable[[], object], pool: Any = None, *, watched: bool = False) -> torch.cuda.CUDAGraph:
-    """Capture `run` in a CUDA graph, after one uncaptured call as a warm-up.
+def capture(
+    run: Callable[[], object], other: torch.cuda.CUDAGraph | None = None, *, watched: bool = False
+) -> torch.cuda.CUDAGraph:
+    """Capture `run` in a CUDA graph, after a call that pays for what only first calls pay for.
 
-    The graph shares memory with others through `pool`. Set `watched` if another thread queries events of the device
-    during the capture, as NCCL's watchdog does.
+    The graph shares memory with the other graph, if there is one. It is `watched` where another thread asks the device
+    for events meanwhile, as NCCL's does that watches collectives.
     """
     # A first call compiles kernels and allocates workspaces, which cannot be captured. CUDA requires a side stream for
     # it.
@@ -45,6 +46,7 @@ def capture(run: Callable[[], object], pool: Any = None, *, watched: bool = Fals
         run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
+    pool = None if other is None else other.pool()
     collecting = gc.isenabled()
     gc.disable()  # it might free a graph, and freeing one ends the process while another is captured
     try:
@@ -57,35 +59,30 @@ def capture(run: Callable[[], object], pool: Any = None, *, watched: bool = Fals
     return graph
 
 
-class PendingReport:
-    """Numbers that the device is still computing and that are being copied to the host."""
+class HostCopy:
+    """A tensor that the device may still be computing, on its way to the host."""
 
-    def __init__(self, numbers: Tensor):
-        """Launch the copy of `numbers`, a tensor of any shape."""
-        self._done: torch.cuda.Event | None = None
-        self._host = numbers
-        if numbers.is_cuda:
-            # Separate pinned memory: later copies may arrive before this one is read.
-            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._host.copy_(numbers, non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record()
-
-        # Read once: several rows and counters ask for the same report.
-        self._read: list[Any] | None = None
+    def __init__(self, x: Tensor):
+        """Launch the copy of a tensor of any shape."""
+        self._copied: torch.cuda.Event | None = None
+        self._host = x
+        if x.is_cuda:
+            # Pinned memory of its own: later copies may arrive before this one is read.
+            self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            self._host.copy_(x, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
 
     @property
     def on_host(self) -> bool:
-        """Return whether the numbers are on the host already, so that `read` does not wait."""
-        return self._done is None
+        """Return whether the numbers are on the host already, so that `wait` returns at once."""
+        return self._copied is None
 
-    def read(self) -> list[Any]:
-        """Wait for the numbers, and return them as nested lists."""
-        if self._read is None:
-            if self._done is not None:
-                self._done.synchronize()
-            self._read = self._host.tolist()
-        return self._read
+    def wait(self) -> Tensor:
+        """Wait for the numbers, and return them on the host."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host
 
 
 class CapturedStep:
@@ -100,10 +97,11 @@ class CapturedStep:
         draft_cache: The draft model's keys and values of the rows, or None.
         chunks: Buffers of the prompt chunks read together with the rows, or None.
         output: The output of the last replay. The next replay overwrites it. Logits and scores are empty unless they
-            were requested: a graph would hold them for its lifetime, in addition to those of every other graph.
-        report: The same packed by `StepOutput.pack_for_host`, overwritten likewise.
-        graph: The captured step; None where it cannot be captured and runs uncaptured.
-        ran: Whether it has run once, so that later runs include no cost of a first run.
+            were asked for: a graph would hold them for good, in addition to those of every other graph.
+        packed: Its report, packed by `StepReport.pack`, overwritten likewise.
+        num_bytes: Bytes of the logits and scores that the step holds.
+        graph: The captured step; None where it cannot be captured and runs as it is.
+        ran: Whether it has run, so that a run pays for nothing that only first ones pay for.
     """
 
     def __init__(
@@ -123,53 +121,51 @@ class CapturedStep:
         self.cache, self.draft_cache, self.chunks = cache, draft_cache, chunks
         self.graph: torch.cuda.CUDAGraph | None = None
         self.ran = False
+        self.num_bytes = 0
 
-    def run(self) -> None:
+    def run_step(self) -> None:
         """Take the step uncaptured, in place."""
         self.ran = True
         state, self.output = step(
-            self.state, self.proposer, self.target, self.cache, self.sampler, self.draft_cache, self.chunks
+            self.state,
+            self.proposer,
+            self.target,
+            self.cache,
+            self.sampler,
+            draft_cache=self.draft_cache,
+            chunks=self.chunks,
         )
         # In place: a replay reads and writes the buffers that it was captured with.
         self.state.length.copy_(state.length)
         self.state.hidden.copy_(state.hidden)
-        self.report = self.output.pack_for_host()
+        self.packed = self.output.report.pack()
         if not self._keeps_logits:
             nothing = self.output.logits.new_empty(0)
             self.output = replace(self.output, logits=nothing, scores=nothing)
+        logits, scores = self.output.logits, self.output.scores
+        self.num_bytes = logits.nbytes + (0 if scores is logits else scores.nbytes)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the logits and scores that the step holds."""
-        output = getattr(self, "output", None)  # none before the first run
-        return (
-            0 if output is None else output.logits.nbytes + output.scores.nbytes * (output.scores is not output.logits)
-        )
-
-    def replay(self) -> PendingReport:
-        """Launch one step without waiting for it.
-
-        Returns:
-            For each row, the values packed by `StepOutput.pack_for_host`.
-        """
+    def replay(self) -> HostCopy:
+        """Launch one step without waiting for it, and return the copy of its packed report."""
         if self.graph is None:
-            self.run()
+            self.run_step()
         else:
             self.graph.replay()
-        return PendingReport(self.report)
+        return HostCopy(self.packed)
 
 
 def new_state(target: Target, rows: int, width: int, piece: int = 0) -> State:
     """Return inactive rows, with room for sequences of `width` tokens and for `piece` tokens of earlier ones."""
     # A row is inactive until `RunningBatch.add` writes it, so zeros are never read as a sequence.
     with target.device:
-        tokens, length = torch.zeros(rows, width, dtype=torch.long), torch.zeros(rows, dtype=torch.long)
+        tokens = torch.zeros(rows, width, dtype=torch.long)
+        length = torch.zeros(rows, dtype=torch.long)
         hidden = torch.zeros(rows, target.feature_size, dtype=target.dtype)
         features = (ADAPTERS, IMAGES) if target.images.ok else (ADAPTERS,)
         inputs = {feature: torch.zeros_like(length) for feature in features}
         active = torch.zeros(rows, dtype=torch.bool)
         pieces = torch.zeros(rows, piece, dtype=torch.long) if piece else None
-        return State(tokens, length, hidden, active, inputs, pieces)
+        return State(tokens=tokens, length=length, hidden=hidden, active=active, inputs=inputs, pieces=pieces)
 
 
 class GraphCapturer:
@@ -186,9 +182,8 @@ class GraphCapturer:
         if self._target.hooked:  # a draft model may have hooks: its drafts change no token of the output
             return
         try:
-            # Steps run one at a time under the memory's lock, so their graphs may share one pool.
-            pool = next((graph.pool() for graph in self._graphs), None)  # which ends with the last graph in it
-            step.graph = capture(step.run, pool, watched=self._target.ranks.size > 1)
+            other = next(iter(self._graphs), None)  # their memory is freed with the last of them
+            step.graph = capture(step.run_step, other, watched=self._target.ranks.size > 1)
             self._graphs.add(step.graph)
         # The model can be captured; only now there is too little memory.
         except torch.OutOfMemoryError:
@@ -210,7 +205,7 @@ class LaunchedStep:
 
     Attributes:
         sequences: The sequences of its first R rows.
-        report: For each row, the values packed by `StepOutput.pack_for_host`.
+        packed: The copy of its report, packed by `StepReport.pack`.
         logits: Logits along the accepted path, `[K+1, V]`, of the rows whose sequences want them.
         scores: Processed logits, likewise.
         logprobs: The results of `score_drawn` for the rows whose sequences want them: of K+1 tokens each, or of those
@@ -222,21 +217,21 @@ class LaunchedStep:
     """
 
     sequences: Sequence[TokenSequence]
-    report: PendingReport
+    packed: HostCopy
     logits: Mapping[int, Tensor]
     scores: Mapping[int, Tensor]
-    logprobs: tuple[PendingReport, PendingReport] | None
+    logprobs: tuple[HostCopy, HostCopy] | None
     levels: int
     grafted: int
     size: int
     proposer: Proposer | None = None
 
     @classmethod
-    def of(
+    def from_output(
         cls,
         sequences: Sequence[TokenSequence],
         output: StepOutput,
-        report: PendingReport,
+        packed: HostCopy,
         proposer: Proposer | None = None,
     ) -> "LaunchedStep":
         """Copy what will be needed from a step's output, which the next step may overwrite."""
@@ -251,37 +246,54 @@ class LaunchedStep:
         asked = ((row, sequence.params.logprobs) for row, sequence in enumerate(sequences))
         counts = {row: count for row, count in asked if count is not None}
         logprobs = None
+        tokens = output.report.tokens
         if counts:
             # A GPU scores the entries after the drawn tokens too, since the host does not know their number yet.
-            width, known = output.tokens.shape[1], report.read() if report.on_host else None
-            sizes = {row: width if known is None else known[row][width] + 1 for row in counts}
-            index = [(row, place) for row, size in sizes.items() for place in range(size)]
-            rows, places = to_device(index, output.tokens.device, torch.long).unbind(1)  # [T]
-            nodes, tokens = output.path.nodes[rows, places], output.tokens[rows, places]
-            values, ids = score_drawn(output.logits, rows, nodes, tokens, max(counts.values()))
-            logprobs = PendingReport(values), PendingReport(ids)
-        of_tree = output.levels, output.grafted, len(output.tokens)
-        return cls(sequences, report, logits, scores, logprobs, *of_tree, proposer)
+            sizes = dict.fromkeys(counts, tokens.shape[1])
+            if packed.on_host:
+                accepted = output.report.accepted.tolist()
+                sizes = {row: accepted[row] + 1 for row in counts}
+            index = [(row, depth) for row, size in sizes.items() for depth in range(size)]
+            rows, depths = to_device(index, tokens.device, torch.long).unbind(1)  # [T]
+            nodes = output.path.nodes[rows, depths]
+            values, ids = score_drawn(output.logits, rows, nodes, tokens[rows, depths], count=max(counts.values()))
+            logprobs = HostCopy(values), HostCopy(ids)
+        return cls(
+            sequences=sequences,
+            packed=packed,
+            logits=logits,
+            scores=scores,
+            logprobs=logprobs,
+            levels=output.levels,
+            grafted=output.grafted,
+            size=len(tokens),
+            proposer=proposer,
+        )
 
-    def outcomes(self) -> list[list[int]]:
-        """Wait for the step, and return the counts of its drafts by likelihood, as returned by `count_outcomes`."""
-        flat, count = list(chain.from_iterable(self.report.read()[self.size :])), len(LIKELIHOODS)
-        # Grafted levels were copied, not searched, so the counts have no rows for them.
-        searched = self.levels - self.grafted
-        return [flat[at * count : (at + 1) * count] for at in range(2 + searched)]
+    @cached_property
+    def report(self) -> StepReport:
+        """The report of the step on the host, which is waited for."""
+        return StepReport.unpack(self.packed.wait(), self.size, self.levels - self.grafted)
 
-    def read(self) -> Iterator[tuple[TokenSequence, SequenceDelta]]:
+    def read_deltas(self) -> Iterator[tuple[TokenSequence, SequenceDelta]]:
         """Wait for the step, and yield the tokens drawn for each of its sequences."""
-        reports = zip(self.sequences, self.report.read(), strict=False)
-        scored = zip(*(each.read() for each in self.logprobs or ()), strict=True)
-        for row, (sequence, (*tokens, accepted, drafted, finite, copied)) in enumerate(reports):
-            # A token drawn from NaN or infinite logits is garbage, and so are all that follow it.
+        report = self.report
+        rows = zip(
+            self.sequences,
+            report.tokens.tolist(),
+            report.accepted.tolist(),
+            report.drafted.tolist(),
+            report.finite.tolist(),
+            report.copied.tolist(),
+            strict=False,  # the rows after those of the sequences are padding
+        )
+        scored = zip(*(each.wait().tolist() for each in self.logprobs or ()), strict=True)
+        for row, (sequence, tokens, accepted, drafted, finite, copied) in enumerate(rows):
             count = min(accepted + 1, finite)
             logits, scores = (x[row][:count] if row in x else None for x in (self.logits, self.scores))
             logprobs = None
             if (wanted := sequence.params.logprobs) is not None:
-                # Scores of all rows follow each other: each row must consume its own even where it uses fewer.
-                lines = list(islice(scored, accepted + 1 if self.report.on_host else len(tokens)))[:count]
+                lines = list(islice(scored, accepted + 1 if self.packed.on_host else len(tokens)))[:count]
                 logprobs = [(own, dict(zip(ids[:wanted], top, strict=False))) for (own, *top), ids in lines]
             drafts = self.levels > 0 and sequence.params.speculate
             drawn = SequenceDelta(
@@ -298,18 +310,18 @@ class LaunchedStep:
 
 
 @dataclass(frozen=True)
-class LaunchedPrefill:
-    """A forward over chunks of prompts.
+class LaunchedForward:
+    """A step, or a forward over chunks of prompts, whose tokens the host has not read.
 
     Attributes:
-        first: The draws of the tokens that follow prompts; None where none is complete.
-        size: Tokens of the forward, padding included; 0 for one whose time is not measured.
-        timer: Measures the forward.
+        draws: The step, or the draws of the tokens that follow prompts; None where no prompt is complete.
+        prompt_tokens: Tokens of a forward over prompts alone, with those of padding; 0 where its time is not measured.
+        timer: Measures a forward over prompts alone; None for a step.
     """
 
-    first: LaunchedStep | None
-    size: int
-    timer: "Timer"
+    draws: LaunchedStep | None
+    prompt_tokens: int = 0
+    timer: "Timer | None" = None
 
 
 class Timer:
@@ -317,26 +329,25 @@ class Timer:
 
     def __init__(self, device: torch.device):
         """Begin to measure the work launched from now on."""
-        self._mark: Callable[[], Any] = time.perf_counter
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         if device.type == "cuda":
-            self._mark = _recorded_event
-        self._began, self._ended = self._mark(), None
+            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self._events[0].record()
+        self._began = time.perf_counter()
+        self._ended: float | None = None
 
     def stop(self) -> None:
         """Measure nothing that is launched later."""
-        self._ended = self._mark()
+        self._ended = time.perf_counter()
+        if self._events is not None:
+            self._events[1].record()
 
     @property
     def seconds(self) -> float:
         """Duration of the work. Waits for it to end."""
         assert self._ended is not None, "stop comes first"
-        if isinstance(self._ended, float):
+        if self._events is None:
             return self._ended - self._began
-        self._ended.synchronize()
-        return self._began.elapsed_time(self._ended) / 1e3
-
-
-def _recorded_event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+        began, ended = self._events
+        ended.synchronize()
+        return began.elapsed_time(ended) / 1e3

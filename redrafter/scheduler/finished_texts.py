@@ -25,7 +25,7 @@ MOST_TOKENS_OF_SALT = 1 << 15
 
 
 @dataclass(frozen=True)
-class Piece:
+class CopySource:
     """A part of a finished sequence: the sequence's number, the part's offset, and its tokens."""
 
     text: int
@@ -97,8 +97,8 @@ class FinishedTexts:
             _, oldest = self._by_salt.popitem(last=False)
             self.tokens -= oldest.tokens
 
-    def find(self, salt: Hashable, tokens: Sequence[int], known: Piece | None) -> Piece | None:
-        """Return a piece of the salt's latest text that contains the longest suffix of these tokens.
+    def find(self, salt: Hashable, tokens: Sequence[int], known: CopySource | None) -> CopySource | None:
+        """Return a piece of the latest text of the salt that has the last of these tokens, as many as possible.
 
         Returns None if there is none, or if the piece `known` still suffices.
         """
@@ -115,7 +115,7 @@ class FinishedTexts:
                 last = known.begin + len(known.tokens)
                 if end + LEAST_LEFT <= last or last == len(text):
                     return None
-            return Piece(number, begin, text[begin : begin + PIECE])
+            return CopySource(number, begin, text[begin : begin + PIECE])
         return None
 
     def clear(self) -> None:
@@ -124,9 +124,9 @@ class FinishedTexts:
         self.tokens = 0
 
 
-def write_pieces(pieces: Tensor | None, given: Mapping[int, Piece]) -> None:
-    """Copy pieces into rows of `pieces`, `[B, R]` int64. given: pieces by number of the row."""
-    assert pieces is not None, "the state has no room for pieces"
+def write_pieces(pieces: Tensor | None, given: Mapping[int, CopySource]) -> None:
+    """Copy pieces into the rows, by number, that they were given to, of `pieces` `[B, R]` int64."""
+    assert pieces is not None, "who gives pieces makes room for them"
     if given:
         rows = to_device([*given], pieces.device, pieces.dtype)
         # One copy for all rows, as each launch costs the host time.

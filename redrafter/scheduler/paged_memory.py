@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -16,6 +15,7 @@ from redrafter.cache.kv_cache import stored_as
 from redrafter.cache.options import CacheOptions
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.cache.states import RowStates
+from redrafter.drafting.vocabulary_map import DraftText
 from redrafter.errors import CacheFullError, UnsupportedError, first_line
 from redrafter.features import BATCH_INVARIANCE, OWNERS_HOOKS, FeatureSet
 from redrafter.files.home import keep_kernels
@@ -28,7 +28,9 @@ from redrafter.scheduler.sequence import TokenSequence
 from redrafter.tree.token_tree import chain
 
 _LOG = logging.getLogger(__name__)
-MAX_TEXT_TOKENS = 32768  # of the sequence in each row that the cache is sized for; a longer one takes blocks of others
+PLANNED_ROW_TOKENS = (
+    32768  # of the sequence in each row that the cache is sized for; a longer one takes blocks of others
+)
 MOST_ROWS = 64  # rows of such sequences that the paged cache is sized for, where memory allows
 MAX_RECOMPILES = 64  # of one function, before torch.compile gives up on it
 EXTRA_SLOTS = 256  # of a row beyond its sequence: the tree, and the overshoot of a last step
@@ -71,7 +73,8 @@ class PagedMemory:
         self.host, self.draft_host = host, draft_host
         self.forget_prefixes()
         self.lock = threading.RLock()
-        self.released, self.turns = threading.Condition(self.lock), list[object]()
+        self.released = threading.Condition(self.lock)
+        self.turns = list[object]()
         self.capturer = GraphCapturer(target)
         self._compile, self._versions = compile, dict[Target, int]()
 
@@ -200,9 +203,8 @@ class PagedMemory:
             CacheFullError: The device has too little memory.
             ArgumentError: The host has less memory than that.
         """
-        longest = min((x for x in (target.context, max_seq_len) if x is not None), default=MAX_TEXT_TOKENS)
-        # Even if its rows would fit less, one sequence of the full context must fit.
-        tokens = max(rows * (min(longest, MAX_TEXT_TOKENS) + EXTRA_SLOTS), longest + EXTRA_SLOTS)
+        longest = min((x for x in (target.context, max_seq_len) if x is not None), default=PLANNED_ROW_TOKENS)
+        tokens = max(rows * (min(longest, PLANNED_ROW_TOKENS) + EXTRA_SLOTS), longest + EXTRA_SLOTS)
         models = [target] if draft_model is None else [target, draft_model]
         # A mixer that cannot continue would read the rest after a prefix token by token, slower than all tokens at
         # once.
@@ -299,8 +301,8 @@ def tables_of(sequences: Sequence[TokenSequence]) -> list[BlockTable]:
 
 
 def draft_tables_of(sequences: Sequence[TokenSequence]) -> list[BlockTable]:
-    """Return the block tables of sequences in the draft model's vocabulary; all of them must have one."""
-    tables = [sequence.draft_block_table for sequence in sequences if sequence.draft_block_table is not None]
+    """Return the block tables of sequences in the draft model's vocabulary, all of which have one."""
+    tables = [s.draft.block_table for s in sequences if s.draft is not None and s.draft.block_table is not None]
     assert len(tables) == len(sequences), "a sequence has no blocks"
     return tables
 
@@ -321,7 +323,8 @@ class SequenceBlocks:
         # Without a draft model, no prompt is read into the cache of drafts, so none of its prefixes can be reused.
         self._publishes = reuse and (memory.draft_store is None or has_draft_model)
         self._rope = memory.target.rope
-        self._refused: tuple[tuple[object, ...], str] | None = None  # the last allocation that failed, and why
+        # The last allocation that failed, the state that it failed in, and why.
+        self._refused: tuple[TokenSequence, int, tuple[object, ...], str] | None = None
 
     @property
     def free(self) -> int:
@@ -331,7 +334,7 @@ class SequenceBlocks:
     def could_hold(self, sequence: TokenSequence, slots: int) -> bool:
         """Return whether this number of positions of a sequence fits into an empty cache."""
         fits = slots <= self._memory.blocks.num_blocks * BLOCK_SIZE
-        if sequence.draft_text is None or self._memory.draft_blocks is None:
+        if sequence.draft is None or self._memory.draft_blocks is None:
             return fits
         return fits and sequence.draft_bound(slots) <= self._memory.draft_blocks.num_blocks * BLOCK_SIZE
 
@@ -347,7 +350,7 @@ class SequenceBlocks:
             if self not in self._memory.turns:
                 self._memory.turns.append(self)
             # Blocks released since the last attempt might be enough.
-            if not self.have_turn or (self._refused and self._refused[0] == self._attempt(*self._refused[0][:2])):
+            if not self.have_turn or (self._refused and self._refused[2] == self._state()):
                 self._memory.released.wait(LONGEST_WAIT)
 
     def end_wait(self) -> None:
@@ -364,20 +367,20 @@ class SequenceBlocks:
             CacheFullError: Too few blocks are free; the sequence is unchanged.
         """
         # It is tried in every round, and looking up the prefix of a long sequence takes milliseconds.
-        if self._refused is not None and self._refused[0] == self._attempt(sequence, slots):
-            raise CacheFullError(self._refused[1])
+        if self._refused is not None and self._refused[:3] == (sequence, slots, self._state()):
+            raise CacheFullError(self._refused[3])
         with self._handing_out():
             try:
                 self._allocate(sequence, slots)
             except CacheFullError as error:
                 # Snapshot after this attempt, whose own blocks, taken and given back, are no reason for another one.
-                self._refused = self._attempt(sequence, slots), str(error)
+                self._refused = sequence, slots, self._state(), str(error)
                 raise
 
-    def _attempt(self, sequence: Any, slots: Any) -> tuple[object, ...]:
+    def _state(self) -> tuple[object, ...]:
         """Return the state that an allocation depends on: it fails again as long as this stays equal."""
         managers = [x for x in (self._memory.blocks, self._memory.draft_blocks) if x is not None]
-        return sequence, slots, *((manager, manager.freed) for manager in managers)
+        return tuple((manager, manager.freed) for manager in managers)
 
     def _allocate(self, sequence: TokenSequence, slots: int) -> None:
         tokens = sequence.tokens[: sequence.prefill_length]
@@ -386,16 +389,15 @@ class SequenceBlocks:
         sequence.block_table = self._memory.blocks.admit(
             tokens, slots, reuse, self._salt(sequence), publishes=self._publishes
         )
-        if sequence.draft_text is not None:
+        if (draft := sequence.draft) is not None:
             try:
-                sequence.draft_block_table = self._admit_draft_text(sequence, slots, reuse)
+                draft.block_table = self._admit_draft_text(sequence, draft.text, slots, reuse)
             except CacheFullError:
                 self._memory.blocks.release(sequence.block_table)
                 sequence.block_table = None
                 # Both or neither: the sequence stays in the queue, where it may hold no blocks.
                 raise
-            sequence.draft_prefilled = sequence.draft_block_table.reused
-        # Launched now, as a snapshot may be evicted before the prompt is read.
+            draft.prefilled = draft.block_table.reused
         self._memory.restore_states(sequence.block_table)
         if self._publishes and reuse:
             self._memory.reserve_snapshot_row(sequence.block_table)
@@ -414,10 +416,9 @@ class SequenceBlocks:
             finally:
                 self._memory.copy_blocks()
 
-    def _admit_draft_text(self, sequence: TokenSequence, slots: int, reuse: bool) -> BlockTable:
+    def _admit_draft_text(self, sequence: TokenSequence, text: DraftText, slots: int, reuse: bool) -> BlockTable:
         """Give a sequence blocks for its draft text, with a cached prefix no longer than what the target has found."""
-        text, blocks = sequence.draft_text, self._memory.draft_blocks
-        assert text is not None
+        blocks = self._memory.draft_blocks
         assert blocks is not None
         assert sequence.block_table is not None
         draft_slots = sequence.draft_bound(slots)
@@ -433,9 +434,9 @@ class SequenceBlocks:
                 given where only those of a draft model were too few.
         """
         grown = self._grow(self._memory.blocks, sequence.block_table, slots)
-        if sequence.draft_text is None:
+        if (draft := sequence.draft) is None:
             return grown
-        return self._grow(self._memory.draft_blocks, sequence.draft_block_table, sequence.draft_bound(slots)) or grown
+        return self._grow(self._memory.draft_blocks, draft.block_table, sequence.draft_bound(slots)) or grown
 
     def _grow(self, blocks: BlockManager | None, block_table: BlockTable | None, slots: int) -> bool:
         assert blocks is not None
@@ -452,15 +453,16 @@ class SequenceBlocks:
         if self._publishes and self._is_steady(sequence):
             with self._memory.lock:
                 self._memory.blocks.publish(sequence.block_table, sequence.tokens[:count])
-                if sequence.draft_text is not None:
+                if (draft := sequence.draft) is not None:
                     assert self._memory.draft_blocks is not None
-                    assert sequence.draft_block_table is not None
-                    read = sequence.draft_text.ids[: sequence.draft_length(count)]
-                    self._memory.draft_blocks.publish(sequence.draft_block_table, read)
+                    assert draft.block_table is not None
+                    read = draft.text.ids[: sequence.draft_length(count)]
+                    self._memory.draft_blocks.publish(draft.block_table, read)
 
     def withdraw(self, sequence: TokenSequence) -> None:
         """Let no later sequence find the blocks of this one, whose contents are unknown after an error."""
-        tables = (self._memory.blocks, sequence.block_table), (self._memory.draft_blocks, sequence.draft_block_table)
+        draft_table = None if sequence.draft is None else sequence.draft.block_table
+        tables = (self._memory.blocks, sequence.block_table), (self._memory.draft_blocks, draft_table)
         with self._memory.lock:
             for blocks, block_table in tables:
                 if blocks is not None and block_table is not None:
@@ -480,11 +482,12 @@ class SequenceBlocks:
             self.publish(sequence, sequence.prefilled if sequence.row is None else self._cached(sequence))
         with self._memory.released:
             self._memory.blocks.release(sequence.block_table)
-            if sequence.draft_block_table is not None:
+            if (draft := sequence.draft) is not None and draft.block_table is not None:
                 assert self._memory.draft_blocks is not None
-                self._memory.draft_blocks.release(sequence.draft_block_table)
+                self._memory.draft_blocks.release(draft.block_table)
+                draft.block_table = None
             self._memory.released.notify_all()
-        sequence.block_table = sequence.draft_block_table = None
+        sequence.block_table = None
 
     def _is_steady(self, sequence: TokenSequence) -> bool:
         """Return whether a sequence's blocks depend on its tokens alone, so that others may share them.
@@ -506,5 +509,5 @@ class SequenceBlocks:
             return len(sequence.tokens) - 1  # all but the pending token
         if not sequence.params.speculate:
             return min(len(sequence.tokens) - 2, len(sequence.prompt))  # the draft model may have read no more
-        # The draft model has not read the last token that it proposed, nor the drafts that a step has copied.
-        return len(sequence.tokens) - 2 - sequence.unread
+        # The draft model may have proposed the last one and not read it, nor the drafts that a step has copied.
+        return len(sequence.tokens) - 2 - sequence.copying.unread

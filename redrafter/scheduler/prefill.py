@@ -104,7 +104,7 @@ def choose_chunks(prefilling: Sequence[TokenSequence], budget: int, padded: bool
     for sequence in prefilling:
         # The second pass may also enlarge chunks of the first one, with tokens that short prompts left over.
         plan.add(sequence, budget, whole=not chunked)
-    forwards = [sorted(plan.counts.items(), key=lambda chunk: chunk[0].arrival)] if plan.counts else []
+    forwards = [sorted(plan.counts.items(), key=lambda chunk: chunk[0].admission.arrival)] if plan.counts else []
     oldest = prefilling[0]
     # Without chunks, a prompt longer than the budget would never fit, so the oldest one gets a separate forward.
     if oldest not in plan.counts and not chunked:
@@ -161,8 +161,9 @@ class ChunkBuffers:
             for feature, numbers_of in inputs.items():
                 numbers_of.append(given[feature])
         empty = room - len(chunks)
-        # All sizes are the buffers' sizes, so that one captured step reads any chunks that fit.
-        padding, ends = [0] * (len(buffers.tokens) - len(tokens)), starts[-1:] * empty
+        # Sizes are those of the buffers, so that one captured step reads any chunks that fit.
+        padding = [0] * (len(buffers.tokens) - len(tokens))
+        ends = starts[-1:] * empty
         parts = [tokens + padding, starts + ends, lengths, *inputs.values()]
         device, sizes = buffers.tokens.device, [len(part) for part in parts]
         numbers = to_device(list(chain.from_iterable(parts)), device, torch.long).split(sizes)  # one copy
@@ -237,8 +238,8 @@ class Prefiller:
         """
         seeing = [sequence for sequence in sequences if sequence.images is not None]
         forwards = [[(sequence, sequence.prefill_length)] for sequence in seeing[: 1 if self._limits.paced else None]]
-        most, chunked = self._limits.max_num_tokens - step_tokens, self._limits.chunked
-        # At least a block, or a small budget could stop all prompts.
+        most = self._limits.max_num_tokens - step_tokens
+        chunked = self._limits.chunked
         budget = max(min(most, self.pace.tokens) if chunked and self._limits.paced else most, BLOCK_SIZE)
         texts = [sequence for sequence in sequences if sequence.images is None]
         kinds = [[sequence for sequence in texts if sequence.needs_scores is scored] for scored in (False, True)]
@@ -266,13 +267,15 @@ class Prefiller:
         complete = [end == sequence.prefill_length for sequence, end in zip(sequences, ends, strict=True)]
         first = [0 if whole else max(start - 1, 0) for whole, start in zip(complete, starts, strict=True)]
         tokens = to_device(_stack([sequence.tokens for sequence in sequences], ends, first), device)
-        caches, inputs = row_caches.of_prompts(sequences), {ROPE_BY_LENGTH: to_device(rope, device)}
+        caches = row_caches.of_prompts(sequences)
+        inputs = {ROPE_BY_LENGTH: to_device(rope, device)}
         if any(slots := [sequence.inputs[ADAPTERS] for sequence in sequences]):
             inputs[ADAPTERS] = to_device(slots, device, torch.long)
-        prompts = Prompts(tokens, starts, ends, caches.target, inputs)
+        prompts = Prompts(tokens, starts, ends, cache=caches.target, inputs=inputs)
 
         def show(row: int, first: int, logits: Tensor) -> None:
-            sequence, count = sequences[row], sequences[row].params.prompt_logprobs
+            sequence = sequences[row]
+            count = sequence.params.prompt_logprobs
             assert count is not None
             following = list(sequence.prompt[first + 1 : first + 1 + len(logits)])
             sequence.prompt_scores.extend(score_prompt(logits, following, count))
@@ -282,7 +285,15 @@ class Prefiller:
         logits, hidden = self._target.prefill(prompts, show=show if sequences[0].needs_scores else None)
         # Counted at the launch: later forwards run after this one on the device.
         done = _take_note(chunks)
-        return PrefilledRows(sequences, tokens, prompts.upto, logits, hidden, caches, range(len(sequences))).at(done)
+        return PrefilledRows(
+            sequences=sequences,
+            tokens=tokens,
+            lengths=prompts.upto,
+            logits=logits,
+            hidden=hidden,
+            caches=caches,
+            rows=range(len(sequences)),
+        ).at(done)
 
     def _read_drafts(
         self, sequences: Sequence[TokenSequence], ends: Sequence[int], prompts: Prompts, cache: KVCache | None
@@ -292,13 +303,13 @@ class Prefiller:
         if model is None:
             return
         assert cache is not None, "a draft model has a cache"
-        texts = [sequence.draft_text for sequence in sequences if sequence.draft_text is not None]
-        if texts:  # the draft model has another vocabulary, in which the same sequence has another length
-            starts = [sequence.draft_prefilled for sequence in sequences]
+        drafts = [sequence.draft for sequence in sequences if sequence.draft is not None]
+        if drafts:  # in a vocabulary of its own, where the same sequence has another length
+            starts = [draft.prefilled for draft in drafts]
             lengths = [sequence.draft_length(end) for sequence, end in zip(sequences, ends, strict=True)]
-            for sequence, length in zip(sequences, lengths, strict=True):
-                sequence.draft_prefilled = length
-            tokens = to_device(_stack([text.ids for text in texts], lengths), model.device)
+            for draft, length in zip(drafts, lengths, strict=True):
+                draft.prefilled = length
+            tokens = to_device(_stack([draft.text.ids for draft in drafts], lengths), model.device)
             model.prefill(Prompts(tokens, starts, lengths, cache))
         else:
             read_drafts(prompts, model, cache)
@@ -308,7 +319,8 @@ class Prefiller:
         assert sequence.images is not None
         device, count = self._target.device, sequence.prefill_length
         caches = row_caches.of_prompts([sequence])
-        tokens, upto = to_device(_stack([sequence.tokens], [count]), device), to_device([count], device, torch.long)
+        tokens = to_device(_stack([sequence.tokens], [count]), device)
+        upto = to_device([count], device, torch.long)
         adapters = None
         if sequence.adapter is not None:
             sequence.adapter.check_images()
@@ -316,9 +328,11 @@ class Prefiller:
         prompt = sequence.images.prepare(self._target.model, sequence.prompt)
         sequence.position_shift = prompt.position_shift
         self._read_drafts([sequence], [count], Prompts(tokens, [0], [count], caches.target), caches.draft)
-        logits, hidden = self._target.images.read(tokens[:, :count], prompt, caches.target, adapters)
+        logits, hidden = self._target.images.read_prompt(tokens[:, :count], prompt, caches.target, adapters)
         _take_note([(sequence, count)])
-        return PrefilledRows([sequence], tokens, upto, logits, hidden, caches, [0])
+        return PrefilledRows(
+            sequences=[sequence], tokens=tokens, lengths=upto, logits=logits, hidden=hidden, caches=caches, rows=[0]
+        )
 
     @property
     def can_mix(self) -> bool:
@@ -350,12 +364,18 @@ class Prefiller:
         complete = [chunks[row][0] for row in done]
         caches = row_caches.of_prompts(complete)
         lengths = [sequence.prefilled for sequence in complete]
-        tokens, upto = (
-            to_device(_stack([sequence.tokens for sequence in complete], lengths), device),
-            to_device(lengths, device, torch.long),
-        )
+        tokens = to_device(_stack([sequence.tokens for sequence in complete], lengths), device)
+        upto = to_device(lengths, device, torch.long)
         logits, hidden = (x.index_select(0, to_device(done, device, torch.long)) for x in (ends.logits, ends.hidden))
-        return PrefilledRows(complete, tokens, upto, logits, hidden, caches, range(len(complete)))
+        return PrefilledRows(
+            sequences=complete,
+            tokens=tokens,
+            lengths=upto,
+            logits=logits,
+            hidden=hidden,
+            caches=caches,
+            rows=range(len(complete)),
+        )
 
 
 def read_drafts(prompts: Prompts, model: Target, cache: KVCache) -> None:
@@ -367,7 +387,8 @@ def read_drafts(prompts: Prompts, model: Target, cache: KVCache) -> None:
     if cache.states is None:
         model.prefill(Prompts(tokens, prompts.starts, prompts.ends, cache))
         return
-    starts, ends = [max(start - 1, 0) for start in prompts.starts], [max(end - 1, 1) for end in prompts.ends]
+    starts = [max(start - 1, 0) for start in prompts.starts]
+    ends = [max(end - 1, 1) for end in prompts.ends]
     model.prefill(Prompts(tokens, starts, ends, cache))
     # A prompt of one token leaves nothing to read before it, so its state is the initial one.
     cache.states.forget([row for row, end in enumerate(prompts.ends) if end == 1])

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,8 +36,8 @@ class CachePair:
     draft: KVCache | None = None
 
     @cached_property
-    def all(self) -> list[Any]:
-        """The existing caches of the pair."""
+    def all(self) -> list[KVCache]:
+        """The caches that there are."""
         return [self.target] if self.draft is None else [self.target, self.draft]
 
 
@@ -58,9 +58,11 @@ class PagedRows:
             has_draft_model: Whether a draft model reads the sequences too.
             vocabulary: That model's tokens for each of the target's; None where its ids are the target's.
         """
-        self._memory, self._draft_store = memory, memory.draft_store if has_draft_model else None
+        self._memory = memory
+        self._draft_store = memory.draft_store if has_draft_model else None
         self.tables = torch.zeros(0, 0, dtype=torch.int32, device=memory.target.device)
-        self._vocabulary, self.draft_tables = vocabulary, None if vocabulary is None else self.tables.clone()
+        self._vocabulary = vocabulary
+        self.draft_tables = None if vocabulary is None else self.tables.clone()
         self.state_rows = torch.zeros(0, 2, dtype=torch.long, device=memory.target.device)
 
     def reserve(self, rows: int, positions: int) -> None:
@@ -181,7 +183,7 @@ class DenseRows:
     def __init__(self, target: Target, draft_model: Target | None, rows: int):
         """Begin without buffers. rows: most rows at once."""
         self._target, self._draft_model, self._all_rows = target, draft_model, rows
-        self._caches: Any = None  # a `CachePair` of `DenseCache`s
+        self._caches: list[DenseCache] = []  # of the target and of the draft model; none before the first prompts
 
     def reserve(self, rows: int, positions: int) -> None:
         """Do nothing: buffers grow as sequences do."""
@@ -192,33 +194,32 @@ class DenseRows:
         draft_slots = max(sequence.draft_length(sequence.prefill_length) for sequence in sequences)
         # The caches that the first prompts are read into become the caches of all rows, so they have all rows.
         rows = len(sequences) if self._caches else self._all_rows
-        return self._make(rows, len(sequences), slots, draft_slots)
+        return CachePair(*self._make(rows, len(sequences), slots, draft_slots))
 
-    def _make(self, rows: int, used: int, *slots: int) -> CachePair:
-        """Return empty caches for `rows` rows, the first `used` of them active, with slots for each model."""
+    def _make(self, rows: int, used: int, *slots: int) -> list[DenseCache]:
+        """Return empty caches for `rows` rows, of which the first `used` take part, with slots for each model."""
         models = [model for model in (self._target, self._draft_model) if model is not None]
         caches: list[DenseCache] = [model.new_cache(rows) for model in models]
         for cache, count in zip(caches, slots, strict=False):
             cache.use_rows(used)
             cache.reserve(count)
-        return CachePair(*caches)
+        return caches
 
     def add(self, first: int, sequences: Sequence[TokenSequence], read: CachePair, rows: Sequence[int]) -> None:
         """Copy keys and values of prompts into the rows from `first` on."""
-        if self._caches is None:
-            # The first prompts' caches were made for all rows, so they are adopted without a copy.
-            self._caches = read
+        parts = [cache for cache in read.all if isinstance(cache, DenseCache)]  # all: `of_prompts` has made them
+        if not self._caches:
+            self._caches = parts
             if list(rows) == list(range(len(rows))):
                 return
-            self._caches = self._make(self._all_rows, 1, *(cache.window for cache in read.all))
-        for mine, part in zip(self._caches.all, read.all, strict=True):
-            # Both caches must have the slots before rows are copied.
+            self._caches = self._make(self._all_rows, 1, *(cache.window for cache in parts))
+        for mine, part in zip(self._caches, parts, strict=True):
             mine.reserve(max(mine.window, part.window))
             mine.write_rows(range(first, first + len(rows)), part, rows)
 
     def move(self, source: int, to: int) -> None:
         """Copy the keys and values of one row to another."""
-        for cache in self._caches.all:
+        for cache in self._caches:
             cache.write_rows([to], cache, [source])
 
     def clear(self, row: int) -> None:
@@ -227,14 +228,14 @@ class DenseRows:
     @property
     def num_bytes(self) -> int:
         """Bytes of the keys and values."""
-        return 0 if self._caches is None else sum(p.nbytes for cache in self._caches.all for p in cache.pools)
+        return sum(p.nbytes for cache in self._caches for p in cache.pools)
 
     def prepare(self, rows: int, longest: int, longest_draft: int, proposer: Proposer) -> None:
         """Let only the first rows take part in the next step of a proposer, with slots for its nodes.
 
         `longest` and `longest_draft` count the committed tokens of the longest row, as either model reads it.
         """
-        for cache, committed in zip(self._caches.all, (longest, longest_draft), strict=False):
+        for cache, committed in zip(self._caches, (longest, longest_draft), strict=False):
             if rows != cache.rows:
                 cache.use_rows(rows)
             # One row that only appends needs no scratch slots, so its cache need not be copied to grow.
@@ -245,7 +246,7 @@ class DenseRows:
 
     def of_step(self, rows: int, window: int) -> CachePair:
         """Return the caches."""
-        return self._caches
+        return CachePair(*self._caches)
 
 
 RowCaches: TypeAlias = PagedRows | DenseRows

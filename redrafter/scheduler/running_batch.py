@@ -26,8 +26,8 @@ from redrafter.features import ADAPTERS
 from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.target import Target
-from redrafter.scheduler.captured_step import CapturedStep, LaunchedStep, PendingReport, bucket, new_state
-from redrafter.scheduler.finished_texts import Piece, write_pieces
+from redrafter.scheduler.captured_step import CapturedStep, HostCopy, LaunchedStep, bucket, new_state
+from redrafter.scheduler.finished_texts import CopySource, write_pieces
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.prefill import Chunk, ChunkBuffers, PrefilledRows, room_for
 from redrafter.scheduler.row_caches import PagedRows, RowCaches
@@ -148,7 +148,7 @@ class RunningBatch:
         """
         self.target, self.sampling, self.caches, self._all_rows = target, sampling, caches, rows
         self._memory, self._piece = memory, piece
-        self._given: dict[TokenSequence, Piece] = {}  # pieces that are not written to the rows yet
+        self._given: dict[TokenSequence, CopySource] = {}  # pieces that are not in the rows yet
         self.rows: list[TokenSequence] = []
         self.captured_steps: dict[StepKey, CapturedStep] = {}
         self._requirements: BatchRequirements | None = None  # None after the rows have changed
@@ -207,11 +207,17 @@ class RunningBatch:
         if new:
             drawn = read.at(new)
             sampler, window = self.sampling.sampler_of(drawn.sequences), drawn.caches.target.window
-            prompts = drawn.tokens, drawn.lengths, drawn.logits, drawn.hidden
-            output = draw_first_tokens(*prompts, window, sampler, self.target.ranks)[1]
-            first = LaunchedStep.of(drawn.sequences, output, PendingReport(output.pack_for_host()))
-            # Draws stay on the device: reading them here would wait for the forward.
-            pending[to_device(new, pending.device, torch.long)] = output.tokens[:, 0]
+            _, output = draw_first_tokens(
+                drawn.tokens,
+                drawn.lengths,
+                drawn.logits,
+                drawn.hidden,
+                window=window,
+                sampler=sampler,
+                ranks=self.target.ranks,
+            )
+            first = LaunchedStep.from_output(drawn.sequences, output, HostCopy(output.report.pack()))
+            pending[to_device(new, pending.device, torch.long)] = output.report.tokens[:, 0]
         self.add(read, pending)
         return first
 
@@ -239,14 +245,14 @@ class RunningBatch:
         if state.pieces is not None:
             state.pieces[rows] = 0  # the row's last sequence may have had a piece of another salt
             for sequence in sequences:
-                sequence.piece = None
+                sequence.copying.source = None
         self.sampling.write(first, sequences)
         self.caches.add(first, sequences, read.caches, read.rows)
 
-    def give(self, sequence: TokenSequence, piece: Piece) -> None:
+    def give(self, sequence: TokenSequence, piece: CopySource) -> None:
         """Let a row repeat a piece of an earlier text from its next step on."""
         if sequence.row is not None:
-            sequence.piece = self._given[sequence] = piece
+            sequence.copying.source = self._given[sequence] = piece
 
     def update_block_tables(self, sequences: Sequence[TokenSequence]) -> None:
         """Copy the ids of blocks into the rows of sequences, after these were given some."""
@@ -287,11 +293,11 @@ class RunningBatch:
         # Only a step that waits for the result can be timed by a host clock, and none that also reads prompts.
         if times is not None and times.clock is not None and times.wants(size, step.proposer):
             began = times.clock()
-            report = step.replay()
+            packed = step.replay()
             times.observe(size, step.proposer, times.clock() - began)
         else:
-            report = step.replay()
-        return LaunchedStep.of(tuple(self.rows), step.output, report, step.proposer), step.output
+            packed = step.replay()
+        return LaunchedStep.from_output(tuple(self.rows), step.output, packed, step.proposer), step.output
 
     def prepare_step(self, chunks: Sequence[Chunk] = ()) -> CapturedStep:
         """Return the next step of all rows, which is captured if it is the first of its kind."""
@@ -362,10 +368,7 @@ class RunningBatch:
             return self._plain
         match = None
         if self._knows_matches:  # a CPU's step is read before the next one, so all tokens are known
-            match = any(
-                row.params.speculate and row.repeats.has_match(row.tokens, row.piece.tokens if row.piece else None)
-                for row in self.rows
-            )
+            match = any(row.params.speculate and row.copying.has_match(row.tokens) for row in self.rows)
         step = StepRows(
             self._sizes[len(self.rows)],
             len(self.rows),

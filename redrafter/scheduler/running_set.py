@@ -94,15 +94,14 @@ class RunningSet:
             for sequence in sequences:
                 sequence.stats = Stats(accepted_by_depth=[0] * self._batch.depth)
                 self._arrivals += 1
-                # Numbered under the lock, so that order of arrival is the order in the queue.
-                sequence.arrival = self._arrivals
+                sequence.admission.arrival = self._arrivals
                 self._queue.add(sequence)
 
     def cancel(self, sequences: Sequence[TokenSequence]) -> None:
         """Let `end_cancelled` end sequences, except sequences that have ended or were never queued."""
         with self._lock:
             for sequence in sequences:
-                if sequence.ended or sequence.cancelled or not sequence.arrival:
+                if sequence.ended or sequence.cancelled or not sequence.admission.arrival:
                     continue
                 sequence.cancelled = True
                 # Those with a slot come first, as they hold blocks that others wait for.
@@ -178,7 +177,8 @@ class RunningSet:
 
         If it could never get enough, it ends with an error. Others may be preempted for it, as for a slot.
         """
-        earlier_round, sequence.admitted_round = sequence.admitted_round, self._rounds
+        admission = sequence.admission
+        earlier_round, admission.round = admission.round, self._rounds
         if self._blocks is None:
             return True
         # Without the guarantee, blocks for the prompt and one token suffice; rows grow as they step.
@@ -193,11 +193,11 @@ class RunningSet:
                 if not self._blocks.could_hold(sequence, slots):
                     self.end(sequence, SequenceDelta((), finish="error", error=error))
                     return True
-                if not self._free_a_slot(sequence, limits, settle, slotless, slots):
-                    sequence.admitted_round = earlier_round
+                if not self._free_a_slot(sequence, limits, settle, slotless=slotless, positions=slots):
+                    admission.round = earlier_round
                     return False
-        if sequence.queued is None:
-            sequence.queued = time.perf_counter() - sequence.arrived_at
+        if admission.queued is None:
+            admission.queued = time.perf_counter() - admission.arrived_at
         if earlier_round is None:  # reading a preempted sequence again is not charged to its client
             self.charge(sequence, sequence.prefill_length - sequence.prefilled)
         return True
@@ -230,7 +230,7 @@ class RunningSet:
                 or (
                     slotless
                     and other.priority == sequence.priority
-                    and self._rounds - (other.admitted_round or 0) >= MIN_ROUNDS_IN_PLACE
+                    and self._rounds - (other.admission.round or 0) >= MIN_ROUNDS_IN_PLACE
                     and self._queue.running(other) > 1
                 )
             )
@@ -253,12 +253,12 @@ class RunningSet:
 
         It is never the oldest of the lowest number unless that is the only one, so at least one always advances.
         """
-        return max(sequences, key=lambda each: (each.priority, self._queue.running(each), each.arrival))
+        return max(sequences, key=lambda each: (each.priority, self._queue.running(each), each.admission.arrival))
 
     def put_all_back(self) -> None:
         """Let every sequence with a slot wait again, in the order of their arrival."""
         # Each goes to the front of its client's queue, so the newest goes first.
-        for sequence in sorted(self.sequences, key=lambda sequence: sequence.arrival, reverse=True):
+        for sequence in sorted(self.sequences, key=lambda sequence: sequence.admission.arrival, reverse=True):
             self._preempt(sequence)
 
     @property
@@ -345,4 +345,6 @@ class RunningSet:
         if sequence.row is not None:
             self._batch.remove(sequence)
         self.prefilling.pop(sequence, None)
-        sequence.prefilled = sequence.draft_prefilled = 0
+        sequence.prefilled = 0
+        if sequence.draft is not None:
+            sequence.draft.prefilled = 0

@@ -133,17 +133,17 @@ class SamplingTensors:
         integers, doubles = zip(*map(_numbers, sequences), strict=True)
         whole = to_device(integers, device, torch.long).T  # [I + F, R']
         real = to_device(doubles, device, torch.double).T
-        self._integers[:, rows], self._flags[:, rows] = whole[: len(INTEGERS)], whole[len(INTEGERS) :].bool()
-        self._floats[:, rows], self._doubles[:, rows] = real[: len(FLOATS)].float(), real[len(FLOATS) :]
+        self._integers[:, rows] = whole[: len(INTEGERS)]
+        self._flags[:, rows] = whole[len(INTEGERS) :].bool()
+        self._floats[:, rows] = real[: len(FLOATS)].float()
+        self._doubles[:, rows] = real[len(FLOATS) :]
         for row, sequence in enumerate(sequences, start=first):
             params = sequence.params
             if self._bias_and_stops is not None or params.logit_bias or params.min_new_tokens:
                 self._write_bias_and_stops(row, params)
             for mine, theirs in zip(self._own_of(params), (*params.extra, *params.extra_last), strict=True):
-                if isinstance(mine, RowProcessor) and isinstance(theirs, RowProcessor):
-                    # Into the buffers of all rows, as a captured step reads settings at fixed addresses.
-                    for buffer, value in zip(mine.settings, theirs.settings, strict=True):
-                        buffer[row] = value[0]
+                for buffer, value in zip(mine.settings, theirs.settings, strict=True):
+                    buffer[row] = value[0]
 
     def _write_bias_and_stops(self, row: int, params: SamplingParams) -> None:
         bias, stops = self.bias_and_stops
@@ -160,19 +160,14 @@ class SamplingTensors:
         given = (*params.extra, *params.extra_last)
         assert self._of_call or not given, "a server's rows have named processors only"
         if (kinds := _kinds(given)) not in self._own:
-            self._own[kinds] = [
-                each.map(lambda x: x.new_zeros(self._rows, *x.shape[1:], device=self.ids.device))
-                if isinstance(each, RowProcessor)
-                else type(each)([])
-                for each in given
-            ]
+            self._own[kinds] = [each.with_rows(self._rows, self.ids.device) for each in given]
         return self._own[kinds]
 
     def move(self, source: int, to: int) -> None:
         """Copy the parameters of one row to another."""
         for table in self._tables:
             table[:, to] = table[:, source]
-        own = (each for buffers in self._own.values() for each in buffers if isinstance(each, RowProcessor))
+        own = (each for buffers in self._own.values() for each in buffers)
         for tensor in (*(self._bias_and_stops or ()), *(x for each in own for x in each.settings)):
             tensor[to] = tensor[source]
 
@@ -181,7 +176,8 @@ class SamplingTensors:
         if not sequences:
             return None
         params = [sequence.params for sequence in sequences]
-        greedy, guided = all(each.greedy for each in params), any(each.grammar is not None for each in params)
+        greedy = all(each.greedy for each in params)
+        guided = any(each.grammar is not None for each in params)
         if not self._of_call:
             rows, cut = bucket(len(params)), sum(each.cuts for each in params)
             # Sizes are rounded to three values, so that few kinds of steps are captured.
@@ -189,14 +185,14 @@ class SamplingTensors:
             return Kind(greedy, any(each.edits for each in params), sorted_rows, guided)
         asked = {kind for each in params for kind in each.asked}
         return CallKind(
-            tuple(kind for kind in (*EDITS, *CUTS) if kind in asked),
-            bound_on_k([each.top_k for each in params], len(self.ids)) if RowTopK in asked else None,
-            greedy,
-            not all(each.speculate for each in params),
-            guided,
-            any("scores" in sequence.keeps for sequence in sequences),
-            _kinds(params[0].extra),
-            _kinds(params[0].extra_last),
+            asked=tuple(kind for kind in (*EDITS, *CUTS) if kind in asked),
+            largest_k=bound_on_k([each.top_k for each in params], len(self.ids)) if RowTopK in asked else None,
+            greedy=greedy,
+            plain=not all(each.speculate for each in params),
+            guided=guided,
+            keeps_scores=any("scores" in sequence.keeps for sequence in sequences),
+            extra=_kinds(params[0].extra),
+            extra_last=_kinds(params[0].extra_last),
         )
 
     def sampler(self, rows: int, sequences: Sequence[TokenSequence], keep_scores: bool = False) -> Sampler:
@@ -223,7 +219,7 @@ class SamplingTensors:
             return [each(*(setting(name)[:rows] for name in each.reads)) for each in kinds]
 
         params = sequences[0].params
-        own = [x.map(lambda x: x[:rows]) if isinstance(x, RowProcessor) else x for x in self._own_of(params)]
+        own = [each.map(lambda setting: setting[:rows]) for each in self._own_of(params)]
         if isinstance(kind, CallKind):
             edits, cuts = ([each for each in group if each in kind.asked] for group in (EDITS, CUTS))
             cut = made(cuts)
@@ -232,7 +228,8 @@ class SamplingTensors:
             keep_scores |= kind.keeps_scores
             all_greedy, mixed, plain = kind.greedy, False, kind.plain
         else:
-            edits, cut = list(EDITS) if kind.edits else [], made(CUTS) if kind.sorted_rows else []
+            edits = list(EDITS) if kind.edits else []
+            cut = made(CUTS) if kind.sorted_rows else []
             if cut and self.ids.is_cuda:
                 # A captured step sorts once for both. A CPU sorts for top-p alone: it can check how many tokens top-k
                 # needs.

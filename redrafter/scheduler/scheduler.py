@@ -30,7 +30,7 @@ from redrafter.drafting.policy import DraftedStep
 from redrafter.drafting.vocabulary_map import DraftText
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.scheduler.captured_step import LaunchedPrefill, LaunchedStep, Timer, bucket
+from redrafter.scheduler.captured_step import LaunchedForward, LaunchedStep, Timer, bucket
 from redrafter.scheduler.engine_change import EngineChange
 from redrafter.scheduler.finished_texts import PIECE, FinishedTexts
 from redrafter.scheduler.paged_memory import PagedMemory, SequenceBlocks
@@ -39,7 +39,7 @@ from redrafter.scheduler.row_caches import PagedRows
 from redrafter.scheduler.running_batch import Models, RunningBatch
 from redrafter.scheduler.running_set import RunningSet
 from redrafter.scheduler.sampling_tensors import SamplingTensors
-from redrafter.scheduler.sequence import SequenceDelta, TokenSequence, check_sequences, not_finite
+from redrafter.scheduler.sequence import DraftSequence, SequenceDelta, TokenSequence, check_sequences, not_finite
 from redrafter.scheduler.waiting_queue import Limits
 
 _LOG = logging.getLogger(__name__)
@@ -99,7 +99,9 @@ class Scheduler:
             rows = bucket(limits.max_batch_size)
             sampling = SamplingTensors(rows, engine.target.vocab_size, engine.target.device)
             caches = PagedRows(memory, draft_model is not None, self._draft_vocabulary)
-            batch = RunningBatch(engine.target, sampling, rows, caches, memory, 0 if finished is None else PIECE)
+            batch = RunningBatch(
+                engine.target, sampling, rows, caches, memory=memory, piece=0 if finished is None else PIECE
+            )
         self.batch = batch
         batch.draft_with(engine, limits.max_batch_size, speculate=speculate)
         self.prefiller = Prefiller(engine.target, draft_model, limits)
@@ -112,7 +114,7 @@ class Scheduler:
         self.asleep = False
         self._speculate = speculate
         self.on_failure: Callable[[Exception, int], object] = self._log_failure
-        self._launched: deque[LaunchedStep | LaunchedPrefill] = deque()  # not read yet, in their order
+        self._launched: deque[LaunchedForward] = deque()  # not read yet, in their order
 
     def _bound(self) -> int:
         """Return the most tokens of a sequence that can be served."""
@@ -180,7 +182,7 @@ class Scheduler:
         """
         if self._draft_vocabulary is not None:
             for sequence in sequences:
-                sequence.draft_text = DraftText(self._draft_vocabulary)
+                sequence.draft = DraftSequence(DraftText(self._draft_vocabulary))
         self._running.enqueue(sequences, self.limits)
 
     def cancel(self, *sequences: TokenSequence) -> None:
@@ -220,11 +222,11 @@ class Scheduler:
 
     def round(self) -> None:
         """Admit sequences, read a chunk of their prompts, and step all rows."""
-        self.read()
+        self.prefill()
         self.step()
 
     @torch.inference_mode()
-    def read(self) -> None:
+    def prefill(self) -> None:
         """Run the first half of a round, which draws the first token of every prompt that is complete."""
         with self._ending(lambda: self._running.sequences):
             self._running.end_cancelled()
@@ -292,7 +294,7 @@ class Scheduler:
             timer.stop()
             # The time that images take says nothing about other prompts.
             size = 0 if seeing else padded_tokens(chunks, self.prefiller.padded)
-            self._launch(LaunchedPrefill(first, size, timer))
+            self._launch(LaunchedForward(first, size, timer))
 
     def _mixed_sequences(self) -> list[TokenSequence]:
         """Return the sequences whose prompts are read in the forwards of steps, which are captured."""
@@ -336,20 +338,19 @@ class Scheduler:
             # After the choice: only the chosen sequences are affected by an error.
             reading = [sequence for sequence, _ in chunks]
             step, output = self.batch.step(chunks)
-            self._launch(step)
+            self._launch(LaunchedForward(step))
             if not chunks:
                 return
             # Prompts that the step has read to their ends take part in the next one.
             assert output.chunk_ends is not None
             read = self.prefiller.finish_mixed(chunks, output.chunk_ends, self.batch.caches)
             if read is not None and (first := self._start_decoding(read)):
-                self._launch(first)
+                self._launch(LaunchedForward(first))
 
-    def _launch(self, forward: LaunchedStep | LaunchedPrefill) -> None:
-        """Record a forward that was launched. Without overlap, finish it at once."""
+    def _launch(self, forward: LaunchedForward) -> None:
+        """Take note of a forward that was launched. Where nothing overlaps, it is finished at once."""
         self._launched.append(forward)
-        drawing = forward.first if isinstance(forward, LaunchedPrefill) else forward
-        for sequence in () if drawing is None else drawing.sequences:
+        for sequence in () if forward.draws is None else forward.draws.sequences:
             sequence.launched += 1
         if not self.overlap:
             self.settle()
@@ -366,20 +367,18 @@ class Scheduler:
             self._finish(self._launched.popleft())
         return any_launched
 
-    def _finish(self, forward: LaunchedStep | LaunchedPrefill) -> None:
-        """Wait for a forward, and report its tokens to the sequences that have not ended since its launch."""
-        if isinstance(forward, LaunchedPrefill):
-            # The draws come first: measuring the time below waits for the same forward anyway.
-            if forward.first is not None:
-                self._finish(forward.first)
-            if forward.size:
-                # All ranks must choose the same chunks, so they use one measurement.
-                seconds = self.engine.target.ranks.from_first(forward.timer.seconds)
-                self.prefiller.pace.measure(forward.size, seconds)
-            return
-        step = forward
+    def _finish(self, forward: LaunchedForward) -> None:
+        """Wait for a forward, report its tokens, and measure it where it has a timer."""
+        if forward.draws is not None:
+            self._report(forward.draws)
+        if forward.timer is not None and forward.prompt_tokens:
+            seconds = self.engine.target.ranks.from_first(forward.timer.seconds)  # or ranks would read other chunks
+            self.prefiller.pace.measure(forward.prompt_tokens, seconds)
+
+    def _report(self, step: LaunchedStep) -> None:
+        """Wait for the tokens of a step, and report them to the sequences that have not ended meanwhile."""
         accepted, indices, copied = list[int](), list[int](), 0  # of rows that took drafts
-        for sequence, drawn in step.read():
+        for sequence, drawn in step.read_deltas():
             sequence.launched -= 1
             # A sequence that ended after the launch still took part; its tokens are dropped.
             if sequence.ended:
@@ -395,17 +394,26 @@ class Scheduler:
                 continue
             self._running.charge(sequence, len(delta.tokens))
             if delta.finish is None:
-                if self.finished is not None and not delta.copied:  # otherwise the row has the text that it copies from
-                    piece = self.finished.find(sequence.prefix_salt, sequence.tokens, sequence.piece)
+                if self.finished is not None and not delta.copied:  # else the text that it copies from is kept already
+                    piece = self.finished.find(sequence.prefix_salt, sequence.tokens, sequence.copying.source)
                     if piece is not None:
                         self.batch.give(sequence, piece)
                 sequence.sink(sequence, delta)
             else:
                 self._running.end(sequence, delta, keep=delta.error is None)
         if accepted and step.proposer is not None:
-            rows, became = len(step.sequences), step.outcomes()
+            outcomes = step.report.outcomes
             self.batch.policy.record(
-                DraftedStep(step.size, rows, step.proposer, accepted, copied, became, step.levels, indices)
+                DraftedStep(
+                    size=step.size,
+                    rows=len(step.sequences),
+                    proposer=step.proposer,
+                    accepted=accepted,
+                    copied=copied,
+                    outcomes=() if outcomes is None else outcomes.tolist(),
+                    levels=step.levels,
+                    indices=indices,
+                )
             )
 
 

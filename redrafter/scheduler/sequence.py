@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise, zip_longest
 from typing import Literal
 
 from torch import Tensor
@@ -17,7 +17,7 @@ from redrafter.grammar.grammar import GuidedText
 from redrafter.model.images import ImageInputs, ImagePrompt
 from redrafter.model.lora import Adapter
 from redrafter.sampling.params import SamplingParams
-from redrafter.scheduler.finished_texts import Piece
+from redrafter.scheduler.finished_texts import CopySource
 from redrafter.scheduler.logprobs import PromptScore
 
 
@@ -70,6 +70,13 @@ class Stats:
         reached = [self.draft_steps, *self.accepted_by_depth]
         return [after / before if before else None for before, after in pairwise(reached)]
 
+    @classmethod
+    def total(cls, rows: Sequence["Stats"]) -> "Stats":
+        """Return the sums of the counts of rows, whose drafts need not be of one length."""
+        depths = map(sum, zip_longest(*(row.accepted_by_depth for row in rows), fillvalue=0))
+        counts = [each.name for each in fields(Stats) if each.name != "accepted_by_depth"]
+        return Stats(**{name: sum(getattr(row, name) for row in rows) for name in counts}, accepted_by_depth=[*depths])
+
     def count(self, drafted: int | None, accepted: int, emitted: int, copied: int = 0, copies: int = 0) -> None:
         """Add a step: drafts verified, None where nothing was drafted, and output tokens, after a stop has cut them."""
         self.steps += 1
@@ -119,6 +126,57 @@ class SequenceDelta:
     overflowed: bool = False
 
 
+@dataclass(eq=False)
+class DraftSequence:
+    """The tokens of a sequence in a draft model's vocabulary, and how far they are in that model's cache.
+
+    Attributes:
+        text: Its tokens as the draft model reads them.
+        block_table: Blocks of the draft model's cache, while the sequence holds a slot.
+        prefilled: Leading tokens of `text` whose keys and values are in these blocks, while the prompt is being read.
+    """
+
+    text: DraftText
+    block_table: BlockTable | None = None
+    prefilled: int = 0
+
+
+@dataclass(eq=False)
+class Admission:
+    """When a sequence arrived, and when the scheduler gave it a slot.
+
+    Attributes:
+        arrival: Number of its arrival, from 1; 0 before it is submitted.
+        arrived_at: When it was made, by `time.perf_counter`.
+        queued: Seconds for which it waited for its first slot; None while it does.
+        round: Round in which it was last given a slot; None if it never was.
+    """
+
+    arrival: int = 0
+    arrived_at: float = field(default_factory=time.perf_counter)
+    queued: float | None = None
+    round: int | None = None
+
+
+@dataclass(eq=False)
+class Copying:
+    """What drafts of a sequence may be copied from.
+
+    Attributes:
+        source: Piece of an earlier sequence that its row may repeat; None for none.
+        repeats: Reports whether its last tokens occur earlier in its tokens or in the source.
+        unread: Last tokens that its last step copied, which a draft model has not read yet.
+    """
+
+    source: CopySource | None = None
+    repeats: Repeats = field(default_factory=Repeats)
+    unread: int = 0
+
+    def has_match(self, tokens: Sequence[int]) -> bool:
+        """Return whether the last of these tokens of the sequence occur earlier in them or in the source."""
+        return self.repeats.has_match(tokens, None if self.source is None else self.source.tokens)
+
+
 @dataclass(eq=False)  # a sequence equals only itself: comparing fields would look through whole prompts
 class TokenSequence:
     """A prompt, the tokens that follow it, and its state of decoding.
@@ -142,22 +200,15 @@ class TokenSequence:
         block_table: Blocks of the cache, while the sequence holds a slot.
         prefilled: Leading tokens whose keys and values are in these blocks, while its prompt is being read.
         reused: How many of them were in the cache already when the sequence was admitted, at most.
-        draft_text: Its tokens as a draft model with another vocabulary reads them; None without such a model.
-        draft_block_table: Blocks of that model's cache, while the sequence holds a slot and there is such a model.
-        draft_prefilled: Leading tokens of `draft_text` whose keys and values are in these blocks, as `prefilled`.
-        arrival: Number of its arrival, from 1; 0 before it is submitted.
-        admitted_round: Round in which it was last given a slot; None if it never was.
+        draft: Its tokens for a draft model with another vocabulary; None without such a model.
+        admission: When it arrived, and when it was given a slot.
         row: Its row of the running batch; None while it has none.
-        piece: Piece of an earlier text that its row may repeat; None for none.
-        repeats: Reports whether its last tokens occur earlier in its tokens or in the piece.
-        unread: Last tokens that its last step copied from earlier text, which a draft model has not read yet.
+        copying: What its drafts may be copied from.
         launched: Forwards that were launched and draw tokens of it which the host has not read.
         cancelled: Whether it shall end before its next step.
         ended: Whether its last delta was reported.
         stats: Counts of its steps; the draw of its first token is none.
-        arrived_at, first_token_at: When it was made and when its first token was reported, by `time.perf_counter`.
-        queued: Seconds for which it waited for its first slot; None while it does.
-        prompt_scores: Scores of the prompt's tokens after the first that were read so far, if requested.
+        prompt_scores: Scores of the prompt's tokens but the first, as far as it is read, if they were asked for.
         guide: State of its grammar; None without a grammar.
     """
 
@@ -177,23 +228,15 @@ class TokenSequence:
     tokens: list[int] = field(default_factory=list)
     block_table: BlockTable | None = None
     prefilled: int = 0
-    draft_text: DraftText | None = None
-    draft_block_table: BlockTable | None = None
-    draft_prefilled: int = 0
     reused: int = 0
-    arrival: int = 0
-    admitted_round: int | None = None
+    draft: DraftSequence | None = None
+    admission: Admission = field(default_factory=Admission)
     row: int | None = None
-    piece: Piece | None = None
-    repeats: Repeats = field(default_factory=Repeats)
-    unread: int = 0
+    copying: Copying = field(default_factory=Copying)
     launched: int = 0
     cancelled: bool = False
     ended: bool = False
     stats: Stats = field(default_factory=Stats)
-    arrived_at: float = field(default_factory=time.perf_counter)
-    first_token_at: float | None = None
-    queued: float | None = None
     prompt_scores: list[PromptScore] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -235,16 +278,17 @@ class TokenSequence:
         return len(self.tokens) - (self.written > 0)
 
     def draft_length(self, count: int) -> int:
-        """Return the length of the first `count` tokens in the draft model's vocabulary."""
-        return count if self.draft_text is None else self.draft_text.length(self.tokens, count)
+        """Return how many tokens of the draft model the first `count` tokens are."""
+        return count if self.draft is None else self.draft.text.length(self.tokens, count)
 
     def draft_bound(self, positions: int) -> int:
         """Return the most draft-model tokens that the sequence can have at this number of positions."""
-        return positions if self.draft_text is None else self.draft_text.bound(self.tokens, positions)
+        return positions if self.draft is None else self.draft.text.bound(self.tokens, positions)
 
     def append(self, drawn: SequenceDelta) -> SequenceDelta:
         """Append drawn tokens up to where the sequence ends, and return those appended."""
-        stop_token_ids, left = self.params.stop_token_ids, self.max_new_tokens - self.written
+        stop_token_ids = self.params.stop_token_ids
+        left = self.max_new_tokens - self.written
         new: list[int] = []
         finish: Finish | None = None
         # Token by token, as an end token or the limit may come in the middle of accepted drafts.
@@ -267,10 +311,11 @@ class TokenSequence:
         delta = SequenceDelta(new, accepted, finish=finish, drafted=drawn.drafted, copied=copied, copies=drawn.copies)
         # The first token is drawn by the prefill, which is no step.
         if self.written:
-            self.stats.count(drawn.drafted, accepted, len(new), copied, drawn.copies)
+            self.stats.count(
+                drafted=drawn.drafted, accepted=accepted, emitted=len(new), copied=copied, copies=drawn.copies
+            )
         self.tokens += new
-        self.unread = copied
-        # A grammar's process may fail or time out during the step; later tokens would be unconstrained.
+        self.copying.unread = copied
         if self.guide is not None and self.guide.error is not None:
             return replace(delta, finish="error", error=ArgumentError(self.guide.error))
         if drawn.logprobs is not None:

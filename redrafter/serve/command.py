@@ -26,7 +26,7 @@ from redrafter.serve.config import (
     read_config,
 )
 from redrafter.serve.engine_process.start import EngineProcess, LoadEngine
-from redrafter.serve.extension import extensions
+from redrafter.serve.extension import extensions, writing_paths
 from redrafter.serve.network.api_keys import ApiKeys, collect_keys, collect_operator_keys
 
 if TYPE_CHECKING:
@@ -66,9 +66,8 @@ def build_parser() -> Parser:
     """Build the parser of `redrafter serve`."""
     parser = Parser(
         prog="redrafter serve",
-        description="Serve a model over OpenAI's protocol (/v1/completions, /v1/chat/completions, /v1/responses) and\n"
-        "Anthropic's (/v1/messages), with /v1/models, /tokenize, /health, /metrics, /docs. Without MODEL, the pair in\n"
-        "the box.",
+        description=f"Serve a model over HTTP: {', '.join(writing_paths())},\n"
+        "with /v1/models, /tokenize, /health, /metrics, /docs. Without MODEL, the pair in the box.",
         epilog="examples:\n"
         "  redrafter serve my-merged --port 8000\n"
         "  redrafter serve my-base --drafter my-drafter --max-batch-size 64 --api-key-file keys.txt\n"
@@ -97,7 +96,7 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `redrafter serve`, and return its exit code."""
 
-    def run() -> int:
+    def serve_model() -> int:
         args = _with_config(build_parser().parse_args(argv))
         options, load = read_options(ServeOptions, args), read_options(LoadOptions, args)
         draft = read_options(DraftOptions, args)
@@ -143,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         return 0
 
-    return run_command(run)
+    return run_command(serve_model)
 
 
 def _with_config(args: argparse.Namespace) -> argparse.Namespace:
@@ -178,7 +177,7 @@ def _serve(request: LoadEngine, keys: ApiKeys, operators: ApiKeys) -> None:
         url = address(options, listening)
         process = ServerProcess(options, listening)
         _LOG.info("on %s; loading %s", url, request.load.model or "the pair in the box")
-        process.run(start, ready, lambda: engine.doing)
+        process.serve_until_signal(start, ready, lambda: engine.doing)
 
 
 if __name__ == "__main__":

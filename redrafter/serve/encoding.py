@@ -86,7 +86,7 @@ class ClientTurns:
         self._at_once_per_client = at_once_per_client
         self._clients: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
-    def of(self, client: str) -> asyncio.Semaphore:
+    def for_client(self, client: str) -> asyncio.Semaphore:
         """Return the semaphore of a client, to be acquired before `all`."""
         return self._clients.setdefault(client, asyncio.Semaphore(self._at_once_per_client))
 
@@ -99,14 +99,14 @@ class EncodingThreads:
         most = sum(count for count, _ in AT_ONCE.values())
         self._threads = ThreadPoolExecutor(most, "redrafter-encoding")
 
-    async def run(self, encode: Callable[[], T], client: str, large: bool) -> T:
+    async def run_encoding(self, encode: Callable[[], T], client: str, large: bool) -> T:
         """Encode a request of a client in a thread, and return the result.
 
         After a large request, the client waits for as long as its thread has computed before its next turn, so that it
         uses at most half of a thread.
         """
         turns = self._turns[large]
-        own = turns.of(client)
+        own = turns.for_client(client)
         await own.acquire()
         seconds = 0.0
 
@@ -121,12 +121,17 @@ class EncodingThreads:
         loop = asyncio.get_running_loop()
         try:
             async with turns.all:
-                work = loop.run_in_executor(self._threads, timed)
-                try:
-                    return await asyncio.shield(work)
-                except asyncio.CancelledError:
-                    await asyncio.gather(work, return_exceptions=True)  # wait until its thread is free
-                    raise
+                return await until_thread_is_free(loop.run_in_executor(self._threads, timed))
         finally:
             # A client waits as long as its large prompt took, so that it gets at most half of its turns.
             loop.call_later(seconds if large else 0, own.release)
+
+
+async def until_thread_is_free(work: "asyncio.Future[T]", on_cancel: Callable[[], object] = lambda: None) -> T:
+    """Return the result of work in a thread. If the caller is cancelled, call `on_cancel` and wait for the thread."""
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        on_cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        raise

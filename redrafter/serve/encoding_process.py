@@ -30,7 +30,7 @@ def prepare(spec: bytearray, options: bytearray) -> Callable[[socket.socket], No
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = options == b"1"
 
-    def run(connection: socket.socket) -> None:
+    def serve_connection(connection: socket.socket) -> None:
         adds_special = receive_frame(connection) == b"1"
         text = receive_frame(connection).decode()
         # The event loop and the engine share these cores.
@@ -41,4 +41,4 @@ def prepare(spec: bytearray, options: bytearray) -> Callable[[socket.socket], No
             ids = array("I", encoding.ids).tobytes()
         send_frame(connection, ids)
 
-    return run
+    return serve_connection

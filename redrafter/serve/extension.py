@@ -12,6 +12,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pkgutil import iter_modules
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from redrafter.errors import ArgumentError, first_line
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from redrafter.serve.protocol.requests import ApiError
     from redrafter.serve.server import Server
 
+WRITING_PATHS = ("/v1/chat/completions", "/v1/completions")  # of OpenAI's protocol; extensions add their own
+# Reasons of refused paths, for `refused_paths` as well.
+ALL_AT_ONCE = "send the requests at once, as many as you like; they share their steps"
+NOTHING_STORED = "nothing is stored here: send all that belongs to a request with it"
 GROUP = "redrafter.extensions"  # the package that is searched, and the entry points of others
 Respond = Callable[..., "Awaitable[Response]"]  # `respond` of `redrafter.serve.routes.app`
 MakeChange = Callable[["Engine", str | None], "EngineChange"]  # of the engine and a path on its machine
@@ -51,6 +56,9 @@ class Extension:
         error_event: Event name of an error within a stream at these paths; None for an unnamed event.
         writing_paths: Paths of generation requests, which have a `seed`.
         ignored_marks: Prefixes of text blocks that are not part of the prompt, which routing by prefix ignores too.
+        key_header: Header in which its clients send their key, in addition to `Authorization`; None for no other.
+        cors_headers: Other headers of its clients, which pages of `--allowed-origins` may send.
+        refused_paths: Paths of its protocol that are not served, each with the reason and what to use instead.
     """
 
     options: type = NoOptions
@@ -59,6 +67,9 @@ class Extension:
     error_event: str | None = None
     writing_paths: tuple[str, ...] = ()
     ignored_marks: tuple[str, ...] = ()
+    key_header: str | None = None
+    cors_headers: tuple[str, ...] = ()
+    refused_paths: Mapping[str, str] = MappingProxyType({})
 
     def launcher(self, options: Any) -> Launch | None:
         """Return a function that replaces this process's server, or None. `options` has the type `self.options`."""
@@ -102,6 +113,16 @@ def extensions() -> tuple[Extension, ...]:
                 f"EXTENSION ({first_line(error)}): correct or uninstall its package"
             ) from error
     return tuple(found)
+
+
+def writing_paths() -> tuple[str, ...]:
+    """Return the paths of generation requests, which have a `seed`: OpenAI's, then those of extensions."""
+    return (*WRITING_PATHS, *(path for extension in extensions() for path in extension.writing_paths))
+
+
+def key_headers() -> tuple[str, ...]:
+    """Return the headers in which extensions' clients send their key, in addition to `Authorization`."""
+    return tuple(extension.key_header for extension in extensions() if extension.key_header is not None)
 
 
 def make_change(kind: str, engine: "Engine", path: str | None) -> "EngineChange":

@@ -41,7 +41,7 @@ def prepare(limits: bytearray) -> Callable[[socket.socket], None]:
     Image.init()
     Image.MAX_IMAGE_PIXELS = None  # replaced by the limits here
 
-    def run(connection: socket.socket) -> None:
+    def serve_connection(connection: socket.socket) -> None:
         limit_memory(BYTES + BYTES_PER_PIXEL * pixels)
         payloads = [receive_frame(connection) for _ in range(int(receive_frame(connection)))]
         try:
@@ -57,7 +57,7 @@ def prepare(limits: bytearray) -> Callable[[socket.socket], None]:
             send_frame(connection, b"+", struct.pack("=II", width, height))
             send_frame(connection, content)
 
-    return run
+    return serve_connection
 
 
 def _open(payloads: Sequence[bytearray], pixels: int) -> list[Any]:

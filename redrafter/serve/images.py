@@ -12,7 +12,7 @@ from redrafter.errors import first_line
 from redrafter.sandbox.frames import receive_frame, send_frame
 from redrafter.sandbox.process import SandboxedProcess, Zygote, zygote_of
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.encoding import ClientTurns
+from redrafter.serve.encoding import ClientTurns, until_thread_is_free
 from redrafter.serve.engine_process.client import Stopped
 from redrafter.serve.protocol.requests import DATA_URL, ApiError
 
@@ -29,7 +29,7 @@ _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 T = TypeVar("T")
 
 
-class ImageReader:
+class ChatImageReader:
     """Reads the images of chats."""
 
     def __init__(self, processor: Any, names: Collection[str], options: ServeOptions | None = None):
@@ -41,14 +41,14 @@ class ImageReader:
         self._held: Counter[str] = Counter()  # bytes by client
         self._closed = False
 
-    async def run(self, encode: Callable[[SandboxedProcess], T], client: str) -> T:
+    async def run_encoding(self, encode: Callable[[SandboxedProcess], T], client: str) -> T:
         """Encode a request with images in a thread, when it is its turn.
 
         A client with `MAX_AT_ONCE_PER_CLIENT` requests or half of `MAX_HELD_BYTES` waits for its own requests.
         If the caller is cancelled, the process is killed at once, and the turn is released when its thread is free.
         `encode` is called with a process that decodes the images. Raises `Stopped` once the reader is closed.
         """
-        async with self._turns.of(client):
+        async with self._turns.for_client(client):
             while not self._closed and (
                 self._held[client] > MAX_HELD_BYTES // 2 or self._held.total() > MAX_HELD_BYTES
             ):
@@ -61,13 +61,7 @@ class ImageReader:
                     if self._closed:
                         raise Stopped
                     work = loop.run_in_executor(self._threads, encode, process)
-                    try:
-                        return await asyncio.shield(work)
-                    except asyncio.CancelledError:
-                        # This makes the thread's read fail; it would otherwise continue until its timeout.
-                        process.end()
-                        await asyncio.gather(work, return_exceptions=True)  # wait until its thread is free
-                        raise
+                    return await until_thread_is_free(work, process.end)
                 finally:
                     self._processes.discard(process)
                     process.end()

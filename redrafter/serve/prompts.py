@@ -17,7 +17,7 @@ from redrafter.sandbox.process import SandboxedProcess
 from redrafter.serve.answers.thoughts import Thinking, ThoughtMarks, thought_marks
 from redrafter.serve.control_tokens import ControlTokens, choose_marker
 from redrafter.serve.encoding import TextEncoder
-from redrafter.serve.images import ImageReader
+from redrafter.serve.images import ChatImageReader
 from redrafter.serve.protocol.requests import ApiError, ChatRequest, Message, TextPart, ToolCall
 from redrafter.serve.tools import describe_tools, template_tools
 
@@ -112,7 +112,7 @@ class ChatTemplate:
 
 
 @dataclass
-class Prompts:
+class PromptEncoder:
     """Encodes prompts, and raises `ApiError` for malformed, empty or too long ones."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -121,7 +121,7 @@ class Prompts:
     context: int  # most tokens of a prompt and its answer
     special_tokens_in_content: bool = False  # whether control tokens spelt in messages are encoded as such
     reasoning_parser: str = "auto"  # vLLM's name of the reasoning parser
-    images: ImageReader | str = "this model takes no images"  # reader of images, or the reason why none are accepted
+    images: ChatImageReader | str = "this model takes no images"  # the reason, where there is no reader of images
     control: ControlTokens | None = None  # of the tokenizer and template; None: created on first use
 
     @property
@@ -143,7 +143,7 @@ class Prompts:
         added = {token.content for token in self.tokenizer.added_tokens_decoder.values()}
         return thought_marks(self.reasoning_parser, self.template.text, added)
 
-    def with_context(self, context: int) -> "Prompts":
+    def with_context(self, context: int) -> "PromptEncoder":
         """Return a copy with another context length, which shares the processes of this one."""
         other = replace(self, context=context)
         other.__dict__["_encoder"] = self._encoder

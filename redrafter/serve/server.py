@@ -45,10 +45,10 @@ from redrafter.serve.encoding import EncodingThreads
 from redrafter.serve.engine_process.client import EngineClient, ServedSequence, Stopped
 from redrafter.serve.engine_process.messages import EngineError, Submit
 from redrafter.serve.engine_process.start import EngineProcess
-from redrafter.serve.images import ImageReader
+from redrafter.serve.images import ChatImageReader
 from redrafter.serve.metrics import Metrics
 from redrafter.serve.network.api_keys import KEY_VARIABLE, ApiKeys
-from redrafter.serve.prompts import ChatTemplate, Prompts
+from redrafter.serve.prompts import ChatTemplate, PromptEncoder
 from redrafter.serve.protocol.fields import MAX_PROMPTS, SMALL_BODY_BYTES, StreamOptions
 from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest, Message, TooManyTokensError
 from redrafter.serve.tools import forced_tools, strict_tools
@@ -78,9 +78,9 @@ class Server:
     options: ServeOptions = field(default_factory=ServeOptions)
     keys: ApiKeys = field(default_factory=ApiKeys)  # clients with different keys share no cached prefixes
     operators: ApiKeys = field(default_factory=ApiKeys)  # keys of operators; if empty, nobody may change the engine
-    images: ImageReader | str = Prompts.images  # reader of chats' images, or the reason why none are accepted
+    images: ChatImageReader | str = PromptEncoder.images  # reader of chats' images, or the reason why none are accepted
     traces: "Traces | None" = None  # exporter of requests' spans
-    control: ControlTokens | None = Prompts.control  # of the tokenizer and template, if already created
+    control: ControlTokens | None = PromptEncoder.control  # of the tokenizer and template, if already created
     capture: Capture | None = field(default=None, init=False)  # stores sequences for training
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class Server:
         self._encoding = EncodingThreads()
         self.metrics = Metrics(self.engine, self.model, self.capture)
         self.engine.on_delta = self._observe
-        self.prompts = Prompts(
+        self.prompts = PromptEncoder(
             self.tokenizer,
             self.model,
             facts.vocab_size,
@@ -128,7 +128,7 @@ class Server:
         return self.engine.facts.context
 
     @cached_property
-    def counting_prompts(self) -> Prompts:
+    def counting_prompts(self) -> PromptEncoder:
         """Encoder of prompts that are only tokenized, which may exceed the context."""
         return self.prompts.with_context(MAX_CONTEXTS * self.context)
 
@@ -238,8 +238,8 @@ class Server:
         client = str(facts.get("client", ""))
         if isinstance(self.images, str) or not any(message.images for message in messages or ()):
             large = facts.get("body_bytes", 0) > SMALL_BODY_BYTES
-            return await self._encoding.run(lambda: encode(request, None), client, large)
-        return await self.images.run(lambda decoder: encode(request, decoder), client)
+            return await self._encoding.run_encoding(lambda: encode(request, None), client, large)
+        return await self.images.run_encoding(lambda decoder: encode(request, decoder), client)
 
     def _check_room(self, prompt: int, asked: int, param: str) -> int:
         """Return the number of tokens asked for, or raise `TooManyTokensError` if the context has no room for them."""
@@ -353,7 +353,7 @@ class Server:
     def drain(self) -> None:
         """Reject new requests and stop decoding images; running sequences continue."""
         self.engine.drain()
-        if isinstance(self.images, ImageReader):
+        if isinstance(self.images, ChatImageReader):
             self.images.close()
 
     def close(self) -> None:
@@ -408,13 +408,13 @@ def load_server(
         control.prepare()
     # Everything that does not need the engine is prepared while it loads.
     facts = process.wait_until_loaded()
-    images: ImageReader | str = Server.images
+    images: ChatImageReader | str = Server.images
     if facts.image_inputs and not options.max_images:
         images = "this server takes no images"
     elif facts.image_inputs:
         try:
             processor = load_processor(facts.model, trust_remote_code=load.trust_remote_code)
-            images = ImageReader(processor, facts.image_inputs, options)
+            images = ChatImageReader(processor, facts.image_inputs, options)
         except ReDrafterError as error:
             _LOG.warning("images are refused: %s", error)
             images = "this server is not set up for images"
@@ -438,7 +438,7 @@ def _grammar_source(request: AnyRequest) -> GrammarSource | None:
             spec = {"json_schema": form.json_schema.schema_}
         elif form is not None and form.type != "text":
             spec = {"json_object": True} if form.lark_grammar is None else {"lark": form.lark_grammar}
-    return None if spec is None else GrammarSource.of(spec)
+    return None if spec is None else GrammarSource.from_spec(spec)
 
 
 def _chat_grammar(

@@ -140,14 +140,15 @@ def tree_of(tokens: Tensor, parents: Tensor, depth: Tensor, max_depth: int, widt
     nodes = tokens.shape[1]
     width = max(nodes - 1, 1) if width is None else width
     if kernels.TRITON and tokens.is_cuda:
-        return Tree(tokens, parents, depth, kernels.find_ancestors(parents, max_depth), max_depth, width)
-    # Floats, as torch does not multiply matrices of booleans.
+        return Tree(
+            tokens, parents, depth, ancestors=kernels.find_ancestors(parents, max_depth), levels=max_depth, width=width
+        )
     eye = torch.eye(nodes, device=tokens.device)
     reach = (eye[parents] + eye).clamp_(max=1)  # [B, N, N]
     # Each squaring doubles the depth that is reached, so few products of small matrices find all ancestors.
     for _ in range(math.ceil(math.log2(max(max_depth, 1)))):
         reach = (reach @ reach).clamp_(max=1)
-    return Tree(tokens, parents, depth, reach > 0, max_depth, width)
+    return Tree(tokens, parents, depth, ancestors=reach > 0, levels=max_depth, width=width)
 
 
 def chain(tokens: Tensor) -> Tree:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -275,12 +276,19 @@ def test_the_step_of_a_standing_batch_is_the_same_step_over_and_over(temperature
         reports = []
         for _ in range(3):
             batch.restore()
-            reports.append(batch.captured.replay().read())
+            reports.append(batch.captured.replay().wait().tolist())
         assert reports[0] == reports[1] == reports[2]
         batch.restore()
         assert batch.state.length.tolist() == before
         assert batch.step_ms() > 0
         assert batch.check() is None
+
+
+def test_a_standing_batch_takes_the_step_of_its_proposer_whatever_the_batch_size():
+    work = workload()
+    proposer = replace(work.proposer(3, True), shared_nodes=7)
+    with torch.inference_mode(), open_standing_batch(work, proposer, 3) as batch:
+        assert batch.captured.proposer.shared_nodes == 7
 
 
 def test_contexts_past_the_models_own_are_timed_and_marked():

@@ -218,7 +218,7 @@ def test_a_padded_drafter_reads_the_same_of_the_text(changes, dtype):
         embedding, ahead, seen = (F.pad(x, pads) for x in (text, drafts, features))
         hidden, state = each.fuse_hidden(seen.flatten(2)), None
         remembered = each.context.remember(hidden, embedding, torch.arange(7))
-        window = ContextWindow.read(torch.full((3,), 7), 6, lambda at, kept=remembered: kept)
+        window = ContextWindow.read_last(torch.full((3,), 7), 6, lambda at, kept=remembered: kept)
         for k in range(4):
             here = partial(each.context, window=window._replace(length=window.length + k))
             out, state = each.step(ahead[k], state, each.begin(hidden[:, -1:]), here)

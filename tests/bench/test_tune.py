@@ -17,7 +17,7 @@ from redrafter.cli import main
 from redrafter.convert.describe import describe
 from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.drafting.proposer import PlainProposer
-from redrafter.engine.call import Call
+from redrafter.engine.call import GenerateCall
 from redrafter.engine.tuning import Tuning, measured_on, tuning_path
 from redrafter.measure.report import facts, head
 from redrafter.measure.run import Workload
@@ -69,7 +69,7 @@ def test_what_tune_writes_is_what_from_pretrained_picks_up(home, capsys):
     assert [row["batch"] for row in found["table"]] == [1, 2]
     for row in found["table"]:
         assert row["tokens_per_second"] == pytest.approx(1000 * row["batch"] * row["tokens_per_step"] / row["step_ms"])
-    tuning = Tuning.read(found["file"])
+    tuning = Tuning.from_file(found["file"])
     assert tuning.to_dict() == found["tuning"]
     assert tuning.prompts == "prompts.txt"
     assert tuning.versions["torch"]
@@ -92,7 +92,7 @@ def test_the_table_is_printed_and_drawn(home, quick, capsys):
     assert printed[0].split()[0] == "batch"
     assert printed[1].split()[0] == "1"
     assert len(printed) == 2
-    assert list(Tuning.read(out).shapes) == [1]
+    assert list(Tuning.from_file(out).shapes) == [1]
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -109,7 +109,7 @@ def test_a_tree_whose_rows_share_nodes_is_written_printed_and_drawn(home, quick,
     args = ["--batch-sizes", "16,32", "--beams", "4", "--lengths", "3", "--plot", str(home / "tuning.png")]
     assert main(["tune", *args, "--out", str(home / "tuning.json")]) == 0
     shape = TreeShape(4, 3, 13, 128)
-    assert Tuning.read(home / "tuning.json").shapes == {16: TreeShape(4, 3, 4), 32: shape}
+    assert Tuning.from_file(home / "tuning.json").shapes == {16: TreeShape(4, 3, 4), 32: shape}
     assert "4x3, 128 shared" in capsys.readouterr().out
     assert (home / "tuning.png").is_file()
 
@@ -187,6 +187,7 @@ def test_the_steps_of_rows_that_share_nodes_are_measured(monkeypatch):
 def test_a_proposer_for_other_rows_shares_as_many_nodes_for_each(pair):
     shared = replace(pair.proposer, shared_nodes=128)
     assert [at_size(shared, rows).shared_nodes for rows in (1, 16, 48)] == [4, 64, 192]
+    assert at_size(shared, 64, sized_for=64) is shared
     assert at_size(pair.proposer, 48) is pair.proposer
     assert at_size(pair.plain, 48) is pair.plain
 
@@ -237,7 +238,7 @@ def test_drafts_are_made_longer_while_that_pays(pair, monkeypatch, paying, depth
 def test_lengths_that_are_typed_are_all_that_is_tried(home, quick, args, deepest):
     out = home / "tuning.json"
     assert main(["tune", *args, "--batch-sizes", "1", "--beams", "2", "--out", str(out)]) == 0
-    assert Tuning.read(out).shapes[1].draft_len_per_beam == deepest
+    assert Tuning.from_file(out).shapes[1].draft_len_per_beam == deepest
 
 
 def test_the_fastest_is_chosen_and_off_where_none_is_worth_it():
@@ -305,7 +306,7 @@ def test_bench_and_info_name_the_table_in_use(home):
 def test_a_batch_without_memory_is_left_out_and_prompts_are_written_on_fewer_at_a_time(pair, monkeypatch):
     lines: list[str] = []
     made = tuner(pair, report=lines.append, prompts=[[1, 40 + row] for row in range(5)])
-    decode, sizes = Call.decode, []
+    decode, sizes = GenerateCall.decode, []
 
     def full(call, scheduler):
         sizes.append(len(call.rows))
@@ -318,7 +319,7 @@ def test_a_batch_without_memory_is_left_out_and_prompts_are_written_on_fewer_at_
             raise NO_MEMORY[0]("full")
         return 10.0
 
-    monkeypatch.setattr(Call, "decode", full)
+    monkeypatch.setattr(GenerateCall, "decode", full)
     monkeypatch.setattr(made, "step_ms", step_ms)
     made.measure_trees(candidates(pair.proposer, (1,), (3,)))
     assert list(choose(made.timings)) == [1]

@@ -53,7 +53,7 @@ def test_attention_on_a_cpu_equals_the_reference(window, chunk_size, softcap, si
             pool.normal_(generator=torch.Generator().manual_seed(1))
         plan = PagedCache(store, table).plan(tree, lengths, (0,), None, len(q))
         settings = {"scale": 0.3, "window": window, "softcap": softcap, "sinks": sinks, "chunk_size": chunk_size}
-        inputs = AttentionInputs.of(q, k, v, *plan.pools[0], *plan.tensors, **settings)
+        inputs = AttentionInputs.from_arguments(q, k, v, *plan.pools[0], *plan.tensors, **settings)
         out = gathered_attention(plan, inputs) if gathered else tree_attention_reference(inputs)
         results.append((out, *store.pools))
     for result, reference in zip(*results, strict=True):
@@ -103,7 +103,9 @@ def test_what_another_request_computed_is_not_computed_again(llama, monkeypatch)
     first = engine.generate(prompt, **arguments)
     other = torch.cat([first[:, :60], torch.tensor([[5, 6]])], dim=1)
     expected = llama.generate(other, **arguments)
-    counts = noted(monkeypatch, engine.target.prompt_reader, "read", lambda _, read: sum(read.ends) - sum(read.starts))
+    counts = noted(
+        monkeypatch, engine.target.prompt_reader, "read_prompts", lambda _, read: sum(read.ends) - sum(read.starts)
+    )
     assert torch.equal(engine.generate(other, **arguments), expected)
     assert counts == [62 - 48]  # three blocks of 16 were stored: of the prompt, and of the tokens generated after it
     counts.clear()

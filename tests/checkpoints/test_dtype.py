@@ -7,6 +7,7 @@ import torch
 
 from helpers.models import tiny_model
 from redrafter.checkpoints import models
+from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.models import load_model
 
 LOAD = {"device": "cpu", "trust_remote_code": False}
@@ -40,3 +41,14 @@ def test_no_dtype_is_recommended_where_one_is_named_or_none_is_known_to_be_faste
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert load(saved, asked, native=native) == saved
+
+
+def test_norms_that_identify_a_base_do_not_depend_on_the_default_dtype():
+    table = torch.nn.Embedding(1000, 2)  # bfloat16 rounds 999 to 1000, past the end
+    expected = embedding_norms(table)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert embedding_norms(table) == expected
+    finally:
+        torch.set_default_dtype(before)

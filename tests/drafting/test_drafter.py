@@ -306,7 +306,7 @@ def test_a_drafter_is_compiled_a_few_times_for_all_rows_beams_and_steps(changes,
         sampler = Sampler(None, (), torch.ones(rows), zeros, zeros, torch.arange(target.vocab_size))
         context = None
         if size := drafter.config.context_window:
-            context = ContextWindow.read(state.length, size, lambda n: (stored[0][at, n], stored[1][at, n]))
+            context = ContextWindow.read_last(state.length, size, lambda n: (stored[0][at, n], stored[1][at, n]))
         proposer = drafter.proposer(target, beams, depth, beams * depth + 1, None, compiled)
         return proposer.grow(state, sampler, proposer.scores(state, sampler, None, context)).tokens
 

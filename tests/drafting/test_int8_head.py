@@ -24,7 +24,7 @@ def rounding(monkeypatch) -> None:
 def test_a_rounded_head_scores_nearly_as_the_head_does(rounding, ids, width, dtype):
     torch.manual_seed(0)
     head, x = nn.Linear(width, ids, bias=False, dtype=dtype), torch.randn(2, 3, width, dtype=dtype)
-    rounded = Int8Head.of(head)
+    rounded = Int8Head.from_linear(head)
     with torch.no_grad():
         exact = (x.float() @ head.weight.float().T).detach()
     found = rounded(x)
@@ -35,11 +35,11 @@ def test_a_rounded_head_scores_nearly_as_the_head_does(rounding, ids, width, dty
 
 
 def test_small_heads_and_other_devices_keep_theirs(monkeypatch):
-    assert Int8Head.of(nn.Linear(64, 64, bias=False)) is None
+    assert Int8Head.from_linear(nn.Linear(64, 64, bias=False)) is None
     monkeypatch.setattr(int8_head, "LEAST_WEIGHTS", 1)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert Int8Head.of(nn.Linear(64, 64, bias=False)) is None
-    assert Int8Head.of(None) is None
+    assert Int8Head.from_linear(nn.Linear(64, 64, bias=False)) is None
+    assert Int8Head.from_linear(None) is None
 
 
 @pytest.mark.parametrize("how", [{"do_sample": False}, {"do_sample": True, "seed": 3}], ids=["greedy", "sampled"])

@@ -77,14 +77,14 @@ class Work:
     steps: list[bool] = field(default_factory=list)
 
     def install(self, monkeypatch) -> None:
-        run = CapturedStep.run
+        run = CapturedStep.run_step
 
         def counted(step: CapturedStep) -> None:
             self.steps.append(step.proposer.depth > 0)
             self.seconds += self.drafted if self.steps[-1] else 1.0
             run(step)
 
-        monkeypatch.setattr(CapturedStep, "run", counted)
+        monkeypatch.setattr(CapturedStep, "run_step", counted)
         monkeypatch.setattr(Engine, "clock", staticmethod(lambda: self.seconds))
         monkeypatch.setattr(Engine, "pauses", True)
 

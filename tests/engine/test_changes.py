@@ -225,7 +225,7 @@ def test_layers_of_fp8_are_quantised_anew():
     assert torch.equal(layer.weight_scale, scale)
     quantize_model(new, "tiny")
     check_writes_as(engine, new)
-    NewWeights.of(engine.model, snapshot(engine.model), "itself").write()  # as a drafter that goes back
+    NewWeights.for_module(engine.model, snapshot(engine.model), "itself").write()  # as a drafter that goes back
     check_writes_as(engine, new)
 
 

@@ -37,7 +37,7 @@ def test_what_is_read_changes_the_drafts(monkeypatch):
 @ON_BOTH_CACHES
 def test_a_window_longer_than_any_text_takes_no_more_memory_than_the_texts(on, monkeypatch):
     engine = on(engine_of(context_window=100_000))
-    pairs = noted(monkeypatch, ContextWindow, "read", lambda window, *_: window.bias.shape[-1] - 1)
+    pairs = noted(monkeypatch, ContextWindow, "read_last", lambda window, *_: window.bias.shape[-1] - 1)
     same_undrafted(engine, torch.arange(3, 33)[None], max_new_tokens=10, do_sample=False)
     assert 40 <= min(pairs) <= max(pairs) < 1_000
 

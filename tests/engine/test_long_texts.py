@@ -47,7 +47,7 @@ def test_a_long_text_is_what_model_generate_writes(model, prompt, on):
 @pytest.mark.parametrize("window", [64, 512, 2048])
 def test_drafts_read_their_window_of_a_long_text_and_no_more(model, prompt, on, window, monkeypatch):
     engine = on(with_tree(model, context_drafter(context_window=window), 4, 3))
-    found = noted(monkeypatch, ContextWindow, "read")
+    found = noted(monkeypatch, ContextWindow, "read_last")
     same_as_model(engine, prompt, max_new_tokens=NEW)
     assert {read.keys.shape[-1] for read in found} == {read.values.shape[2] for read in found} == {1 + window}
     assert all(not read.bias.any() for read in found)  # all of the window is text

@@ -54,7 +54,7 @@ def test_a_tuning_is_read_as_it_was_written(target, tmp_path):
     tuning = tuned(target, step_costs={1: 1.2, 4: 1.5}, **facts)
     path = tmp_path / "some" / "where.json"
     tuning.write(path)
-    assert Tuning.read(path) == tuning
+    assert Tuning.from_file(path) == tuning
     assert [file.name for file in path.parent.iterdir()] == ["where.json"]
     assert json.loads(path.read_text())["shapes"]["2"] is None
 
@@ -63,7 +63,7 @@ def test_a_tuning_without_step_costs_is_read(target, tmp_path):
     document = tuned(target).to_dict()
     del document["step_costs"]
     (tmp_path / "old.json").write_text(json.dumps(document))
-    assert Tuning.read(tmp_path / "old.json") == tuned(target)
+    assert Tuning.from_file(tmp_path / "old.json") == tuned(target)
 
 
 @pytest.mark.parametrize(("rows", "ratio"), [(1, 1.2), (2, None), (3, 2.5), (4, 2.5), (8, None)])
@@ -81,7 +81,7 @@ def test_the_costs_of_a_tuning_are_those_of_steps(target, tmp_path, monkeypatch)
     costs = StepCosts(((1, 0.5), (64, 0.75)), ((8, 0.5),), ((1, 0.125),), ((5, 0.25),), 0.001)
     tuning = tuned(target, costs=costs)
     tuning.write(tmp_path / "tuning.json")
-    assert Tuning.read(tmp_path / "tuning.json") == tuning
+    assert Tuning.from_file(tmp_path / "tuning.json") == tuning
     engine = ReDrafter(target, tiny_drafter(), tuning=tuning)
     assert engine.step_costs(None) == costs
     asked: list[StepCosts | None] = []

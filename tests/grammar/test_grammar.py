@@ -334,7 +334,7 @@ def test_a_free_row_without_any_token_left_stays_as_it_is():
 
 
 def test_a_matcher_that_came_to_a_limit_is_replaced_by_one_that_did_less():
-    state = GrammarState(compiled(GrammarSource.of({"regex": "[ab]*"})), [EOS])
+    state = GrammarState(compiled(GrammarSource.from_spec({"regex": "[ab]*"})), [EOS])
 
     def ask(text: list[int], drafted: int) -> dict[int, bytes]:
         state.advance(text)
@@ -351,7 +351,10 @@ def test_a_matcher_that_came_to_a_limit_is_replaced_by_one_that_did_less():
 
 def test_a_grammar_does_not_wear_out(monkeypatch):
     monkeypatch.setattr("redrafter.grammar.limits.MAX_LEXER_STATES", 200)  # a text alone makes tens
-    grammar, random = compiled(GrammarSource.of({"regex": "([ab]{0,30}a){20}"})), torch.Generator().manual_seed(0)
+    grammar, random = (
+        compiled(GrammarSource.from_spec({"regex": "([ab]{0,30}a){20}"})),
+        torch.Generator().manual_seed(0),
+    )
     for _ in range(30):
         state, text = GrammarState(grammar, [EOS]), []
         for _ in range(12):
@@ -368,7 +371,7 @@ def test_a_grammar_does_not_wear_out(monkeypatch):
 def test_a_grammar_that_takes_too_long_ends_the_text(monkeypatch):
     monkeypatch.setattr("redrafter.grammar.limits.MASK_CPU_SECONDS", 0)
     monkeypatch.setattr("redrafter.grammar.limits.MASK_CPU_SECONDS_PER_TOKEN", 0)
-    state = GrammarState(compiled(GrammarSource.of(GROWING)), [EOS])
+    state = GrammarState(compiled(GrammarSource.from_spec(GROWING)), [EOS])
     state.advance([70])
     assert len(state.masks([70], [-1], 1)) == 1
     assert re.fullmatch(r"grammar: given up after 1 tokens: its masks took 0\.\d s", state.error)

@@ -62,7 +62,7 @@ def test_masks_are_those_of_a_state_in_this_process():
     specs = [{"regex": "(ab|ba|c){0,9}"}, {"json_object": True}, {"choice": ["abc", "abd", "b"]}]
     grammars = [Grammar.of(spec, TOKENIZER) for spec in specs]
     ours = [GuidedText(grammar, [EOS, 280]) for grammar in grammars for _ in range(2)]
-    compiled = [CompiledGrammar(GrammarSource.of(spec), vocabulary) for spec in specs]
+    compiled = [CompiledGrammar(GrammarSource.from_spec(spec), vocabulary) for spec in specs]
     states = [GrammarState(each, [EOS, 280]) for each in compiled for _ in range(2)]
     texts: list[list[int]] = [[] for _ in ours]
     for _ in range(40):
@@ -284,7 +284,7 @@ CIRCLE["items"] = CIRCLE
 def test_what_is_large_or_half_a_character_is_refused_before_it_is_read(spec, wrong):
     begin = time.process_time()
     with pytest.raises(ArgumentError, match=f"^grammar: .*{wrong}") as caught:
-        GrammarSource.of(spec)
+        GrammarSource.from_spec(spec)
     assert time.process_time() - begin < 0.1
     assert len(str(caught.value)) < 400
 

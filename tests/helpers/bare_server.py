@@ -44,7 +44,7 @@ options = ServeOptions(port=0, drain_timeout=DRAIN, **FILES)
 with listen(options) as listening:
     logging.getLogger("redrafter").info("on http://127.0.0.1:%d", listening.getsockname()[1])
     process = server_process.ServerProcess(options, listening)
-    process.run(load, lambda loaded: logging.getLogger("redrafter").info("ready"), lambda: DOING)
+    process.serve_until_signal(load, lambda loaded: logging.getLogger("redrafter").info("ready"), lambda: DOING)
 """
 
 

@@ -38,7 +38,7 @@ def checked_windows() -> Iterator[None]:
         self: RecurrentProposer, state: State, sampler: Sampler, noise: Tensor | None, *caches: object
     ) -> Tree:
         size = min(WINDOW, caches[0].window)
-        window = ContextWindow.read(state.length, size, caches[0].read_drafter_layer)
+        window = ContextWindow.read_last(state.length, size, caches[0].read_drafter_layer)
         for row in state.active.nonzero().flatten().tolist():
             text = state.tokens[row : row + 1, : state.length[row]]
             if text.shape[1] % EVERY:

@@ -79,7 +79,7 @@ async def written(
 
 def server_of(pair: Pair, options: ServeOptions | None = None, load: LoadOptions | None = None) -> Server:
     """A server of a loaded pair; its engine has not started."""
-    engine = ServedEngine.of(pair, options or ServeOptions(), load or LoadOptions())
+    engine = ServedEngine.from_pair(pair, options or ServeOptions(), load or LoadOptions())
     client = client_of(engine.scheduler, pair.tokenizer, engine.facts)
     return Server(client, pair.tokenizer, options or ServeOptions())
 
@@ -95,7 +95,7 @@ class ServerHere(Address):
 def serving(load: LoadOptions, draft: DraftOptions | None = None, **options: Any) -> Iterator[ServerHere]:
     """A server of what some options load, as long as the context lasts."""
     pair, served = Pair.load(load, draft), ServeOptions(**options)
-    engine = ServedEngine.of(pair, served, load)
+    engine = ServedEngine.from_pair(pair, served, load)
     server = load_server(EngineThread(engine.scheduler, pair.tokenizer, engine.facts), served, load, ApiKeys())
     server.engine.start()
     try:

@@ -30,7 +30,7 @@ def prefill(tokens, length, target, cache, sampler, draft_model=None, draft_cach
     if draft_model is not None:
         read_drafts(prompts, draft_model, draft_cache)
     logits, hidden = target.prefill(prompts)
-    return draw_first_tokens(tokens, length, logits, hidden, cache.window, sampler)[0]
+    return draw_first_tokens(tokens, length, logits, hidden, window=cache.window, sampler=sampler)[0]
 
 
 @torch.inference_mode()

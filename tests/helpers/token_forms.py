@@ -58,7 +58,7 @@ class TokenForms:
         settings = {"scale": 0.3} | settings
         if "sinks" in settings:
             settings["sinks"] = settings["sinks"].to(self.device)
-        return self.operator(AttentionInputs.of(*states, *plan.pools[0], *plan.tensors, **settings))
+        return self.operator(AttentionInputs.from_arguments(*states, *plan.pools[0], *plan.tensors, **settings))
 
     def chain_of(self, count, rows=1):
         """Return chains of `count` nodes."""

@@ -28,6 +28,7 @@ class Waits(TorchFunctionMode):
     def __init__(self):
         super().__init__()
         self._here = True
+        self._on_host: list[Tensor] = []
 
     def elsewhere(self, function):
         """Return a function that may read and copy numbers, since other code takes its place on a GPU."""
@@ -42,6 +43,21 @@ class Waits(TorchFunctionMode):
 
         return run
 
+    def on_host(self, function):
+        """Return a function that waits for numbers: the tensor that it returns, and views of it, may be read."""
+
+        @wraps(function)
+        def run(*args):
+            before, self._here = self._here, False
+            self._on_host.append(function(*args).clone())
+            self._here = before
+            return self._on_host[-1]
+
+        return run
+
+    def _is_on_host(self, x: Tensor) -> bool:
+        return any(x.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for whole in self._on_host)
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is Tensor.__setitem__ and not isinstance(args[2], Tensor):
@@ -49,7 +65,7 @@ class Waits(TorchFunctionMode):
             assert tensor[index].dim(), "one element"
             assert not indices_of(index)
         if self._here:
-            assert func not in READS, func
+            assert func not in READS or self._is_on_host(args[0]), func
             if func is Tensor.__getitem__:
                 assert not any(index.dtype == torch.bool for index in indices_of(args[1])), "as many as are marked"
             # `to_device` makes its tensor "cpu" and copies it from pinned memory.

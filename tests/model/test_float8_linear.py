@@ -74,7 +74,7 @@ def test_a_merged_product_is_that_of_each_layer(biased):
     fused = FusedLinears(model, groups)
     layer = model.model.layers[0].self_attn
     with ModelPatch() as patch, torch.no_grad():
-        fused.apply(patch)
+        fused.add_to(patch)
         assert type(model.model.layers[0].self_attn.q_proj) is not Float8Linear
         torch.testing.assert_close(model(x).logits, before)
     assert layer.q_proj.weight_scale.data_ptr() + 4 * 32 == layer.k_proj.weight_scale.data_ptr()

@@ -237,9 +237,9 @@ def test_a_look_tells_of_every_change(change, inference):
     with torch.inference_mode(inference):
         model = deepcopy(tiny_model("llama"))
         query(model).register_buffer("scale", torch.zeros(1))
-        watch, state = ModelWatch(model), ModelState.of(model)
+        watch, state = ModelWatch(model), ModelState.from_model(model)
     assert watch.is_unchanged()
-    assert ModelState.of(model) == state
+    assert ModelState.from_model(model) == state
     undo = change(model)
     assert not watch.is_unchanged()
     if undo is not None:

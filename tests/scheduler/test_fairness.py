@@ -69,7 +69,7 @@ def test_a_client_that_holds_every_place_gives_one_up_and_writes_the_same(engine
     assert all(each.ended for each in others)
     assert not any(each.ended for each in long)
     assert served.preempted == 3
-    assert long[0].admitted_round == 1
+    assert long[0].admission.round == 1
     run(served, [])
     same_alone(engine, [*long, *others])
     nothing_is_held(served)

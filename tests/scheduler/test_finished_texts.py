@@ -58,7 +58,7 @@ def test_no_row_sees_what_was_written_under_another_salt(engine):
         while not other.ended:
             served.round()
             assert not served.batch.state.pieces[0].any()
-        assert other.piece is None
+        assert other.copying.source is None
         assert other.stats.copied == first.stats.copied
         assert other.tokens == first.tokens
 

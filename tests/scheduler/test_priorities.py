@@ -49,7 +49,7 @@ def test_who_waits_takes_the_slot_of_the_newest_of_the_highest_number(kind, engi
     for each, gone in zip(urgent, (2, 0, 3), strict=True):
         served.submit(each)
         served.round()
-        assert each.admitted_round is not None  # at once, though its client has slots and these are new
+        assert each.admission.round is not None  # at once, though its client has slots and these are new
         assert running[gone].row is None
         assert running[gone].block_table is None
     assert served.preempted == 3
@@ -88,7 +88,7 @@ def test_rows_that_grow_take_blocks_of_the_highest_number(engine):
     served.submit(*others, urgent)  # it came last
     run(served, [])
     assert served.preempted
-    assert urgent.admitted_round == 1  # it has kept its slot to its end
+    assert urgent.admission.round == 1  # it has kept its slot to its end
     same_alone(engine, [urgent, *others])
     nothing_is_held(served)
 
@@ -118,7 +118,7 @@ def test_within_a_number_clients_without_a_slot_are_given_one_as_ever(engine):
     other = make_sequence(6, [7, 8], 3, client="b")  # it has a slot, but none of this number
     served.submit(other)
     served.round()
-    assert other.admitted_round is not None
+    assert other.admission.round is not None
     assert many[1].row is None
     assert served.preempted == 1
     run(served, [])
@@ -163,7 +163,7 @@ def test_a_higher_number_waits_as_long_as_lower_ones_come_and_then_goes_on(engin
 def test_prompts_of_lower_numbers_are_read_first():
     texts = [make_sequence(priority, [5] * length) for priority, length in ((1, 40), (1, 10), (0, 90), (0, 60))]
     for arrival, each in enumerate(texts):
-        each.arrival = arrival
+        each.admission.arrival = arrival
     [chunks] = choose_chunks(texts, 120, padded=False, chunked=True)
     assert dict(chunks) == {texts[2]: 60, texts[3]: 60}  # the shorter one has half, and the first one the rest
     [chunks] = choose_chunks(texts, 155, padded=False, chunked=True)

@@ -30,7 +30,7 @@ from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
 from redrafter.sampling.processors import RowProcessor
-from redrafter.scheduler.captured_step import CapturedStep, PendingReport
+from redrafter.scheduler.captured_step import CapturedStep, HostCopy
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.serve.engine_process.engine import warm_up
 
@@ -58,9 +58,10 @@ def test_rows_come_and_go_without_a_wait_for_a_gpu(engine, monkeypatch):
         sequence.params = replace(sequence.params, logprobs=3)
     monkeypatch.setattr(engine.target.prompt_reader, "masks", True)  # as on a GPU
     attention, processor = (tree_attention, "gathered_attention"), (RowProcessor, "__call__")
-    for place, name in ((PendingReport, "read"), (CapturedStep, "run"), attention, processor):
+    monkeypatch.setattr(HostCopy, "wait", waits.on_host(HostCopy.wait))
+    for place, name in ((CapturedStep, "run_step"), attention, processor):
         monkeypatch.setattr(place, name, waits.elsewhere(getattr(place, name)))
-    monkeypatch.setattr(PendingReport, "on_host", False)
+    monkeypatch.setattr(HostCopy, "on_host", False)
     with waits:
         run(served, sequences, apart=1)
     same_alone(engine, sequences)
@@ -230,7 +231,7 @@ def test_a_batch_without_memory_for_longer_rows_goes_on_with_those_it_has(engine
     with monkeypatch.context() as patched:
         patched.setattr(served.batch, "_positions", 0)  # as if the next sequence were longer than all before
         patched.setattr("redrafter.scheduler.row_caches.PagedRows.reserve", lambda *_: 1 / 0)
-        served.read()
+        served.prefill()
     assert failed(long)
     go_on(served)
     same_alone(engine, [short])

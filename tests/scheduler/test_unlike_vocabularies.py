@@ -23,10 +23,10 @@ def test_a_prefix_is_found_in_both_caches(engine):
     first, second = make_sequence(LONG, 8, KINDS["greedy"]), make_sequence([*LONG, 5, 6], 8, KINDS["greedy"])
     run(served, [first])
     served.submit(second)
-    served.read()
+    served.prefill()
     assert second.reused == 3 * BLOCK_SIZE
-    assert second.draft_block_table.reused >= 3 * BLOCK_SIZE
-    assert second.draft_prefilled == second.draft_length(len(second.prompt))
+    assert second.draft.block_table.reused >= 3 * BLOCK_SIZE
+    assert second.draft.prefilled == second.draft_length(len(second.prompt))
     run(served, [])
     same_alone(engine, [first, second])
     nothing_is_held(served)

@@ -393,7 +393,7 @@ def test_an_answer_that_is_guided_may_follow_a_thought(marks, special):
     for answer, spec in answers.items():
         for state in ("possible", "open", "over"):
             around = lark.text(form.after_thought(lark, marks, state, content))
-            grammar = compiled(special, GrammarSource.of(spec)._replace(around=around))
+            grammar = compiled(special, GrammarSource.from_spec(spec)._replace(around=around))
             begun = thought.removeprefix(marks.begin) if state == "open" and form is ChatReader else thought
             for text, fits in (
                 (f"{begun}{marks.end}{gap}{head}{answer}", state != "over" or form is not ChatReader),

@@ -253,7 +253,7 @@ def test_the_file_of_another_server_that_runs_is_left_alone(tmp_path, tokenizer)
 def test_a_server_captures_the_tokens_of_its_texts_but_for_keys_left_out(tmp_path):
     load = LoadOptions(device="cpu")
     pair, options = Pair.load(load), ServeOptions(capture=str(tmp_path / "texts"), capture_except=("key-2",))
-    engine = ServedEngine.of(pair, options, load)
+    engine = ServedEngine.from_pair(pair, options, load)
     server = Server(client_of(engine.scheduler, pair.tokenizer, engine.facts), pair.tokenizer, options, ApiKeys("ab"))
     server.engine.start()
     body = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0}

@@ -15,7 +15,7 @@ pytest.importorskip("fastapi")
 from redrafter.app.templates import find_template, read_template
 from redrafter.errors import ArgumentError
 from redrafter.serve.answers.thoughts import PARSERS
-from redrafter.serve.prompts import Prompts
+from redrafter.serve.prompts import PromptEncoder
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
 
 HELLO = {"role": "user", "content": "Hello"}
@@ -25,9 +25,9 @@ THINKER = LLAMA_LIKE + (
 )
 
 
-def prompts(template: str) -> Prompts:
+def prompts(template: str) -> PromptEncoder:
     tokenizer = tiny_tokenizer(template)
-    return Prompts(tokenizer, "mine", len(tokenizer), 4096)
+    return PromptEncoder(tokenizer, "mine", len(tokenizer), 4096)
 
 
 def text(template: str, *messages: dict[str, Any], **more: Any) -> str:
@@ -178,5 +178,5 @@ def test_a_server_with_a_wrong_template_says_so_in_a_line(tmp_path):
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 2
     *_, error = run.stderr.splitlines()  # a slow load says that it goes on
-    assert "error: chat template" in error
+    assert "error: --chat-template" in error
     assert "cannot be read: No such file" in error

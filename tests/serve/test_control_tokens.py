@@ -17,7 +17,7 @@ from redrafter import boxed_pair
 from redrafter.serve import control_tokens
 from redrafter.serve.control_tokens import ControlTokens, choose_marker
 from redrafter.serve.encoding import LONG_TEXT, TextEncoder
-from redrafter.serve.prompts import Prompts
+from redrafter.serve.prompts import PromptEncoder
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
 
 CORPUS = ["the old man looked at the sea < and > said [no] | end of im user start\n"] * 20
@@ -124,12 +124,12 @@ def test_a_copy_of_the_tokenizer_is_made_before_a_message_needs_it(tokenizer, mo
     expected = encoded(tokenizer, body)
     control.prepare()
     monkeypatch.setattr(control_tokens, "Tokenizer", None)  # nothing can be made of it
-    made = Prompts(tokenizer, "mine", len(tokenizer), 1 << 16, control=control)
+    made = PromptEncoder(tokenizer, "mine", len(tokenizer), 1 << 16, control=control)
     assert made.encode_chat(ChatRequest.model_validate(body))[0] == expected
 
 
-def prompts(tokenizer: Any, **options: bool) -> Prompts:
-    return Prompts(tokenizer, "mine", len(tokenizer), 1 << 16, **options)
+def prompts(tokenizer: Any, **options: bool) -> PromptEncoder:
+    return PromptEncoder(tokenizer, "mine", len(tokenizer), 1 << 16, **options)
 
 
 def encoded(tokenizer: Any, body: dict[str, Any], **options: bool) -> list[int]:

@@ -210,7 +210,7 @@ def test_keys_are_shown_nowhere(capsys, tmp_path):
     ],
 )
 def test_a_name_that_leads_here_is_not_enough(bound, allowed, host, status):
-    app = create_app(Service(), AccessPolicy.of(ApiKeys(), ServeOptions(host=bound, allowed_hosts=allowed)))
+    app = create_app(Service(), AccessPolicy.from_options(ApiKeys(), ServeOptions(host=bound, allowed_hosts=allowed)))
     assert asked(app, "GET", "/v1/models", headers={"Host": host}).status_code == status
     assert asked(app, "GET", "/health", headers={"Host": host}).status_code == 200
 

@@ -21,7 +21,7 @@ from redrafter.sandbox.process import zygote_of
 from redrafter.serve import encoding
 from redrafter.serve.encoding import LONG_TEXT, ClientTurns, EncodingThreads, TextEncoder
 from redrafter.serve.encoding_process import NICENESS
-from redrafter.serve.prompts import Prompts
+from redrafter.serve.prompts import PromptEncoder
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
 from redrafter.serve.routes import app
 
@@ -54,7 +54,7 @@ def longest_wait() -> Iterator[list[float]]:
 
 def test_no_thread_waits_for_all_of_a_long_chat_that_spells_control_tokens():
     tokenizer = tiny_tokenizer()
-    prompts = Prompts(tokenizer, "mine", len(tokenizer), 1 << 20)
+    prompts = PromptEncoder(tokenizer, "mine", len(tokenizer), 1 << 20)
     request = ChatRequest.model_validate({"messages": [{"role": "user", "content": MARKS * 20_000}]})
     prompts.encode_chat(request)  # starts the process from which others are forked
     shares = []
@@ -119,10 +119,10 @@ def test_a_client_with_many_requests_leaves_turns_to_others():
 
             return run
 
-        greedy = [asyncio.create_task(turns.run(work("greedy", True), "a", True)) for _ in range(8)]
+        greedy = [asyncio.create_task(turns.run_encoding(work("greedy", True), "a", True)) for _ in range(8)]
         await asyncio.sleep(0.05)
-        await turns.run(work("large", False), "b", True)
-        await turns.run(work("small", False), "a", False)
+        await turns.run_encoding(work("large", False), "b", True)
+        await turns.run_encoding(work("small", False), "a", False)
         assert order == ["greedy", "large", "small"]
         held.set()
         await asyncio.gather(*greedy)
@@ -140,7 +140,7 @@ def test_a_client_pauses_after_a_large_request_for_as_long_as_it_computed():
 
     async def main() -> None:
         turns = EncodingThreads()
-        (_, end), (begin, _) = await asyncio.gather(*(turns.run(compute, "a", True) for _ in range(2)))
+        (_, end), (begin, _) = await asyncio.gather(*(turns.run_encoding(compute, "a", True) for _ in range(2)))
         assert begin - end > 0.09
 
     asyncio.run(main())
@@ -149,10 +149,10 @@ def test_a_client_pauses_after_a_large_request_for_as_long_as_it_computed():
 def test_a_request_whose_client_has_left_keeps_its_turn_until_its_thread_is_free():
     async def main() -> None:
         turns, held, order = EncodingThreads(), threading.Event(), list[str]()
-        left = asyncio.create_task(turns.run(lambda: held.wait(60), "a", True))
+        left = asyncio.create_task(turns.run_encoding(lambda: held.wait(60), "a", True))
         await asyncio.sleep(0.05)
         left.cancel()
-        following = asyncio.create_task(turns.run(lambda: order.append("following"), "a", True))
+        following = asyncio.create_task(turns.run_encoding(lambda: order.append("following"), "a", True))
         await asyncio.sleep(0.05)
         assert not order
         held.set()
@@ -164,9 +164,9 @@ def test_a_request_whose_client_has_left_keeps_its_turn_until_its_thread_is_free
 
 def test_turns_of_clients_are_forgotten():
     turns = ClientTurns(4, 2)
-    first = turns.of("a")
-    assert turns.of("a") is first
-    assert turns.of("b") is not first
+    first = turns.for_client("a")
+    assert turns.for_client("a") is first
+    assert turns.for_client("b") is not first
 
 
 def test_an_answer_of_many_tokens_comes_in_pieces(monkeypatch, url, pair):

@@ -223,7 +223,7 @@ def test_an_engine_says_by_its_exit_code_whether_it_failed(engine, monkeypatch, 
 
     served = scheduler(engine)
     if failure is not None:
-        monkeypatch.setattr(served, "read", fail)
+        monkeypatch.setattr(served, "prefill", fail)
     thread = EngineThread(served, None)
     thread.channel.send(Submit([[5, 6, 7]], 8, GREEDY, numbers=(0,)))
     thread.channel.receive()  # what it wrote, or why it failed
@@ -304,7 +304,7 @@ def test_a_grammar_that_nobody_waits_for_any_more_is_given_up(engine, monkeypatc
     client = begun(scheduler(engine))
 
     async def leave() -> None:
-        deltas = asked(client, [[5], [6]], 8, grammar=GrammarSource.of({"regex": "a"}))
+        deltas = asked(client, [[5], [6]], 8, grammar=GrammarSource.from_spec({"regex": "a"}))
         waiting = asyncio.ensure_future(anext(deltas))
         await asyncio.sleep(seconds)
         assert not client.idle

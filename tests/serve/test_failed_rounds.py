@@ -146,7 +146,7 @@ async def test_an_engine_ends_at_once_when_cuda_cannot_continue(engine, monkeypa
     where, name = {
         "step": (served.batch, "step"),
         "read": (served.prefiller, "forward"),
-        "draws": (LaunchedStep, "read"),
+        "draws": (LaunchedStep, "read_deltas"),
     }[part]
     error = accelerator_error(SECRET.format(text))
     monkeypatch.setattr(where, name, failing(error)(getattr(where, name)))
@@ -290,7 +290,7 @@ def test_a_rank_whose_rounds_fail_ends_with_code_2(engine, monkeypatch):
     served.submit(make_sequence([5, 6, 7], 8, GREEDY))
     monkeypatch.setattr(served.batch, "step", failing(RuntimeError("no"))(None))
     monkeypatch.setattr(worker_module, "load_pair", lambda request: None)
-    monkeypatch.setattr(worker_module.ServedEngine, "of", lambda *_: SimpleNamespace(scheduler=served))
+    monkeypatch.setattr(worker_module.ServedEngine, "from_pair", lambda *_: SimpleNamespace(scheduler=served))
     monkeypatch.setattr(worker_module.signal, "signal", lambda *_: None)
     options = SimpleNamespace(warm_up=False)
     assert worker_module.follow(SimpleNamespace(options=options, load=None)) == 2

@@ -64,7 +64,7 @@ async def asking(grammars: Grammars) -> AsyncIterator[Callable[..., "asyncio.Tas
     tasks: set[asyncio.Task] = set()
 
     def ask(spec: object, client: str = "") -> asyncio.Task:
-        task = asyncio.ensure_future(grammars.get(GrammarSource.of(spec), client))
+        task = asyncio.ensure_future(grammars.get(GrammarSource.from_spec(spec), client))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
         return task

@@ -29,7 +29,7 @@ from redrafter.sandbox.process import SandboxedProcess
 from redrafter.serve import images
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.client import Stopped
-from redrafter.serve.images import ImageReader
+from redrafter.serve.images import ChatImageReader
 from redrafter.serve.network import guards
 from redrafter.serve.protocol.requests import ApiError
 from redrafter.serve.routes.app import create_app
@@ -49,15 +49,15 @@ def of_many_scans(side: int = 1024, count: int = 20_000) -> str:
 
 
 @pytest.fixture
-def reader() -> Iterator[ImageReader]:
+def reader() -> Iterator[ChatImageReader]:
     gc.collect()  # ends the processes of readers of earlier tests
     assert soon(lambda: not decoders(), seconds=60)
-    reader = ImageReader(llava_processor(), NAMES, ServeOptions(max_image_pixels=1 << 22))
+    reader = ChatImageReader(llava_processor(), NAMES, ServeOptions(max_image_pixels=1 << 22))
     yield reader
     reader.close()
 
 
-def place(reader: ImageReader, url: str) -> Callable[[SandboxedProcess], Any]:
+def place(reader: ChatImageReader, url: str) -> Callable[[SandboxedProcess], Any]:
     return lambda process: reader.place("<image>", [url], process)
 
 
@@ -106,12 +106,12 @@ class Held:
 
 async def test_many_images_of_one_client_leave_a_turn_to_others(reader):
     held = Held()
-    many = [asyncio.ensure_future(reader.run(held, "many")) for _ in range(20)]
+    many = [asyncio.ensure_future(reader.run_encoding(held, "many")) for _ in range(20)]
     while held.running < images.MAX_AT_ONCE_PER_CLIENT:
         await asyncio.sleep(0.01)
     try:
         for seed in range(3):
-            _, inputs = await asyncio.wait_for(reader.run(place(reader, data_url(picture(seed))), "few"), 300)
+            _, inputs = await asyncio.wait_for(reader.run_encoding(place(reader, data_url(picture(seed))), "few"), 300)
             assert len(inputs["pixel_values"]) == 1
         assert not any(task.done() for task in many)
     finally:
@@ -131,7 +131,7 @@ async def test_an_image_that_nobody_waits_for_any_more_is_given_up(reader):
             ended.append(error)
             raise
 
-    asked = [asyncio.ensure_future(reader.run(work, "leaves")) for _ in range(images.MAX_AT_ONCE_PER_CLIENT)]
+    asked = [asyncio.ensure_future(reader.run_encoding(work, "leaves")) for _ in range(images.MAX_AT_ONCE_PER_CLIENT)]
     while len(begun) < len(asked):
         await asyncio.sleep(0.01)
     started = decoders()
@@ -140,12 +140,12 @@ async def test_an_image_that_nobody_waits_for_any_more_is_given_up(reader):
     await asyncio.gather(*asked, return_exceptions=True)
     assert all(task.cancelled() for task in asked)
     assert soon(lambda: not any(os.path.exists(f"/proc/{child}") for child in started))
-    assert await reader.run(lambda process: "the next", "leaves") == "the next"
+    assert await reader.run_encoding(lambda process: "the next", "leaves") == "the next"
     assert len(ended) == images.MAX_AT_ONCE_PER_CLIENT
 
 
 async def test_a_reader_that_is_closed_keeps_nobody_waiting(reader):
-    asked = [asyncio.ensure_future(reader.run(place(reader, of_many_scans()), "one")) for _ in range(4)]
+    asked = [asyncio.ensure_future(reader.run_encoding(place(reader, of_many_scans()), "one")) for _ in range(4)]
     while len(decoders()) < images.MAX_AT_ONCE_PER_CLIENT:
         await asyncio.sleep(0.01)
     reader.close()
@@ -214,8 +214,8 @@ async def test_images_that_the_engine_has_not_read_make_more_of_their_client_wai
 
     listening = [asyncio.ensure_future(listen(number)) for number in range(2)]
     await asyncio.sleep(0)
-    waits = asyncio.ensure_future(reader.run(lambda process: "its next", "many"))
-    assert await asyncio.wait_for(reader.run(lambda process: "another's", "few"), 300) == "another's"
+    waits = asyncio.ensure_future(reader.run_encoding(lambda process: "its next", "many"))
+    assert await asyncio.wait_for(reader.run_encoding(lambda process: "another's", "few"), 300) == "another's"
     await asyncio.sleep(3 * images.POLL_SECONDS)
     assert not waits.done()
     read[0].set()  # the engine has read one of them

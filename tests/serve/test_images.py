@@ -42,8 +42,8 @@ from redrafter import PromptLookup
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.model.target import Target
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.images import ImageReader
-from redrafter.serve.prompts import Prompts
+from redrafter.serve.images import ChatImageReader
+from redrafter.serve.prompts import PromptEncoder
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
 
 NAMES = ("pixel_values", "image_grid_thw", "mm_token_type_ids")
@@ -263,16 +263,16 @@ def test_other_parts_and_places_are_refused(served, role, part, more, says):
     assert caught.value.status_code in (400, 422)
 
 
-def prompts(images: Any, template: str = TEMPLATE) -> Prompts:
+def prompts(images: Any, template: str = TEMPLATE) -> PromptEncoder:
     tokenizer = llava_processor(template).tokenizer
-    return Prompts(tokenizer, "mine", len(tokenizer), 4096, images=images)
+    return PromptEncoder(tokenizer, "mine", len(tokenizer), 4096, images=images)
 
 
 def request(*content: dict[str, Any]) -> ChatRequest:
     return ChatRequest(messages=[{"role": "user", "content": list(content)}])
 
 
-def refusal(prompts: Prompts, *content: dict[str, Any]) -> ApiError:
+def refusal(prompts: PromptEncoder, *content: dict[str, Any]) -> ApiError:
     with pytest.raises(ApiError) as caught:
         prompts.encode_chat(request(*content))
     assert caught.value.status == 400
@@ -304,28 +304,28 @@ def bomb(width: int, height: int) -> str:
     ids=["pixels", "together", "bytes", "bomb", "large", "truncated", "narrow"],
 )
 def test_an_image_that_is_too_large_is_refused_before_it_is_decoded(limits, parts, says):
-    error = refusal(prompts(ImageReader(llava_processor(), NAMES, limits)), *parts)
+    error = refusal(prompts(ChatImageReader(llava_processor(), NAMES, limits)), *parts)
     assert re.search(says, str(error)), str(error)
 
 
 def test_images_at_their_limits_are_read():
-    reader = ImageReader(llava_processor(), NAMES, ServeOptions(max_images=2, max_image_pixels=2400))
+    reader = ChatImageReader(llava_processor(), NAMES, ServeOptions(max_images=2, max_image_pixels=2400))
     _, _, images = prompts(reader).encode_chat(request(image_part(picture(1)), image_part(picture(2))))
     assert images["pixel_values"].shape == (2, 3, 28, 28)
 
 
 def test_a_template_that_leaves_an_image_out_is_refused_and_one_that_reads_parts_alone_given_parts():
     template = TEMPLATE.replace("'<image>'", "''")
-    error = refusal(prompts(ImageReader(llava_processor(), NAMES), template), image_part(picture(1)))
+    error = refusal(prompts(ChatImageReader(llava_processor(), NAMES), template), image_part(picture(1)))
     assert "places for 0 of 1 images" in str(error)
     template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
-    encoder = prompts(ImageReader(llava_processor(), NAMES), template)
+    encoder = prompts(ChatImageReader(llava_processor(), NAMES), template)
     ids = encoder.encode_chat(ChatRequest(messages=[{"role": "user", "content": "hello"}]))[0]
     assert encoder.tokenizer.decode(ids) == "hello"
 
 
 def test_a_model_without_eyes_takes_no_images():
-    assert str(refusal(prompts(Prompts.images), image_part(picture(1)))) == "this model takes no images"
+    assert str(refusal(prompts(PromptEncoder.images), image_part(picture(1)))) == "this model takes no images"
     assert not Target(tiny_model("llama")).image_arguments
 
 
@@ -340,7 +340,7 @@ def test_each_image_has_as_many_tokens_as_the_processor_says(monkeypatch):
     monkeypatch.setattr(Qwen2VLProcessor, "check_argument_for_proper_class", lambda *_: None)  # of videos
     tokenizer = tokenizer_with(image_token="<|image_pad|>", video_token="<|video_pad|>")
     cut = Qwen2VLImageProcessorPil(patch_size=14, size={"shortest_edge": 28 * 28, "longest_edge": 56 * 56})
-    reader = ImageReader(Qwen2VLProcessor(cut, tokenizer, None), NAMES)
+    reader = ChatImageReader(Qwen2VLProcessor(cut, tokenizer, None), NAMES)
     urls = [data_url(picture(1, 56, 28)), data_url(picture(2, 28, 28))]
     placed, inputs = reader.place("a<|image_pad|>b<|image_pad|>", urls)
     assert placed == "a<|image_pad|><|image_pad|>b<|image_pad|>"
@@ -354,7 +354,7 @@ def test_a_mark_may_be_another_token_than_those_of_an_image():
     special = {"image_token": "<soft>", "boi_token": "<start>", "eoi_token": "<end>"}
     cut = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
     processor = Gemma3Processor(cut, tokenizer_with(**special), image_seq_length=2)
-    reader = ImageReader(processor, ("pixel_values", "token_type_ids"))
+    reader = ChatImageReader(processor, ("pixel_values", "token_type_ids"))
     placed, inputs = reader.place("a<start>b", [data_url(picture(1))])
     assert placed == "a\n\n<start><soft><soft><end>\n\nb"
     assert inputs.keys() == {"pixel_values"}

@@ -236,7 +236,7 @@ def test_a_part_of_another_protocol_is_joined_in_linear_time():
 
         def run() -> None:
             for _ in range(size // 8):
-                list(writer.read(chunk))
+                list(writer.translate(chunk))
             list(writer.close())
             assert writer.done == [{"text": "x" * (size // 8 * 8)}]
 

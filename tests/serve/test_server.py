@@ -315,7 +315,7 @@ def test_requests_are_logged():
     assert first["finish"] == "length"
     assert second["completion_tokens"] == 5
     assert second["prompt_tokens"] == first["prompt_tokens"]
-    assert (last["status"], last["path"]) == (404, "/v1/chat/comp%0aletions")
+    assert (last["status"], last["path"]) == (400, "/v1/chat/comp%0aletions")
     assert last["id"] == refused.headers["x-request-id"]
 
 

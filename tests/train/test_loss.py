@@ -83,7 +83,7 @@ def reader(
         return lambda step: None
     keys, values = drafter.context.remember(drafter.fuse_hidden(hidden), embedding, torch.arange(len(hidden)))
     length, size = torch.tensor([len(hidden)]), drafter.config.context_window
-    window = ContextWindow.read(length, size, lambda at: (keys[at], values[at]))
+    window = ContextWindow.read_last(length, size, lambda at: (keys[at], values[at]))
     windows = [window._replace(length=window.length + step) for step in range(8)]
     return lambda step: lambda state: drafter.context(state[None, None], windows[step])[0, 0]
 

@@ -42,7 +42,7 @@ def committed_state(drafter: RecurrentDrafter, target: Target, text: Tensor) -> 
         return output.hidden[:, -1], None
     position, length = torch.arange(text.shape[1]), torch.tensor([text.shape[1]])
     keys, values = drafter.context.remember(drafter.fuse_hidden(output.hidden), output.embedding, position)
-    window = ContextWindow.read(length, drafter.config.context_window, lambda at: (keys[0, at], values[0, at]))
+    window = ContextWindow.read_last(length, drafter.config.context_window, lambda at: (keys[0, at], values[0, at]))
     return output.hidden[:, -1], window
 
 
@@ -98,7 +98,9 @@ def test_far_from_the_beginning_of_a_text_a_draft_reads_what_it_would_near_it(fo
     def read(first: int) -> Tensor:
         keys, values = attention.remember(hidden, embedding, first + torch.arange(size + 1))
         length = torch.tensor([first + size + 1])
-        window = ContextWindow.read(length, size, lambda at: (keys[:, (at - first)[0]], values[:, (at - first)[0]]))
+        window = ContextWindow.read_last(
+            length, size, lambda at: (keys[:, (at - first)[0]], values[:, (at - first)[0]])
+        )
         windows = [window._replace(length=window.length + step) for step in range(len(states))]
         return torch.stack([attention(*each) for each in zip(states, windows, strict=True)])
 

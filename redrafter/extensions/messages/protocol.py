@@ -137,14 +137,14 @@ _ROLES = {  # block types that messages of each role may contain
 }
 
 
-class Message(Strict):
+class MessagesTurn(Strict):
     """A message. A `system` message keeps its position if the chat template allows it, else joins a neighbour."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[str | Parts[Block], OneOf("a text or a list of blocks")]
 
     @model_validator(mode="after")
-    def _check_blocks(self) -> "Message":
+    def _check_blocks(self) -> "MessagesTurn":
         for block in self.blocks:
             if not isinstance(block, _ROLES[self.role]):
                 raise ValueError(f"a block of type {block.type} does not belong in a message of the {self.role}")
@@ -256,7 +256,7 @@ class CountTokensRequest(Strict):
     """Body of `POST /v1/messages/count_tokens`: fields of the prompt. `betas` and `cache_control` have no effect."""
 
     model: str | None = None
-    messages: Annotated[Parts[Message], Field(min_length=1)]
+    messages: Annotated[Parts[MessagesTurn], Field(min_length=1)]
     system: System | None = None
     tools: Annotated[list[_OwnTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None

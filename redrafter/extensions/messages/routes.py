@@ -14,10 +14,10 @@ from redrafter.extensions.messages.protocol import (
     CountTokensAnswer,
     CountTokensRequest,
     ImageBlock,
-    Message,
     MessageAnswer,
     MessagesErrorAnswer,
     MessagesRequest,
+    MessagesTurn,
     OutputConfig,
     TextBlock,
     ThinkingBlock,
@@ -174,7 +174,7 @@ def _messages(request: CountTokensRequest, template: ChatTemplate) -> list[dict[
     return messages
 
 
-def _forgotten(request: CountTokensRequest, turns: list[Message]) -> set[int]:
+def _forgotten(request: CountTokensRequest, turns: list[MessagesTurn]) -> set[int]:
     """Return the indices of the turns whose thoughts `context_management` removes."""
     thought = [
         number for number, turn in enumerate(turns) if any(isinstance(block, ThinkingBlock) for block in turn.blocks)
@@ -184,7 +184,7 @@ def _forgotten(request: CountTokensRequest, turns: list[Message]) -> set[int]:
     return set(thought[: max(len(thought) - kept, 0)])
 
 
-def _assistant(turn: Message, keep_thoughts: bool) -> dict[str, Any]:
+def _assistant(turn: MessagesTurn, keep_thoughts: bool) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": None}
     thoughts = [block.thinking for block in turn.blocks if isinstance(block, ThinkingBlock)]
     if any(thoughts) and keep_thoughts:
@@ -236,8 +236,7 @@ def _head(body: MessagesRequest, model: str) -> dict[str, Any]:
 
 def _whole(head: dict[str, Any], answer: dict[str, Any], body: MessagesRequest) -> dict[str, Any]:
     blocks = BlockWriter(head["id"], body)
-    for _ in (*blocks.read(answer), *blocks.close()):
-        pass
+    blocks.translate_whole(answer)
     return head | {"content": blocks.done} | blocks.ending | {"usage": blocks.usage, "metrics": answer["metrics"]}
 
 
@@ -334,8 +333,7 @@ async def message_events(
     blocks, begun = BlockWriter(head["id"], body), False
     try:
         async for chunk in chunks:
-            # Read before the first event is sent, which needs the usage that this chunk brings.
-            events = list(blocks.read(chunk))
+            events = list(blocks.translate(chunk))
             if not begun:
                 begun = True
                 yield {"type": "message_start", "message": head | {"usage": blocks.usage}}

@@ -278,7 +278,7 @@ class RouterReplica:
         from ray.exceptions import RayActorError
         from ray.serve.exceptions import DeploymentUnavailableError
 
-        policy = AccessPolicy.of(self._keys, self._options)
+        policy = AccessPolicy.from_options(self._keys, self._options)
         lost = (RayActorError, ReplicaLostError, DeploymentUnavailableError)
         return create_router(self._ask, self._metrics, lost, policy, self._options.max_body_size)
 

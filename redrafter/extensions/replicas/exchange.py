@@ -22,7 +22,7 @@ class HttpCall:
     key: str | None = None
 
     @classmethod
-    def of(cls, scope: Scope, body: bytes, key: str | None, request_id: str) -> "HttpCall":
+    def from_scope(cls, scope: Scope, body: bytes, key: str | None, request_id: str) -> "HttpCall":
         """Create the call for an ASGI request, with the body to forward and the request id for the log."""
         sent = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "server")
         replaced = (b"content-length", b"transfer-encoding", b"x-request-id")

@@ -23,7 +23,7 @@ from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from redrafter.extensions.replicas.exchange import AnswerPart, AnswerStart, HttpCall
-from redrafter.serve.extension import extensions, protocol_at
+from redrafter.serve.extension import extensions, protocol_at, writing_paths
 from redrafter.serve.network.guards import HEALTH_PATHS, AccessPolicy, JsonRequest, add_guards, error_answer
 from redrafter.serve.protocol.requests import ApiError
 
@@ -38,7 +38,6 @@ _DONE = b"[DONE]"
 _TOLD_BY_TOKEN = ("logprobs", "tools", "prompt_logprobs")
 _CHANNELS = ("text", "content", "reasoning_content")
 _LOG = logging.getLogger(__name__)
-WRITING_PATHS = ("/v1/completions", "/v1/chat/completions")  # extensions add their own
 MAX_RETRIES = 2  # for lost replicas; a limit, since a request that crashes engines would crash them all
 HEALTH_SECONDS = 5.0  # time limit for any replica to answer
 SEED_BITS = 61
@@ -226,7 +225,7 @@ def create_router(
             return await error_answer(error, scope["path"])(scope, receive, send)
         # Requests with equal keys go to one replica, whose cache has their prefix.
         key = routing_key(dict(scope["headers"]).get(SESSION_HEADER), document)
-        call = HttpCall.of(scope, body, key, scope["facts"]["id"])
+        call = HttpCall.from_scope(scope, body, key, scope["facts"]["id"])
         answering = _Answer(call, can_resume(scope["path"], document), send).relay(ask, lost)
         if scope["path"] not in HEALTH_PATHS:
             return await answering
@@ -265,9 +264,7 @@ async def _read(scope: Scope) -> tuple[bytes, Mapping[str, Any]]:
         return body, {}
     if not isinstance(document, dict):
         return body, {}
-    # With a fixed seed, another replica can repeat the answer if the first one is lost.
-    writing = (WRITING_PATHS, *(extension.writing_paths for extension in extensions()))
-    if any(scope["path"] in paths for paths in writing) and document.get("seed") is None:
+    if scope["path"] in writing_paths() and document.get("seed") is None:
         document["seed"] = secrets.randbits(SEED_BITS)
         body = json.dumps(document).encode()
     return body, document

@@ -159,8 +159,7 @@ def _head(body: ResponsesRequest, model: str) -> dict[str, Any]:
 
 def _whole(answer: dict[str, Any]) -> dict[str, Any]:
     items = ItemWriter()
-    for _ in (*items.read(answer), *items.close()):
-        pass
+    items.translate_whole(answer)
     return _ending(items) | _usage(answer)
 
 
@@ -267,7 +266,7 @@ async def _events(head: dict[str, Any], chunks: AsyncIterator[dict[str, Any]]) -
     items = ItemWriter()
     try:
         async for chunk in chunks:
-            for event in items.read(chunk):
+            for event in items.translate(chunk):
                 yield event
     except ApiError as error:
         cause = {"code": "invalid_prompt" if error.status < 500 else "server_error", "message": str(error)}

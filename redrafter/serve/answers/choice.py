@@ -227,22 +227,16 @@ def speculation_metrics(stats: Sequence[Stats]) -> dict[str, Any]:
     share of the steps with at least d accepted drafts that accepted one more; `num_copied_draft_tokens` counts drafts
     copied from the sequence, and `num_accepted_copied_tokens` the accepted ones that no drafter proposed.
     """
-    steps, drafted, accepted, copies, copied = (
-        sum(getattr(entry, name) for entry in stats)
-        for name in ("draft_steps", "drafted", "accepted", "copies", "copied")
-    )
-    depth = max((len(entry.accepted_by_depth) for entry in stats), default=0)
-    reached = [steps, *(sum(entry.accepted_by_depth[d] for entry in stats) for d in range(depth))]
+    total = Stats.total(stats)
     return {
-        "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
-        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-        # Steps that accepted at least d drafts, less those that accepted more.
-        "acceptance_histogram": [a - b for a, b in zip(reached, [*reached[1:], 0], strict=True)],
-        "num_spec_steps": steps,
-        "num_accepted_draft_tokens": accepted,
-        "num_draft_tokens": drafted,
-        "num_spec_tokens": depth,
-        "acceptance_by_depth": [b / a if a else None for a, b in pairwise(reached)],
-        "num_copied_draft_tokens": copies,
-        "num_accepted_copied_tokens": copied,
+        "mean_acceptance_length": total.accepted_length or 1.0,
+        "draft_acceptance_rate": total.accepted / total.drafted if total.drafted else 0.0,
+        "acceptance_histogram": [a - b for a, b in pairwise([total.draft_steps, *total.accepted_by_depth, 0])],
+        "num_spec_steps": total.draft_steps,
+        "num_accepted_draft_tokens": total.accepted,
+        "num_draft_tokens": total.drafted,
+        "num_spec_tokens": len(total.accepted_by_depth),
+        "acceptance_by_depth": total.acceptance,
+        "num_copied_draft_tokens": total.copies,
+        "num_accepted_copied_tokens": total.copied,
     }

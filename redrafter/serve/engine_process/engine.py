@@ -47,7 +47,7 @@ class ServedEngine:
     facts: EngineFacts
 
     @classmethod
-    def of(cls, pair: Pair, options: ServeOptions, load: LoadOptions) -> "ServedEngine":
+    def from_pair(cls, pair: Pair, options: ServeOptions, load: LoadOptions) -> "ServedEngine":
         """Build the scheduler for a pair loaded with these options."""
         engine = pair.engine
         if isinstance(engine, DraftTarget) and engine.adaptive:

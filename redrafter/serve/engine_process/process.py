@@ -92,7 +92,7 @@ def _run(channel: Channel) -> int:
         began = time.monotonic()
         pair = load_pair(request)
         _LOG.info("loaded %s in %.1f s", pair.name, time.monotonic() - began)
-        engine = ServedEngine.of(pair, request.options, request.load)
+        engine = ServedEngine.from_pair(pair, request.options, request.load)
         if request.options.warm_up and pair.engine.target.device.type == "cuda":
             channel.send(LoadingStage("compiling kernels and capturing steps"))
             engine.warm_up()
@@ -113,10 +113,10 @@ def serve(channel: Channel, scheduler: Scheduler, tokenizer: PreTrainedTokenizer
         An exit code: 1 if a round has failed.
     """
 
-    async def run() -> int:
-        return await _EngineServer(channel, scheduler, tokenizer).run()
+    async def serve_channel() -> int:
+        return await _EngineServer(channel, scheduler, tokenizer).serve_until_closed()
 
-    return asyncio.run(run())
+    return asyncio.run(serve_channel())
 
 
 class _EngineServer:
@@ -135,7 +135,7 @@ class _EngineServer:
         self._changing: set[asyncio.Task[None]] = set()
         self._compiling: dict[tuple[int, ...], asyncio.Task[None]] = {}  # by the numbers of a request's sequences
 
-    async def run(self) -> int:
+    async def serve_until_closed(self) -> int:
         """Serve until the connection ends or the engine fails, and return the exit code of the process."""
         threading.Thread(target=self._receive, name="redrafter-receiver", daemon=True).start()
         self._worker.start()

@@ -156,7 +156,7 @@ class Worker:
     def _write(self, number: int, sequence: TokenSequence, delta: SequenceDelta) -> None:
         if self._reused.get(number) != sequence.reused:  # it may grow when a preempted sequence resumes
             scores = [] if number in self._reused else sequence.prompt_scores
-            self._prompts[number] = sequence.reused, sequence.queued, scores
+            self._prompts[number] = sequence.reused, sequence.admission.queued, scores
             self._reused[number] = sequence.reused
         if delta.error is not None and not isinstance(delta.error, ReDrafterError):  # its message is only logged
             request = self._requests[number]
@@ -181,7 +181,7 @@ class Worker:
             self.scheduler.asleep = False  # waiting sequences must receive their end
             while not self.scheduler.idle:
                 self.scheduler.cancel_all()
-                self.scheduler.read()
+                self.scheduler.prefill()
         except BaseException as error:  # a panic in a Rust library is not an Exception
             self.failure = self._explain(error)
         finally:  # a reader must not wait for a thread that has ended
@@ -189,7 +189,7 @@ class Worker:
 
     def _run_round(self) -> None:
         self._wrote = self._failed = False
-        self.scheduler.read()
+        self.scheduler.prefill()
         self._report()  # send first tokens of prefills without waiting for the step
         self.scheduler.step()
         if self._wrote and not self._failed:  # a round that only reads part of a prompt proves nothing
@@ -330,7 +330,7 @@ class SharedWorker(Worker):
 
 def follow(request: LoadEngine) -> int:
     """Run this rank's part of the engine, on a rank other than 0, until rank 0 ends it; return the exit code."""
-    engine = ServedEngine.of(load_pair(request), request.options, request.load)
+    engine = ServedEngine.from_pair(load_pair(request), request.options, request.load)
     if request.options.warm_up:
         engine.warm_up()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -23,14 +23,14 @@ class ApiKeys:
     def __len__(self) -> int:
         return len(self._digests)
 
-    def client(self, authorization: bytes, api_key: bytes = b"") -> str | None:
-        """Return the name of the key in an `Authorization` or `X-Api-Key` header, or None if neither holds one.
+    def client(self, authorization: bytes, *keys: bytes) -> str | None:
+        """Return the name of the key in an `Authorization` header or among bare `keys`, or None if there is none.
 
         A key's name is its number, such as `key-2` or `operator-1`: it may be logged without revealing the key.
         """
         scheme, _, token = authorization.partition(b" ")
         name = None
-        for key in filter(None, (token if scheme.lower() == b"bearer" else b"", api_key)):
+        for key in filter(None, (token if scheme.lower() == b"bearer" else b"", *keys)):
             sent = _digest(key.strip())
             for number, digest in enumerate(self._digests, 1):  # compare all: the time must not reveal the match
                 if hmac.compare_digest(sent, digest):

@@ -23,7 +23,7 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.extension import protocol_at
+from redrafter.serve.extension import extensions, key_headers, protocol_at
 from redrafter.serve.log import log_requests
 from redrafter.serve.network.api_keys import OPERATOR_KEY_VARIABLE, ApiKeys
 from redrafter.serve.protocol.fields import SMALL_BODY_BYTES
@@ -38,7 +38,6 @@ LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 KEYLESS_PATHS = (*HEALTH_PATHS, "/", "/docs", "/version")
 OWN_SITES = (b"same-origin", b"none")  # `Sec-Fetch-Site` of a request by a page of this server, or typed by the user
 CHALLENGE = {"WWW-Authenticate": "Bearer"}
-KEY_HEADERS = (b"authorization", b"x-api-key")
 READING_METHODS = ("GET", "HEAD", "OPTIONS")  # methods without side effects
 BODY_SECONDS = 30.0  # time limit for a body to arrive
 POLL_SECONDS = 0.01  # polling interval of a body that waits for its turn
@@ -66,7 +65,7 @@ class AccessPolicy:
     operators: ApiKeys = field(default_factory=ApiKeys)  # if empty, nobody may change the engine
 
     @classmethod
-    def of(cls, keys: ApiKeys, options: ServeOptions, operators: ApiKeys | None = None) -> "AccessPolicy":
+    def from_options(cls, keys: ApiKeys, options: ServeOptions, operators: ApiKeys | None = None) -> "AccessPolicy":
         """Return the policy of a server.
 
         By default, a server on a loopback address accepts only its own names. This prevents DNS rebinding, where a web
@@ -100,12 +99,13 @@ def add_guards(app: Starlette, policy: AccessPolicy, max_body_bytes: int) -> Non
     app.add_middleware(BodyLimits, max_bytes=max_body_bytes)
     app.add_middleware(access_control, policy=policy)
     if policy.origins:
-        headers = ["Authorization", "Content-Type", "X-Request-Id", "X-Api-Key", "Anthropic-Version", "Anthropic-Beta"]
+        own = "Authorization", "Content-Type", "X-Request-Id"
+        others = (name for extension in extensions() for name in extension.cors_headers)
         app.add_middleware(
             CORSMiddleware,
             allow_origins=policy.origins,
             allow_methods=["GET", "POST"],
-            allow_headers=headers,
+            allow_headers=[*own, *key_headers(), *others],
             expose_headers=["X-Request-Id"],
         )
     app.add_middleware(head_as_get)
@@ -149,13 +149,13 @@ def check_access(scope: Scope, policy: AccessPolicy) -> None:
         if origin not in policy.origins and "*" not in policy.origins:
             what = f"pages of {origin or 'another site'} may not ask here; --allowed-origins says which may"
             raise ApiError(403, what)
-    # The key's number names the client in logs and limits; the key itself is never logged.
-    name = policy.keys.client(*_sent_keys(headers))
+    sent = _sent_keys(headers)
+    name = policy.keys.client(*sent)
     if name is not None:
         scope["facts"]["client"] = name
     scope["policy"], scope["admitted"] = policy, name is not None or not policy.keys
     scope["opened"] = scope["admitted"] or path in KEYLESS_PATHS or (policy.open_metrics and path == "/metrics")
-    if not scope["opened"] and policy.operators.client(*_sent_keys(headers)) is None:
+    if not scope["opened"] and policy.operators.client(*sent) is None:
         raise _missing_key()
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     is_json = kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
@@ -172,7 +172,7 @@ def check_operator(scope: Scope) -> str:
     """Return the name of the operator's key in the headers of a request, or raise `ApiError`."""
     sent, policy = _sent_keys(dict(scope["headers"])), scope["policy"]
     if not policy.operators:
-        how = f"start it with --operator-key KEY, or {OPERATOR_KEY_VARIABLE} in its environment, and without --ray"
+        how = f"start it with --operator-key KEY, or {OPERATOR_KEY_VARIABLE} in its environment"
         raise ApiError(404, f"this server's engine is not changed while it runs: {how}", code="unsupported_endpoint")
     name: str | None = policy.operators.client(*sent)
     if name is not None:
@@ -182,9 +182,10 @@ def check_operator(scope: Scope) -> str:
     raise ApiError(401, "the operator's key is missing or wrong", None, "invalid_api_key", CHALLENGE)
 
 
-def _sent_keys(headers: Headers) -> tuple[bytes, bytes]:
-    authorization, api_key = (headers.get(name, b"") for name in KEY_HEADERS)
-    return authorization, api_key
+def _sent_keys(headers: Headers) -> list[bytes]:
+    """Return the value of `Authorization`, and then those of extensions' headers for keys; empty ones are absent."""
+    names = ("authorization", *(name.lower() for name in key_headers()))
+    return [headers.get(name.encode(), b"") for name in names]
 
 
 def _missing_key() -> ApiError:

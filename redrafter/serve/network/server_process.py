@@ -71,7 +71,7 @@ class ServerProcess:
         self._http = uvicorn.Server(config)
         self._http.capture_signals = nullcontext  # type: ignore[assignment, method-assign]  # ours are set below
 
-    def run(
+    def serve_until_signal(
         self,
         load: Callable[[], "tuple[Server, ASGIApp]"],
         ready: Callable[["Server"], object],

@@ -50,7 +50,7 @@ class Model(_Answer):
     default_temperature: float | None = None
 
 
-class Models(_Answer):
+class ModelList(_Answer):
     """List of the served models."""
 
     object: Literal["list"]
@@ -94,7 +94,7 @@ class Speculation(_Answer):
     num_accepted_copied_tokens: int
 
 
-class Metrics(_Answer):
+class AnswerMetrics(_Answer):
     """Metrics of an answer."""
 
     speculative_decoding: Speculation
@@ -107,7 +107,7 @@ class _GeneratedAnswer(_Answer):
     created: int
     model: str
     usage: Usage
-    metrics: Metrics
+    metrics: AnswerMetrics
 
 
 class PromptLogprob(_Answer):
@@ -130,7 +130,7 @@ class CompletionLogprobs(_Answer):
     top_logprobs: list[dict[str, float] | None]
 
 
-class CompletionChoice(_Answer):
+class CompletionAnswerChoice(_Answer):
     """A choice of a completion."""
 
     index: int
@@ -145,7 +145,7 @@ class CompletionAnswer(_GeneratedAnswer):
     """Answer of `/v1/completions`."""
 
     object: Literal["text_completion"]
-    choices: list[CompletionChoice]
+    choices: list[CompletionAnswerChoice]
 
 
 class TokenLogprob(_Answer):
@@ -176,7 +176,7 @@ class CalledFunction(_Answer):
     arguments: str
 
 
-class Call(_Answer):
+class AnswerToolCall(_Answer):
     """A tool call."""
 
     id: str
@@ -191,10 +191,10 @@ class ChatMessage(_Answer):
     refusal: None
     content: str | None
     reasoning_content: str = ""
-    tool_calls: list[Call] = Field(default_factory=list)
+    tool_calls: list[AnswerToolCall] = Field(default_factory=list)
 
 
-class ChatChoice(_Answer):
+class ChatAnswerChoice(_Answer):
     """A message of a chat answer."""
 
     index: int
@@ -208,7 +208,7 @@ class ChatAnswer(_GeneratedAnswer):
     """Answer of `/v1/chat/completions`."""
 
     object: Literal["chat.completion"]
-    choices: list[ChatChoice]
+    choices: list[ChatAnswerChoice]
     prompt_logprobs: PromptLogprobs | None = None
 
 

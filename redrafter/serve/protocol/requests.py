@@ -38,7 +38,7 @@ MAX_SALT_CHARACTERS = 512
 MAX_MESSAGE_CHARACTERS, MAX_PARAM_CHARACTERS = 1000, 100  # in the body of an error
 
 
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]  # as long as Anthropic's; OpenAI's end at 64
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]  # OpenAI's end at 64; other protocols' are longer
 
 
 class Function(Strict):

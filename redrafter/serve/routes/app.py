@@ -18,14 +18,14 @@ from redrafter.sandbox.process import SandboxedProcess
 from redrafter.scheduler.waiting_queue import QueueFullError
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.client import Stopped
-from redrafter.serve.extension import extensions
+from redrafter.serve.extension import ALL_AT_ONCE, NOTHING_STORED, extensions, writing_paths
 from redrafter.serve.network.guards import AccessPolicy, JsonRoute, add_guards, error_answer
 from redrafter.serve.protocol.answers import (
     ChatAnswer,
     CompletionAnswer,
     Model,
     ModelHealth,
-    Models,
+    ModelList,
     answer_responses,
     error_responses,
 )
@@ -47,36 +47,40 @@ if TYPE_CHECKING:
     from redrafter.serve.server import Server
 
 _LOG = logging.getLogger(__name__)
-_TEXT = "this server writes text alone: use /v1/chat/completions, /v1/responses, /v1/messages or /v1/completions"
-_AT_ONCE = "send the requests at once, as many as you like; they share their steps"
-_STORED = "nothing is stored here: send all that belongs to a request with it"
+# Paths of OpenAI and vLLM that are not served, with the reason.
 _REFUSED = {
-    "/v1/embeddings": "embeddings are not served: " + _TEXT,
-    "/v1/messages/batches": "batches are not served: " + _AT_ONCE,
-    "/v1/complete": "Anthropic's older protocol is not served: send the messages to /v1/messages",
-    "/v1/audio": "audio is not served: " + _TEXT,
-    "/v1/images": "images are not served: " + _TEXT,
-    "/v1/videos": "videos are not served: " + _TEXT,
-    "/v1/realtime": "the realtime protocol is not served: ask /v1/chat/completions with stream=true",
-    "/v1/moderations": "moderations are not served: " + _TEXT,
-    "/v1/files": "files are not served: " + _STORED,
-    "/v1/uploads": "uploads are not served: " + _STORED,
-    "/v1/vector_stores": "vector stores are not served: " + _STORED,
-    "/v1/conversations": "conversations are not served: " + _STORED,
-    "/v1/assistants": "assistants are not served: use /v1/responses; " + _STORED,
-    "/v1/threads": "threads are not served: use /v1/responses; " + _STORED,
-    "/v1/batches": "batches are not served: " + _AT_ONCE,
+    "/v1/batches": "batches are not served: " + ALL_AT_ONCE,
+    "/v1/files": "files are not served: " + NOTHING_STORED,
     "/v1/fine_tuning": "training is not served: redrafter train trains a drafter, on the command line",
-    "/v1/rerank": "rerank is not served: " + _TEXT,
+    "/v1/realtime": "the realtime protocol is not served: ask /v1/chat/completions with stream=true",
     "/v1/score": "scores of pairs are not served; for log-probabilities, /v1/completions with prompt_logprobs",
-    "/pooling": "pooling is not served: " + _TEXT,
+    "/v1/uploads": "uploads are not served: " + NOTHING_STORED,
+    "/v1/vector_stores": "vector stores are not served: " + NOTHING_STORED,
 }
+_NO_TEXT = {  # paths of what is not text
+    "/pooling": "pooling is",
+    "/v1/audio": "audio is",
+    "/v1/embeddings": "embeddings are",
+    "/v1/images": "images are",
+    "/v1/moderations": "moderations are",
+    "/v1/rerank": "rerank is",
+    "/v1/videos": "videos are",
+}
+
+
+def refused_paths() -> dict[str, str]:
+    """Return the paths that are not served, those of extensions' protocols included, each with its reason."""
+    text = f"not served: this server writes text alone: use {', '.join(writing_paths())}"
+    refused = _REFUSED | {path: f"{what} {text}" for path, what in _NO_TEXT.items()}
+    for extension in extensions():
+        refused |= extension.refused_paths
+    return refused
 
 
 def server_app(server: "Server") -> FastAPI:
     """Return the ASGI application of a server, with its access policy, limits and traces."""
     options = server.options
-    policy = AccessPolicy.of(server.keys, options, server.operators)
+    policy = AccessPolicy.from_options(server.keys, options, server.operators)
     app = create_app(server, policy, options.max_body_size, options.allow_runtime_lora_updating)
     if server.traces is not None:
         app.add_middleware(server.traces.continue_traces)
@@ -131,7 +135,7 @@ def create_app(
             raise ApiError(503, "the server is stopping")
         return {"model": server.model, "running": server.engine.load.running}
 
-    @app.get("/v1/models", response_model=Models, responses=error_responses(401))
+    @app.get("/v1/models", response_model=ModelList, responses=error_responses(401))
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": server.model_entries}
 
@@ -150,7 +154,10 @@ def create_app(
     add_token_routes(app, server)
     add_adapter_routes(app, server, allow_lora_updating)
     add_extension_routes(app, server)
-    for path, reason in _REFUSED.items():  # with all subpaths; clients do not retry after a 404 in OpenAI's format
+    for (
+        path,
+        reason,
+    ) in refused_paths().items():  # with all subpaths; clients do not retry after a 404 in OpenAI's format
         for route in (path, f"{path}/{{rest:path}}"):
             app.add_api_route(route, _refusal(reason), methods=["GET", "POST", "DELETE"], include_in_schema=False)
     return app

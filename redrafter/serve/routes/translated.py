@@ -69,7 +69,7 @@ class PartWriter(ABC):
     def _end(self, cut: bool) -> Iterator[Event]:
         """Complete the open part, whose text is `_written`, and append it to `done`; `cut` marks it incomplete."""
 
-    def read(self, answer: dict[str, Any]) -> Iterator[Event]:
+    def translate(self, answer: dict[str, Any]) -> Iterator[Event]:
         """Process a chunk of a chat's stream, or a whole answer, and yield events."""
         self.told |= {name: answer[name] for name in ("usage", "metrics") if answer.get(name) is not None}
         for choice in answer["choices"]:
@@ -82,6 +82,11 @@ class PartWriter(ABC):
                 calls = [call | {"index": index} for index, call in enumerate(message.get("tool_calls") or ())]
                 delta = message | {"tool_calls": calls}
             yield from self._add(delta)
+
+    def translate_whole(self, answer: dict[str, Any]) -> None:
+        """Process a whole answer, whose parts are then `done`."""
+        for _ in (*self.translate(answer), *self.close()):
+            pass
 
     def _add(self, delta: dict[str, Any]) -> Iterator[Event]:
         for kind, piece in (("thought", delta.get("reasoning_content")), ("text", delta.get("content"))):

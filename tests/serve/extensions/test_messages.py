@@ -28,7 +28,7 @@ from redrafter.extensions.messages.routes import as_chat, message_events
 from redrafter.scheduler.waiting_queue import QueueFullError
 from redrafter.serve.answers.call_forms import HarmonyMessages
 from redrafter.serve.engine_process.client import SlowConsumerError, Stopped
-from redrafter.serve.prompts import Prompts
+from redrafter.serve.prompts import PromptEncoder
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
 from redrafter.serve.routes.app import server_app
 from redrafter.serve.server import Server
@@ -337,9 +337,9 @@ def test_what_agents_send_is_read(client, program, claude):
 # Prompts
 
 
-def prompts_of(template: str) -> Prompts:
+def prompts_of(template: str) -> PromptEncoder:
     tokenizer = tiny_tokenizer(template)
-    return Prompts(tokenizer, "mine", len(tokenizer), 4096)
+    return PromptEncoder(tokenizer, "mine", len(tokenizer), 4096)
 
 
 def template_of(text: str) -> Any:

@@ -1,6 +1,7 @@
 """Extensions are found by registration: those of this package, and those that entry points of other packages name."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,27 @@ async def test_the_routes_of_another_package_check_who_calls_and_refuse_unknown_
     assert (refused["param"], refused["code"]) == ("colour", "unsupported_parameter")
     assert (await post(app, "/v1/notes/forget", "sesame")).status_code == 200
     assert (await post(app, "/v1/notes", "client")).json() == [""]
+
+
+async def test_the_headers_and_refused_paths_of_a_protocol_come_from_its_extension(notes):
+    origin, headers = "https://chat.example", ("X-Notes-Key", "X-Notes-Version", "X-Api-Key", "Anthropic-Beta")
+    app = create_app(SimpleNamespace(images=""), AccessPolicy(ApiKeys(["client"]), origins=(origin,)))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        for header in (*headers, "X-Unknown"):
+            asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": header}
+            answer = await client.options("/v1/notes", headers={"Origin": origin} | asked)
+            assert (answer.status_code == 200) is (header in headers), header
+        for key, status in (("client", 200), ("wrong", 401)):
+            answer = await client.post("/v1/notes", headers={"X-Notes-Key": key}, json={})
+            assert answer.status_code == status
+        refused = await client.get("/v1/pictures", headers={"X-Notes-Key": "client"})
+        assert (refused.status_code, "send them to /v1/notes" in refused.text) == (404, True)
+
+
+def test_the_server_names_no_protocol_of_an_extension():
+    for file in sorted((Path(redrafter.__file__).parent / "serve").rglob("*.py")):
+        found = re.findall(r"anthropic|x-api-key|/v1/messages|/v1/responses", file.read_text(), re.IGNORECASE)
+        assert not found, (file, found)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def folders(tmp_path_factory):
 @pytest.fixture
 def served() -> Iterator[ServerHere]:
     pair, options = Pair.load(LOAD), ServeOptions()
-    engine = ServedEngine.of(pair, options, LOAD)
+    engine = ServedEngine.from_pair(pair, options, LOAD)
     thread = EngineThread(engine.scheduler, pair.tokenizer, engine.facts)
     server = load_server(thread, options, LOAD, ApiKeys(), ApiKeys(["sesame"], "operator"))
     server.engine.start()
