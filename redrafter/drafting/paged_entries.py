@@ -6,7 +6,7 @@ after a row's committed tokens, where verification writes later: node i of a sea
 entry, and reads each row's committed ones in blocks, as many as there are.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -100,7 +100,7 @@ class PagedEntries(NamedTuple):
         return attended.unflatten(0, (rows, beams))
 
 
-def reads_pages(cache: KVCache) -> bool:
+def reads_pages(cache: KVCache) -> TypeGuard[PagedCache]:
     """Return whether drafts attend through `PagedEntries`: on a GPU. On a CPU, entries are copied once for a search."""
     return isinstance(cache, PagedCache) and cache.table.is_cuda
 
