@@ -77,6 +77,14 @@ class AttentionProducts(FusedParts):
         """Do the same with keys `[..., H, d]`."""
         return self._rotate(key if self.k_norm is None else self.k_norm(key), position)
 
+    def finish_both(self, query: Tensor, key: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Finish queries and keys of the same positions, which are rotated together."""
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        rotated = self._rotate(torch.cat([query, key], dim=-2), position)
+        query, key = rotated.split([query.shape[-2], key.shape[-2]], dim=-2)
+        return query, key
+
     def find_frequencies(self, device: torch.device) -> None:
         """Look up the rope's frequencies, which a compiled step reads: it could not compute them."""
         if self._frequencies is None or self._frequencies[0].device != device:
@@ -122,10 +130,11 @@ def rotate(x: Tensor, position: Tensor, frequency: Tensor, scale: float) -> Tens
 
     `frequency` `[d / 2]` and `scale` are what `rope_frequencies` returns.
     """
-    angle = (position[..., None] * frequency)[..., None, :]  # [..., 1, d / 2]
-    cosine, sine = angle.cos() * scale, angle.sin() * scale
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).to(x.dtype)
+    angle = (position[..., None] * frequency)[..., None, None, :]  # [..., 1, 1, d / 2]
+    halves, sign = x.float().unflatten(-1, (2, -1)), torch.arange(-1, 2, 2, device=x.device)[:, None]
+    # Not a concatenation of two halves, which a compiler would compute in two kernels.
+    rotated = halves * (angle.cos() * scale) + halves.flip(-2) * (angle.sin() * scale * sign)
+    return rotated.flatten(-2).to(x.dtype)
 
 
 def rope_frequencies(config: LayerConfig, device: torch.device) -> tuple[Tensor, float]:

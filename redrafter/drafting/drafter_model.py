@@ -269,10 +269,10 @@ def partial_linear(layer: nn.Linear, x: Tensor, columns: slice, *, with_bias: bo
 
 
 @cache
-def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function compiled, once for all proposers.
+def compile_once(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Return a function compiled with options of torch's compiler, once for all proposers.
 
     Its callers mark which sizes vary: with `dynamic=True` numbers of a config would vary too. A size of 1 has code of
     its own in any case.
     """
-    return torch.compile(function)
+    return torch.compile(function, options=options or None)

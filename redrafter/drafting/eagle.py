@@ -238,7 +238,7 @@ class EagleDrafter(TrainableDrafter):
         e, h = layer.input_layernorm(embedding), layer.hidden_norm(hidden)
         joined = torch.cat([e, h], dim=-1)
         query, key, value = attention.heads_of(joined)
-        query, key = attention.finish_query(query, position), attention.finish_key(key, position)
+        query, key = attention.finish_both(query, key, position)
         read, path = past.attend(query, key, value, path)
         residual = h if self.config.norm_before_residual else hidden
         x = residual + partial_linear(attention.o_proj, read, slice(None), with_bias=True)
@@ -312,9 +312,8 @@ def _attend(query: Tensor, path: EagleEntries, past: PastEntries) -> Tensor:
     Returns:
         The attended values, `[B, w, h d]`.
     """
-    rows, beams, heads, size = query.shape
-    groups, steps = past.entries.keys.shape[2], path.keys.shape[2]
-    query = query.view(rows, beams, groups, heads // groups, size) * size**-0.5
+    beams, steps = path.keys.shape[1:3]
+    query = query.unflatten(2, (past.entries.keys.shape[2], -1)) * query.shape[-1] ** -0.5
     by_row = query.permute(0, 2, 1, 3, 4).flatten(2, 3)  # [B, H, w g, d]
     far = by_row @ past.entries.keys.permute(0, 2, 3, 1)  # [B, H, w g, S]
     near = query @ path.keys.permute(0, 1, 3, 4, 2)  # [B, w, H, g, k]
@@ -421,21 +420,21 @@ def _advance_compiled(head: EagleDrafter, table: nn.Module, *inputs: Any) -> tup
     for x, dim in (*((x, 0) for x in by_row), *by_beam, (path, 2)):
         if x is not None:
             torch._dynamo.maybe_mark_dynamic(x, dim)
-    made: tuple[Tensor, Tensor, Any] = compile_once(_advance)(head, table, *inputs)
+    made: tuple[Tensor, Tensor, Any] = compile_once(_advance, combo_kernels=True)(head, table, *inputs)
     return made
 
 
 def _fuse_compiled(head: EagleDrafter, hidden: Tensor) -> Tensor:
     """Fuse hidden states, compiled for any number of rows."""
     torch._dynamo.maybe_mark_dynamic(hidden, 0)
-    fused: Tensor = compile_once(EagleDrafter.fuse_hidden)(head, hidden)
+    fused: Tensor = compile_once(EagleDrafter.fuse_hidden, combo_kernels=True)(head, hidden)
     return fused
 
 
 def _carry_compiled(head: EagleDrafter, hidden: Tensor) -> Tensor:
     """Compute `_carry`, compiled for any number of tokens."""
     torch._dynamo.maybe_mark_dynamic(hidden, 0)
-    made: Tensor = compile_once(_carry)(head, hidden)
+    made: Tensor = compile_once(_carry, combo_kernels=True)(head, hidden)
     return made
 
 
@@ -446,5 +445,5 @@ def _finish_compiled(
     by_token = ids.contiguous(), positions.contiguous(), carried
     for x in by_token:
         torch._dynamo.maybe_mark_dynamic(x, 0)
-    made: tuple[Tensor, Tensor] = compile_once(_finish)(head, embedding, *by_token)
+    made: tuple[Tensor, Tensor] = compile_once(_finish, combo_kernels=True)(head, embedding, *by_token)
     return made
