@@ -45,14 +45,22 @@ class AttentionProducts(FusedParts):
         """Compute the products one by one."""
         self._fused = None, None
 
-    def heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the queries, keys and values of `[..., D]`, `[..., h, d]`, unfinished and `[..., H, d]` twice."""
+    def heads_of(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the heads of inputs `[..., D]` at positions that broadcast to `[...]`, queries and keys finished.
+
+        Queries are `[..., h, d]`, keys and values `[..., H, d]`. Where one product computes all, queries and keys are
+        neighbours, which a compiler rotates in one kernel.
+        """
         if self._fused[0] is None:
             query, key, value = (self.by_head(product(x)) for product in (self.q_proj, self.k_proj, self.v_proj))
-            return query, key, value
+            return self.finish_query(query, position), self.finish_key(key, position), value
+        queries, keys = self.config.num_attention_heads, self.config.num_key_value_heads
         heads = self.by_head(partial_linear(self._fused[0], x, slice(None), with_bias=True))
-        keys = self.config.num_key_value_heads
-        query, key, value = heads.split([self.config.num_attention_heads, keys, keys], dim=-2)
+        rotated, value = heads.split([queries + keys, keys], dim=-2)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = rotated.split([queries, keys], dim=-2)
+            rotated = torch.cat([self.q_norm(query), self.k_norm(key)], dim=-2)
+        query, key = self._rotate(rotated, position).split([queries, keys], dim=-2)
         return query, key, value
 
     def keys_and_values(self, x: Tensor, columns: slice, *, with_bias: bool) -> Tensor:
@@ -76,14 +84,6 @@ class AttentionProducts(FusedParts):
     def finish_key(self, key: Tensor, position: Tensor) -> Tensor:
         """Do the same with keys `[..., H, d]`."""
         return self._rotate(key if self.k_norm is None else self.k_norm(key), position)
-
-    def finish_both(self, query: Tensor, key: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Finish queries and keys of the same positions, which are rotated together."""
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        rotated = self._rotate(torch.cat([query, key], dim=-2), position)
-        query, key = rotated.split([query.shape[-2], key.shape[-2]], dim=-2)
-        return query, key
 
     def find_frequencies(self, device: torch.device) -> None:
         """Look up the rope's frequencies, which a compiled step reads: it could not compute them."""

@@ -237,8 +237,7 @@ class EagleDrafter(TrainableDrafter):
         layer, attention = self.midlayer, self.midlayer.self_attn
         e, h = layer.input_layernorm(embedding), layer.hidden_norm(hidden)
         joined = torch.cat([e, h], dim=-1)
-        query, key, value = attention.heads_of(joined)
-        query, key = attention.finish_both(query, key, position)
+        query, key, value = attention.heads_of(joined, position)
         read, path = past.attend(query, key, value, path)
         residual = h if self.config.norm_before_residual else hidden
         x = residual + partial_linear(attention.o_proj, read, slice(None), with_bias=True)

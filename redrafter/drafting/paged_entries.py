@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from redrafter.attention.tree_attention import tree_attention
 from redrafter.cache.kv_cache import KVCache
@@ -75,7 +76,7 @@ class PagedEntries(NamedTuple):
         starts = torch.arange(rows + 1, device=seen.device) * beams
         # Without a window the kernel reads its size alone, so it is not filled.
         depths = starts.new_empty(rows * nodes + 1) if depth is None else _with_spare(depth.flatten())
-        no_chunks = starts[:2]  # of prompts: their number follows from the shape, and nothing is read
+        no_chunks = self.length[:2]  # of prompts: their number, 0, follows from the shape, and nothing is read
         attended: Tensor = tree_attention(
             *flat,
             self.keys,
@@ -117,10 +118,12 @@ def with_themselves(path: Tensor | None, rows: int, beams: int, device: torch.de
     Returns:
         `[B, w, n + w]` bool.
     """
-    own = torch.eye(beams, dtype=torch.bool, device=device).expand(rows, -1, -1)
-    return own if path is None else torch.cat([path, own], dim=-1)
+    earlier = 0 if path is None else path.shape[2]
+    own = torch.arange(earlier + beams, device=device) == earlier + torch.arange(beams, device=device)[:, None]
+    # Padded and not concatenated, as a compiler then computes all of it in one kernel.
+    return own.expand(rows, -1, -1) if path is None else pad(path, (0, beams)) | own
 
 
 def _with_spare(x: Tensor) -> Tensor:
     """Return `[N]` with one more entry at its end, which `TokenRows` explains."""
-    return torch.cat([x, x.new_zeros(1)])
+    return pad(x, (0, 1))
