@@ -10,9 +10,11 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from redrafter.drafting.drafter_config import LayerConfig
+from redrafter.drafting.drafter_model import FusedParts, partial_linear
+from redrafter.model.linear_layers import fuse_layers
 
 
-class AttentionProducts(nn.Module):
+class AttentionProducts(FusedParts):
     """The products of a layer's attention, and its norms of queries and keys where the config asks for them.
 
     Args:
@@ -31,21 +33,70 @@ class AttentionProducts(nn.Module):
         self.o_proj = nn.Linear(queries, config.width, bias=bias)
         self.q_norm = nn.RMSNorm(size, eps) if normed else None
         self.k_norm = nn.RMSNorm(size, eps) if normed else None
+        self._fused: tuple[Any, Any] = None, None  # no submodules: their weights are those of the layers above
+        self._frequencies: tuple[Tensor, float] | None = None
+
+    def fuse(self) -> None:
+        """Make one product of queries, keys and values, and one of keys and values alone."""
+        whole = fuse_layers([self.q_proj, self.k_proj, self.v_proj])
+        self._fused = whole, None if whole is None else fuse_layers([self.k_proj, self.v_proj])
+
+    def unfuse(self) -> None:
+        """Compute the products one by one."""
+        self._fused = None, None
+
+    def heads_of(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the heads of inputs `[..., D]` at positions that broadcast to `[...]`, queries and keys finished.
+
+        Queries are `[..., h, d]`, keys and values `[..., H, d]`. Where one product computes all, queries and keys are
+        neighbours, which a compiler rotates in one kernel.
+        """
+        if self._fused[0] is None:
+            query, key, value = (self.by_head(product(x)) for product in (self.q_proj, self.k_proj, self.v_proj))
+            return self.finish_query(query, position), self.finish_key(key, position), value
+        queries, keys = self.config.num_attention_heads, self.config.num_key_value_heads
+        heads = self.by_head(partial_linear(self._fused[0], x, slice(None), with_bias=True))
+        rotated, value = heads.split([queries + keys, keys], dim=-2)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = rotated.split([queries, keys], dim=-2)
+            rotated = torch.cat([self.q_norm(query), self.k_norm(key)], dim=-2)
+        query, key = self._rotate(rotated, position).split([queries, keys], dim=-2)
+        return query, key, value
+
+    def keys_and_values(self, x: Tensor, columns: slice, *, with_bias: bool) -> Tensor:
+        """Return the terms that some input features `[..., C]`, in these columns, add to keys and values, `[..., 2Hd]`.
+
+        Those of keys come first.
+        """
+        if self._fused[1] is not None:
+            return partial_linear(self._fused[1], x, columns, with_bias=with_bias)
+        sides = (partial_linear(product, x, columns, with_bias=with_bias) for product in (self.k_proj, self.v_proj))
+        return torch.cat(list(sides), dim=-1)
 
     def by_head(self, x: Tensor) -> Tensor:
         """Return a product `[..., h d]` by heads, `[..., h, d]`."""
         return x.unflatten(-1, (-1, self.config.head_dim))
 
     def finish_query(self, query: Tensor, position: Tensor) -> Tensor:
-        """Normalise queries `[..., h, d]` if the layer does so, and rotate them by positions that broadcast."""
-        return rotate(query if self.q_norm is None else self.q_norm(query), position, self.config)
+        """Normalise queries `[..., h, d]` where the layer does so, and rotate them by positions that broadcast."""
+        return self._rotate(query if self.q_norm is None else self.q_norm(query), position)
 
     def finish_key(self, key: Tensor, position: Tensor) -> Tensor:
         """Do the same with keys `[..., H, d]`."""
-        return rotate(key if self.k_norm is None else self.k_norm(key), position, self.config)
+        return self._rotate(key if self.k_norm is None else self.k_norm(key), position)
+
+    def find_frequencies(self, device: torch.device) -> None:
+        """Look up the rope's frequencies, which a compiled step reads: it could not compute them."""
+        if self._frequencies is None or self._frequencies[0].device != device:
+            self._frequencies = rope_frequencies(self.config, device)
+
+    def _rotate(self, x: Tensor, position: Tensor) -> Tensor:
+        self.find_frequencies(x.device)
+        assert self._frequencies is not None
+        return rotate(x, position, *self._frequencies)
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(FusedParts):
     """The gated MLP of a layer."""
 
     def __init__(self, config: LayerConfig):
@@ -55,21 +106,41 @@ class GatedMLP(nn.Module):
         self.up_proj = nn.Linear(width, config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = nn.Linear(config.intermediate_size, width, bias=config.mlp_bias)
         self.activation = ACT2FN[config.hidden_act]
+        self._fused: tuple[Any] = (None,)  # no submodule: its weight is that of the layers above
+
+    def fuse(self) -> None:
+        """Make one product of the gate and the neurons."""
+        self._fused = (fuse_layers([self.gate_proj, self.up_proj]),)
+
+    def unfuse(self) -> None:
+        """Compute the products one by one."""
+        self._fused = (None,)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the MLP to `[..., D]`."""
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        if self._fused[0] is None:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        else:
+            gate, up = partial_linear(self._fused[0], x, slice(None), with_bias=True).chunk(2, dim=-1)
+        return partial_linear(self.down_proj, self.activation(gate) * up, slice(None), with_bias=True)
 
 
-def rotate(x: Tensor, position: Tensor, config: LayerConfig) -> Tensor:
-    """Rotate heads `[..., h, d]` by positions that broadcast to `[...]`, and return them in their dtype."""
-    # Hashable, for the cache of frequencies.
+def rotate(x: Tensor, position: Tensor, frequency: Tensor, scale: float) -> Tensor:
+    """Rotate heads `[..., h, d]` by positions that broadcast to `[...]`, and return them in their dtype.
+
+    `frequency` `[d / 2]` and `scale` are what `rope_frequencies` returns.
+    """
+    angle = (position[..., None] * frequency)[..., None, None, :]  # [..., 1, 1, d / 2]
+    halves, sign = x.float().unflatten(-1, (2, -1)), torch.arange(-1, 2, 2, device=x.device)[:, None]
+    # Not a concatenation of two halves, which a compiler would compute in two kernels.
+    rotated = halves * (angle.cos() * scale) + halves.flip(-2) * (angle.sin() * scale * sign)
+    return rotated.flatten(-2).to(x.dtype)
+
+
+def rope_frequencies(config: LayerConfig, device: torch.device) -> tuple[Tensor, float]:
+    """Return the frequencies of a config's rope, `[d / 2]` float32, and the multiplier of its sines and cosines."""
     rope = tuple(sorted((key, tuple(x) if isinstance(x, list) else x) for key, x in config.rope.items()))
-    frequency, scale = _rope(rope, config.head_dim, config.max_position_embeddings, x.device)
-    angle = (position[..., None] * frequency)[..., None, :]  # [..., 1, d / 2]
-    cosine, sine = angle.cos() * scale, angle.sin() * scale
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).to(x.dtype)
+    return _rope(rope, config.head_dim, config.max_position_embeddings, device)
 
 
 @lru_cache(maxsize=16)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn.functional import rms_norm, silu
 from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.context_attention import ContextAttention, ContextWindow, PackedContext
 from redrafter.drafting.drafter_config import DrafterConfig
-from redrafter.drafting.drafter_model import drafter_layer, layer_bytes, partial_linear
+from redrafter.drafting.drafter_model import compile_once, drafter_layer, layer_bytes, partial_linear
 from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.drafting.shortlist import Shortlist
@@ -462,16 +462,6 @@ def _remember(
 RecurrentDrafter.proposer_class = RecurrentProposer
 
 
-@cache
-def _compiled(function: Callable[..., object]) -> Callable[..., Any]:
-    """Return a function compiled, once for all proposers.
-
-    Its callers mark the dynamic sizes: with `dynamic=True` numbers of a config would be dynamic too. A size of 1 is
-    compiled separately in any case.
-    """
-    return torch.compile(function)
-
-
 def _advance_compiled(drafter: RecurrentDrafter, embedding: nn.Module, *inputs: Any) -> tuple[Tensor, Tensor]:
     """Make the step of `_advance`, for the same arguments, compiled for any number of rows and beams."""
     tokens, sources, carried, start, window = inputs
@@ -485,7 +475,7 @@ def _advance_compiled(drafter: RecurrentDrafter, embedding: nn.Module, *inputs: 
     for x, dim in (*((x, 0) for x in by_row), *by_beam, *pairs):
         if x is not None:
             torch._dynamo.maybe_mark_dynamic(x, dim)
-    made: tuple[Tensor, Tensor] = _compiled(_advance)(drafter, embedding, tokens, sources, carried, start, window)
+    made: tuple[Tensor, Tensor] = compile_once(_advance)(drafter, embedding, tokens, sources, carried, start, window)
     return made
 
 
@@ -496,5 +486,5 @@ def _remember_compiled(
     by_token = ids.contiguous(), positions.contiguous(), hidden
     for x in by_token:
         torch._dynamo.maybe_mark_dynamic(x, 0)
-    made: tuple[Tensor, Tensor] = _compiled(_remember)(drafter, embedding, *by_token)
+    made: tuple[Tensor, Tensor] = compile_once(_remember)(drafter, embedding, *by_token)
     return made

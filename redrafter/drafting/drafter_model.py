@@ -1,7 +1,8 @@
 """The base class of all drafters, which loads a checkpoint whole or not at all, and a product that they share."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +25,18 @@ from redrafter.kernels.linear_operators import float8_linear, has_thin_kernel, t
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.linear_layers import Float8Linear
 from redrafter.model.target import Target
+
+
+class FusedParts(nn.Module):
+    """Products that are computed as one where the engine has fused their weights."""
+
+    def fuse(self) -> None:
+        """Make one product of those that read the same tensor, of the current weights."""
+        raise NotImplementedError
+
+    def unfuse(self) -> None:
+        """Compute the products one by one, as a training needs them."""
+        raise NotImplementedError
 
 
 class DrafterModel(PricedDrafter, PreTrainedModel):
@@ -102,11 +115,18 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
     def prepare(self, target: Target) -> None:
         """Precompute tables of the current weights that make drafting for a target faster on its device."""
         self.int8_head = Int8Head.from_linear(getattr(self, "lm_head", None))
+        for part in self._fused_parts():
+            part.fuse()
+
+    def _fused_parts(self) -> Iterator[FusedParts]:
+        return (module for module in self.modules() if isinstance(module, FusedParts))
 
     def train(self, mode: bool = True) -> "DrafterModel":
         """Set training or evaluation mode; training drops what `prepare` computed."""
         if mode:
             self.int8_head = None
+            for part in self._fused_parts():
+                part.unfuse()
         return super().train(mode)
 
     def score(self, x: Tensor) -> Tensor:
@@ -212,13 +232,20 @@ def check_draft_ids(
 
 
 def drafter_layer(
-    drafter: DrafterModel, target: Target, heads: int, width: int, remember: Callable[..., tuple[Tensor, Tensor]]
+    drafter: DrafterModel,
+    target: Target,
+    heads: int,
+    width: int,
+    remember: Callable[..., tuple[Tensor, Tensor]],
+    carry: Callable[[Tensor], Tensor] | None = None,
+    extra_dim: int = 0,
 ) -> DrafterLayer:
-    """Return the layer of `heads` keys and values that `remember` computes of every token of a target."""
-    shape = LayerShape(
-        heads=heads, key_dim=width, value_dim=width, dtype=target.dtype, device=target.device, of_drafter=True
-    )
-    return DrafterLayer(drafter, shape, remember)
+    """Return the layer of `heads` keys and values that `remember` computes of every token of a target.
+
+    `carry` and `extra_dim` say what a token leaves for that of the next one, as in `DrafterLayer`.
+    """
+    shape = LayerShape(heads, width, width, target.dtype, target.device, of_drafter=True, extra_dim=extra_dim)
+    return DrafterLayer(drafter, shape, remember, carry)
 
 
 def layer_bytes(layer: nn.Linear, share: float = 1, *, with_bias: bool = True) -> int:
@@ -248,3 +275,13 @@ def partial_linear(layer: nn.Linear, x: Tensor, columns: slice, *, with_bias: bo
         return linear(x, weight, bias)
     product: Tensor = thin_linear(x, weight)
     return product if bias is None else product + bias
+
+
+@cache
+def compile_once(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Return a function compiled with options of torch's compiler, once for all proposers.
+
+    Its callers mark which sizes vary: with `dynamic=True` numbers of a config would vary too. A size of 1 has code of
+    its own in any case.
+    """
+    return torch.compile(function, options=options or None)

@@ -1,9 +1,8 @@
 """The proposer that drafts with an EAGLE-3 head."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.decoder_parts import AttentionProducts, GatedMLP, of_beams
 from redrafter.drafting.drafter_config import EagleConfig
-from redrafter.drafting.drafter_model import drafter_layer, layer_bytes, partial_linear
+from redrafter.drafting.drafter_model import compile_once, drafter_layer, layer_bytes, partial_linear
 from redrafter.drafting.drafter_types import register_drafter
+from redrafter.drafting.paged_entries import PagedEntries, reads_pages, with_themselves
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.drafting.text_drafters import GivenTexts, ReadAt, TrainableDrafter
 from redrafter.model.forward_batch import DrafterLayer
@@ -35,7 +35,7 @@ class EagleEntries(NamedTuple):
 
 
 class PastEntries(NamedTuple):
-    """The entries of the committed tokens of B rows, as attention reads them.
+    """The entries of the committed tokens of B rows, copied, as attention on a CPU and over given texts reads them.
 
     Attributes:
         entries: Keys and values of S entries, those past a row's end included, `[B, S, H, d]`.
@@ -49,16 +49,50 @@ class PastEntries(NamedTuple):
     length: Tensor
 
     @classmethod
-    def join(cls, parts: Sequence["PastEntries"]) -> "PastEntries":
-        """Return parts that follow each other, as one."""
-        keys, values = (torch.cat(sides, dim=1) for sides in zip(*(part.entries for part in parts), strict=True))
-        return cls(EagleEntries(keys, values), torch.cat([part.bias for part in parts], dim=-1), parts[0].length)
+    def of(cls, entries: EagleEntries, length: Tensor) -> "PastEntries":
+        """Return those of rows whose first S + 1 tokens, but for the first, have these entries, `[B, S, H, d]`."""
+        position = torch.arange(entries.keys.shape[1], device=length.device)
+        return cls(entries, _hide(position >= length[:, None] - 1)[:, None, None], length)
 
     def at(self, row: Tensor, length: Tensor) -> "PastEntries":
-        """Return the entries of rows `[A]` int64 after `length` committed tokens each, `[A]` int64, as A rows."""
-        position = torch.arange(self.bias.shape[-1], device=length.device)
-        bias = _hide(position >= length[:, None] - 1)[:, None, None]
-        return PastEntries(EagleEntries(*(part[row] for part in self.entries)), bias, length)
+        """Return those of rows `[A]` int64 after `length` committed tokens of each, `[A]` int64, as A rows."""
+        return PastEntries.of(EagleEntries(*(part[row] for part in self.entries)), length)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, path: EagleEntries | None
+    ) -> tuple[Tensor, EagleEntries]:
+        """Attend from beams to the committed entries of their row, and to those that were drafted on the beam.
+
+        Args:
+            query: `[B, w, h, d]`.
+            key: Finished keys of the beams, `[B, w, H, d]`.
+            value: Values of the beams, `[B, w, H, d]`.
+            path: The entries that were drafted before on each beam, `[B, w, k, H, d]`; None for none.
+
+        Returns:
+            The attended values, `[B, w, h d]`, and the entries of each beam with the new one at the end.
+        """
+        new = EagleEntries(key[:, :, None], value[:, :, None])
+        if path is not None:
+            new = EagleEntries(*(torch.cat(pair, dim=2) for pair in zip(path, new, strict=True)))
+        return _attend(query, new, self), new
+
+
+class PagedPast(NamedTuple):
+    """The entries of the committed tokens of B rows, in the blocks of their cache.
+
+    Attributes:
+        entries: The entries, with those of the drafts that the search has made so far.
+        length: Committed tokens of each row, `[B]` int64.
+    """
+
+    entries: PagedEntries
+    length: Tensor
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, path: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Attend as `PastEntries.attend` does; a path is which drafts each beam descends from, `[B, w, n]` bool."""
+        seen = with_themselves(path, query.shape[0], query.shape[1], query.device)
+        return self.entries.attend(query, key, value, seen).flatten(2), seen
 
 
 class _Layer(nn.Module):
@@ -96,9 +130,12 @@ class EagleDrafter(TrainableDrafter):
         self.post_init()
 
     def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer:
-        """Return the layer that the head stores of every token: the token's terms of two entries."""
-        heads, compute = 2 * self.config.num_key_value_heads, partial(_remember, self, target.embedding)
-        return drafter_layer(self, target, heads, self.config.head_dim, compute)
+        """Return the layer that the head stores: every token's entry, and its term of the entry of the next one."""
+        config, finish, carry = self.config, *((_finish_compiled, _carry_compiled) if compiled else (_finish, _carry))
+        heads, width = config.num_key_value_heads, config.head_dim
+        self.midlayer.self_attn.find_frequencies(target.device)
+        compute = partial(finish, self, target.embedding)
+        return drafter_layer(self, target, heads, width, compute, partial(carry, self), 2 * heads * width)
 
     def draft_bytes(self, depth: int) -> int:
         """Return the bytes of the weights that a draft of `depth` search steps reads."""
@@ -132,62 +169,57 @@ class EagleDrafter(TrainableDrafter):
         fused: Tensor = self.fc(outputs)
         return fused
 
-    def remember(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the terms of tokens in keys and values, `[..., 2H, d]` each.
+    def carry(self, hidden: Tensor) -> Tensor:
+        """Compute what tokens add to the key and the value of the entry of the next one, `[..., 2 H d]`.
 
-        The first H heads are the term of a token's hidden state in its own entry, the other H the term of its embedding
-        in the entry before.
+        A product of joined inputs is the sum of a product of each. So an entry, which reads the hidden state of the
+        token before, is finished when its own token is computed, though that state may be of an earlier forward.
+
+        Args:
+            hidden: Hidden states of the tokens as `fuse_hidden` returns them, `[..., D]`.
+        """
+        normed = self.midlayer.hidden_norm(hidden)
+        return self.midlayer.self_attn.keys_and_values(normed, slice(self.config.width, None), with_bias=True)
+
+    def finish(self, embedding: Tensor, carried: Tensor, position: Tensor) -> EagleEntries:
+        """Compute the entries of tokens, `[..., H, d]`.
 
         Args:
             embedding: The embeddings of the tokens, `[..., D]`.
-            hidden: Their hidden states as `fuse_hidden` returns them, `[..., D]`.
+            carried: What the token before each adds, as `carry` returns it, `[..., 2 H d]`.
+            position: Positions of the tokens before, which broadcast to `[...]`, int64.
         """
-        layer, attention, width = self.midlayer, self.midlayer.self_attn, self.config.width
-        e, h = layer.input_layernorm(embedding), layer.hidden_norm(hidden)
-        keys, values = (
-            torch.cat(
-                [
-                    partial_linear(product, h, slice(width, None), with_bias=True),
-                    partial_linear(product, e, slice(width), with_bias=False),
-                ],
-                dim=-1,
-            )
-            for product in (attention.k_proj, attention.v_proj)
-        )
-        return attention.by_head(keys), attention.by_head(values)
+        attention, normed = self.midlayer.self_attn, self.midlayer.input_layernorm(embedding)
+        terms = carried + attention.keys_and_values(normed, slice(self.config.width), with_bias=False)
+        key, value = attention.by_head(terms).chunk(2, dim=-2)
+        return EagleEntries(attention.finish_key(key, position), value)
 
-    def read_past(self, keys: Tensor, values: Tensor, length: Tensor, first: int = 0) -> PastEntries:
-        """Return the entries of committed tokens that have a committed token after them.
+    def read_past(self, embedding: Tensor, hidden: Tensor, length: Tensor) -> PastEntries:
+        """Return the entries of whole texts.
 
         Args:
-            keys: Terms of S + 1 successive tokens of each row to add to keys, `[B, S + 1, 2H, d]`.
-            values: Terms to add to values, `[B, S + 1, 2H, d]`.
-            length: Committed tokens of each row, `[B]` int64.
-            first: Position of the first of these tokens.
+            embedding: The embeddings of their tokens, `[B, T, D]`.
+            hidden: Their hidden states as `fuse_hidden` returns them, `[B, T, D]`.
+            length: Committed tokens of each, `[B]` int64.
         """
-        heads = self.config.num_key_value_heads
-        position = torch.arange(first, first + keys.shape[1] - 1, device=keys.device)  # [S]
-        # An entry's product reads [embedding of token i + 1; hidden state of token i], and a product of joined inputs
-        # is the sum of a product of each: so each token's two terms are stored once, and added here.
-        key, value = (x[:, :-1, :heads] + x[:, 1:, heads:] for x in (keys, values))
-        bias = _hide(position >= length[:, None] - 1)[:, None, None]
-        return PastEntries(EagleEntries(self.midlayer.self_attn.finish_key(key, position), value), bias, length)
+        position = torch.arange(embedding.shape[1] - 1, device=embedding.device)
+        return PastEntries.of(self.finish(embedding[:, 1:], self.carry(hidden)[:, :-1], position), length)
 
     def step(
-        self, embedding: Tensor, hidden: Tensor, position: Tensor, path: EagleEntries | None, past: PastEntries
-    ) -> tuple[Tensor, Tensor, EagleEntries]:
+        self, embedding: Tensor, hidden: Tensor, position: Tensor, path: Any, past: PastEntries | PagedPast
+    ) -> tuple[Tensor, Tensor, Any]:
         """Compute one entry of each of w beams, and the logits of the token after it.
 
         Args:
             embedding: The embedding of each beam's last token, `[B, w, D]`.
             hidden: The hidden state of the token before it, fused from the target's or drafted, `[B, w, D]`.
             position: Position of that token, `[B, w]` int64, or `[B, 1]` where it is the same for all beams.
-            path: The entries that were drafted before on each beam, `[B, w, k, H, d]`; None for none.
+            path: What was drafted before on each beam, as `past.attend` returned it; None for nothing.
             past: The entries of the committed tokens.
 
         Returns:
-            Logits `[B, w, V']` over the head's vocabulary, the drafted hidden states `[B, w, D]`, and the entries of
-            each beam with the new one at the end.
+            Logits `[B, w, V']` over the head's vocabulary, the drafted hidden states `[B, w, D]`, and the path of each
+            beam with the new entry.
         """
         x, hidden, path = self.advance(embedding, hidden, position, path, past)
         return self.score(x), hidden, path
@@ -195,28 +227,23 @@ class EagleDrafter(TrainableDrafter):
     forward = step
 
     def advance(
-        self, embedding: Tensor, hidden: Tensor, position: Tensor, path: EagleEntries | None, past: PastEntries
-    ) -> tuple[Tensor, Tensor, EagleEntries]:
+        self, embedding: Tensor, hidden: Tensor, position: Tensor, path: Any, past: PastEntries | PagedPast
+    ) -> tuple[Tensor, Tensor, Any]:
         """Make one step without its last product, for the same arguments as `step`.
 
         Returns:
-            The input of `lm_head` and the drafted hidden states, `[B, w, D]` each, and the entries of each beam.
+            The input of `lm_head` and the drafted hidden states, `[B, w, D]` each, and the path of each beam.
         """
         layer, attention = self.midlayer, self.midlayer.self_attn
         e, h = layer.input_layernorm(embedding), layer.hidden_norm(hidden)
         joined = torch.cat([e, h], dim=-1)
-        query, key, value = (
-            attention.by_head(product(joined)) for product in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        query, key = attention.finish_query(query, position), attention.finish_key(key, position)
-        new = EagleEntries(key[:, :, None], value[:, :, None])
-        if path is not None:
-            new = EagleEntries(*(torch.cat(pair, dim=2) for pair in zip(path, new, strict=True)))
+        query, key, value = attention.heads_of(joined, position)
+        read, path = past.attend(query, key, value, path)
         residual = h if self.config.norm_before_residual else hidden
-        x = residual + attention.o_proj(_attend(query, new, past))
+        x = residual + partial_linear(attention.o_proj, read, slice(None), with_bias=True)
         x = x + layer.mlp(layer.post_attention_layernorm(x))
         normed = self.norm(x)
-        return normed, normed if self.config.norm_output else x, new
+        return normed, normed if self.config.norm_output else x, path
 
     def unroll(self, texts: GivenTexts) -> Tensor:
         """Draft over given texts, as EAGLE-3's training-time test does; see `TrainableDrafter.unroll`.
@@ -233,7 +260,7 @@ class EagleDrafter(TrainableDrafter):
         if segment is not None:
             seen = seen & (segment[:, :, None] == segment[:, None, :-1])
         groups = self.config.num_attention_heads // self.config.num_key_value_heads
-        past = self.read_past(*self.remember(embedding, fused), torch.full_like(tokens[:, 0], length))
+        past = self.read_past(embedding, fused, torch.full_like(tokens[:, 0], length))
         past = past._replace(bias=_hide(~seen).repeat_interleave(groups, dim=1)[:, None])
         hidden, path, head_inputs = fused, None, []
         for k in range(texts.position.shape[1]):
@@ -260,8 +287,7 @@ class EagleDrafter(TrainableDrafter):
         """Return a function of the entries before positions of texts; see `ReplayableDrafter.read_texts`."""
         if self.embed_tokens is not None:
             embedding = self.embed_tokens(tokens)
-        stored = self.remember(embedding, self.fuse_hidden(hidden))
-        return self.read_past(*stored, torch.full_like(tokens[:, 0], tokens.shape[1])).at
+        return self.read_past(embedding, self.fuse_hidden(hidden), torch.full_like(tokens[:, 0], tokens.shape[1])).at
 
     def context_bytes(self, length: int, beams: int) -> int:
         """Return the bytes of a text's entries, which are copied, and of scores."""
@@ -286,9 +312,8 @@ def _attend(query: Tensor, path: EagleEntries, past: PastEntries) -> Tensor:
     Returns:
         The attended values, `[B, w, h d]`.
     """
-    rows, beams, heads, size = query.shape
-    groups, steps = past.entries.keys.shape[2], path.keys.shape[2]
-    query = query.view(rows, beams, groups, heads // groups, size) * size**-0.5
+    beams, steps = path.keys.shape[1:3]
+    query = query.unflatten(2, (past.entries.keys.shape[2], -1)) * query.shape[-1] ** -0.5
     by_row = query.permute(0, 2, 1, 3, 4).flatten(2, 3)  # [B, H, w g, d]
     far = by_row @ past.entries.keys.permute(0, 2, 3, 1)  # [B, H, w g, S]
     near = query @ path.keys.permute(0, 1, 3, 4, 2)  # [B, w, H, g, k]
@@ -301,40 +326,41 @@ def _attend(query: Tensor, path: EagleEntries, past: PastEntries) -> Tensor:
     return read.flatten(2)
 
 
-ENTRIES_AT_ONCE = 512  # entries of a row; bounds the memory for reading them, in addition to the result
-
-
 @dataclass(frozen=True)
 class EagleProposer(SearchProposer):
     """Drafts with an EAGLE-3 head; has the attributes of `SearchProposer`.
 
-    Keys and values of committed tokens are read from the target's cache; those of drafts live as long as the search.
+    Entries of committed tokens are in the target's cache, and are not computed again.
     """
 
     drafter: EagleDrafter
 
-    def read_context(self, state: State, cache: KVCache) -> PastEntries:
-        """Return the entries of the rows' committed tokens."""
-        parts, count, length = [], cache.window - 1, state.length
-        for first in range(0, count, ENTRIES_AT_ONCE):
-            position = torch.arange(first, min(first + ENTRIES_AT_ONCE, count) + 1, device=length.device)
-            stored = cache.read_drafter_layer(position.expand(len(length), -1))
-            parts.append(self.drafter.read_past(*stored, length, first))
-        return PastEntries.join(parts)
+    @cached_property
+    def scratch_slots(self) -> int:
+        """Slots after a row's committed tokens that a step writes to: verification, or before it the search."""
+        return max(self.nodes, 1 + (self.depth - 1) * self.beams)
 
-    def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: PastEntries) -> Expand:
+    def read_context(self, state: State, cache: KVCache) -> PastEntries | PagedPast:
+        """Return the entries of the rows' committed tokens."""
+        if reads_pages(cache):
+            return PagedPast(PagedEntries.of(cache, state.length), state.length)
+        # The first token, which has none before it, has no entry.
+        position = torch.arange(1, cache.window, device=state.length.device).expand(len(state.length), -1)
+        return PastEntries.of(EagleEntries(*cache.read_drafter_layer(position)), state.length)
+
+    def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: PastEntries | PagedPast) -> Expand:
         """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""
-        head = self.drafter
-        carried = head.fuse_hidden(state.hidden)[:, None]  # [B, w, D], the hidden state that each beam reads
-        path: EagleEntries | None = None  # the drafts of each beam
+        head, table = self.drafter, self.target.embedding
+        head.midlayer.self_attn.find_frequencies(state.hidden.device)
+        compiled = self.compiled and isinstance(context, PagedPast)
+        fuse, advance = (_fuse_compiled, _advance_compiled) if compiled else (EagleDrafter.fuse_hidden, _advance)
+        carried = fuse(head, state.hidden)[:, None]  # [B, w, D], the hidden state that each beam reads
+        path: Any = None  # the drafts of each beam
+        position = context.length - 1 + torch.arange(self.depth, device=context.length.device)[:, None]  # [K, B]
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
             nonlocal carried, path
-            if path is not None:
-                carried = of_beams(carried, sources)
-                path = EagleEntries(*(of_beams(part, sources) for part in path))
-            embedding, position = head.embed(tokens, self.target.embedding), (context.length - 1 + k)[:, None]
-            logits, carried, path = head.step(embedding, carried, position, path, context)
+            logits, carried, path = advance(head, table, tokens, sources, carried, position[k, :, None], path, context)
             return sampler.draft_scores(logits, noise, k, head.draft_ids)
 
         return expand
@@ -343,7 +369,81 @@ class EagleProposer(SearchProposer):
 EagleDrafter.proposer_class = EagleProposer
 
 
-def _remember(
-    head: EagleDrafter, embedding: nn.Module, ids: Tensor, positions: Tensor, hidden: Tensor
+def _advance(
+    head: EagleDrafter,
+    table: nn.Module,
+    tokens: Tensor,
+    sources: Tensor,
+    carried: Tensor,
+    position: Tensor,
+    path: Any,
+    past: PastEntries | PagedPast,
+) -> tuple[Tensor, Tensor, Any]:
+    """Make one step of the head for every beam, from the hidden state and the path of the beam that it continues.
+
+    Args:
+        head: The head.
+        table: The target's embedding table.
+        tokens: Last token of each beam, `[B, w]` int64.
+        sources: Beam of the previous step that each beam continues, `[B, w]` int64.
+        carried: Hidden states that the previous step drafted, `[B, w', D]`, or at the first step the target's.
+        position: Position of the token before the last one, `[B, 1]` int64.
+        path: What the previous step returned; None at the first step.
+        past: The entries of the committed tokens.
+
+    Returns:
+        As `EagleDrafter.step`.
+    """
+    if path is not None:
+        carried = of_beams(carried, sources)
+        path = (
+            of_beams(path, sources) if isinstance(path, Tensor) else EagleEntries(*(of_beams(x, sources) for x in path))
+        )
+    return head.step(head.embed(tokens, table), carried, position, path, past)
+
+
+def _carry(head: EagleDrafter, hidden: Tensor) -> Tensor:
+    return head.carry(head.fuse_hidden(hidden))
+
+
+def _finish(
+    head: EagleDrafter, embedding: nn.Module, ids: Tensor, positions: Tensor, carried: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return head.remember(head.embed(ids, embedding), head.fuse_hidden(hidden))
+    return head.finish(head.embed(ids, embedding), carried, (positions - 1).clamp(min=0))
+
+
+def _advance_compiled(head: EagleDrafter, table: nn.Module, *inputs: Any) -> tuple[Tensor, Tensor, Any]:
+    """Make the step of `_advance`, for the same arguments, compiled for any number of rows and beams."""
+    tokens, sources, carried, position, path, past = inputs
+    by_row = tokens, sources, carried, position, path, past.length, past.entries.length, past.entries.table
+    by_beam = ((x, 1) for x in (tokens, sources, carried, path))
+    for x, dim in (*((x, 0) for x in by_row), *by_beam, (path, 2)):
+        if x is not None:
+            torch._dynamo.maybe_mark_dynamic(x, dim)
+    made: tuple[Tensor, Tensor, Any] = compile_once(_advance, combo_kernels=True)(head, table, *inputs)
+    return made
+
+
+def _fuse_compiled(head: EagleDrafter, hidden: Tensor) -> Tensor:
+    """Fuse hidden states, compiled for any number of rows."""
+    torch._dynamo.maybe_mark_dynamic(hidden, 0)
+    fused: Tensor = compile_once(EagleDrafter.fuse_hidden, combo_kernels=True)(head, hidden)
+    return fused
+
+
+def _carry_compiled(head: EagleDrafter, hidden: Tensor) -> Tensor:
+    """Compute `_carry`, compiled for any number of tokens."""
+    torch._dynamo.maybe_mark_dynamic(hidden, 0)
+    made: Tensor = compile_once(_carry, combo_kernels=True)(head, hidden)
+    return made
+
+
+def _finish_compiled(
+    head: EagleDrafter, embedding: nn.Module, ids: Tensor, positions: Tensor, carried: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute `_finish`, compiled for any number of tokens."""
+    by_token = ids.contiguous(), positions.contiguous(), carried
+    for x in by_token:
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+    made: tuple[Tensor, Tensor] = compile_once(_finish, combo_kernels=True)(head, embedding, *by_token)
+    return made

@@ -77,6 +77,7 @@ class AttentionInputs:
         softcap: Bound of the scores; 0 for none.
         sinks: Score of each head's attention sink, `[Hq]`; None for none.
         chunk_size: Positions of a chunk; a token sees nothing outside of its chunk. 0 for no chunks.
+        first: First committed token that any token sees. Only `tree_attention` supports values other than 0.
     """
 
     query: Tensor
@@ -90,6 +91,7 @@ class AttentionInputs:
     softcap: float = 0.0
     sinks: Tensor | None = None
     chunk_size: int = 0
+    first: int = 0
 
     @classmethod
     def from_arguments(

@@ -189,13 +189,15 @@ class DrafterLayer:
         owner: The drafter.
         shape: Shape of the keys and values that it stores for a token.
         remember: Computes keys and values `[T, H, d]` of tokens, from their ids `[T]`, their positions `[T]` and the
-            hidden states that the drafter reads, `[T, F]`: the tokens' own, or, if the shape has room for these
-            (`extra_dim`), the hidden states of the token before each.
+            hidden states that the drafter reads, `[T, F]`: their own, or, where the shape has a third vector
+            (`extra_dim`), the vector of the token before each, `[T, X]`.
+        carry: Computes the third vectors, `[T, X]`, from hidden states; None to store the hidden states themselves.
     """
 
     owner: object
     shape: LayerShape
     remember: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    carry: Callable[[Tensor], Tensor] | None = None
 
     def write(
         self,
@@ -216,7 +218,8 @@ class DrafterLayer:
         stores, hidden = cache.stores(-1), hidden.nan_to_num(0, 0, 0)
         if self.shape.extra_dim:
             # The token before may be in this forward or an earlier one, or in a block that was reused from a prefix.
-            stores[2].index_copy_(0, slots, hidden[:, None])
+            carried = hidden if self.carry is None else self.carry(hidden).nan_to_num(0, 0, 0)
+            stores[2].index_copy_(0, slots, carried[:, None])
             hidden = stores[2].index_select(0, before())[:, 0]
         for store, states in zip(stores[:2], self.remember(ids, positions, hidden), strict=True):
             store.index_copy_(0, slots, states.nan_to_num(0, 0, 0))

@@ -216,6 +216,26 @@ class FusedLinears:
             patch.put(parent._modules, name, stand_in)
 
 
+def fuse_layers(layers: Sequence[Any]) -> Any:
+    """Return one layer whose output is that of linear layers, concatenated; None where they cannot be one product.
+
+    Their weights move into one tensor, of which each becomes a view, as those of `FusedLinears` do.
+    """
+    kinds = {(type(m), m.bias is None, m.weight.dtype, m.weight.device, m.in_features) for m in layers}
+    if len(kinds) > 1 or not all(map(is_plain, layers)):
+        return None
+    kind: Any = type(layers[0])
+    fused = kind.__new__(kind)
+    nn.Module.__init__(fused)
+    fused.in_features, fused.out_features = layers[0].in_features, sum(layer.out_features for layer in layers)
+    for name, x in (*layers[0].named_parameters(), *layers[0].named_buffers()):
+        whole = _fuse([getattr(layer, name) for layer in layers])
+        setattr(fused, name, nn.Parameter(whole, requires_grad=False) if isinstance(x, nn.Parameter) else whole)
+    if layers[0].bias is None:
+        fused.bias = None
+    return fused
+
+
 def _fuse(tensors: Sequence[Tensor]) -> Tensor:
     """Return one tensor that contains all of these, which become views of it."""
     first, rows = tensors[0], sum(map(len, tensors))

@@ -10,20 +10,24 @@ import torch
 from helpers.dflash import BLOCK, DFLASH_FORMS, FORM, checked_blocks, random_block_drafter
 from helpers.eagle import EAGLE_FORMS, checked_drafts, random_head
 from helpers.generation import ON_BOTH_CACHES, noted, same_as_model, same_undrafted
-from helpers.models import VOCAB, tiny_model, uneven_batch, with_tree
+from helpers.models import VOCAB, paged, tiny_model, uneven_batch, with_tree
 from helpers.mtp import random_mtp
+from helpers.scheduling import KINDS as SAMPLING
+from helpers.scheduling import make_sequence, run, scheduler
 from redrafter import (
     ArgumentError,
     CheckpointError,
     DFlashConfig,
     DFlashDrafter,
     EagleDrafter,
+    EngineOptions,
     MismatchError,
     RecurrentDrafter,
     ReDrafter,
 )
+from redrafter.cache.paged import PagedCache
 from redrafter.drafting.drafter_model import DrafterModel
-from redrafter.drafting.eagle import EagleProposer
+from redrafter.drafting.eagle import EagleProposer, PagedPast
 from redrafter.model.target import Target
 
 
@@ -62,11 +66,41 @@ def test_any_base_may_be_drafted_for(architecture, kind):
         same_as_model(engine_of(kind, architecture), *uneven_batch(), max_new_tokens=24)
 
 
-@ON_BOTH_CACHES
-def test_a_text_may_be_read_in_parts(on, monkeypatch):
-    monkeypatch.setattr("redrafter.drafting.eagle.ENTRIES_AT_ONCE", 7)
+@pytest.fixture
+def in_blocks(monkeypatch):
+    """Let heads attend to their entries in blocks, as on a GPU; return the paths of their searches."""
+    monkeypatch.setattr("redrafter.drafting.eagle.reads_pages", lambda cache: isinstance(cache, PagedCache))
+    return noted(monkeypatch, PagedPast, "attend", lambda result, *_: result[1].shape)
+
+
+@pytest.mark.parametrize("form", EAGLE_FORMS)
+def test_drafts_that_read_blocks_follow_from_the_whole_text(form, in_blocks):
     with checked_drafts():
-        same_as_model(on(engine_of("EAGLE", **EAGLE_FORMS["published"])), *uneven_batch(), max_new_tokens=20)
+        engine = paged(engine_of("EAGLE", **EAGLE_FORMS[form]))
+        same_as_model(engine, *uneven_batch(), max_new_tokens=24)
+    assert {shape[1:] for shape in in_blocks} == {(1, 1), (4, 5), (4, 9)}
+
+
+@pytest.mark.parametrize("how", [{"beams": 1, "depth": 4}, {"beams": 4, "depth": 3, "fp8": True}], ids=str)
+def test_drafts_that_read_blocks_are_those_of_copied_entries(how, monkeypatch):
+    """Compare trees of prompts that are read in chunks, and of one whose prefix is found; scores differ by rounding."""
+    how, trees = dict(how), []
+    options = EngineOptions(draft_from_text=False, kv_cache_dtype="fp8" if how.pop("fp8", False) else "auto")
+    for blocks in (False, True):
+        monkeypatch.setattr("redrafter.drafting.eagle.reads_pages", lambda _, blocks=blocks: blocks)
+        engine = engine_of("EAGLE", **how)
+        engine.options = options
+        served = scheduler(engine, blocks=40, max_num_tokens=16)
+        drafted = noted(monkeypatch, EagleProposer, "propose", lambda tree, *_: (tree.tokens, tree.score))
+        sequences = [make_sequence([*range(3, 3 + n), 5], 12, SAMPLING["greedy"]) for n in (35, 3, 20)]
+        run(served, sequences)
+        again = make_sequence([*range(3, 38), 7], 12, SAMPLING["greedy"])
+        run(served, [again])
+        assert again.reused
+        trees.append(list(drafted))
+    for (tokens, score), (expected_tokens, expected_score) in zip(*trees, strict=True):
+        assert torch.equal(tokens, expected_tokens)
+        torch.testing.assert_close(score, expected_score, atol=1e-4, rtol=1e-4)
 
 
 def test_the_map_of_ids_says_what_is_drafted(monkeypatch):

@@ -72,7 +72,7 @@ def head_loss(head: EagleDrafter, text: Tensor, hidden: Tensor, embedding: Tenso
     (rows, tokens), groups = text.shape, head.config.num_attention_heads // head.config.num_key_value_heads
     fused, row = head.fuse_hidden(hidden), torch.arange(rows)[:, None]
     length = torch.randint(8, tokens - DEPTH, (rows, ANCHORS))  # committed tokens of each anchor
-    past = head.read_past(*head.remember(embedding, fused), torch.full((rows,), tokens))
+    past = head.read_past(embedding, fused, torch.full((rows,), tokens))
     hides = torch.arange(tokens - 1) >= length.repeat_interleave(groups, dim=1)[:, None, :, None] - 1  # [B, 1, A g, S]
     past = past._replace(bias=torch.zeros(hides.shape).masked_fill(hides, -torch.inf))
     carried, path, loss = fused[row, length - 1], None, torch.zeros(())

@@ -146,7 +146,7 @@ def rotated(x: Tensor, config: EagleConfig) -> Tensor:
         max_position_embeddings=config.max_position_embeddings,
         rope_parameters=dict(config.rope),
     )
-    sines = LlamaRotaryEmbedding(llama)(x, torch.arange(len(x))[None])
+    sines = LlamaRotaryEmbedding(llama).to(x.device)(x, torch.arange(len(x), device=x.device)[None])
     return apply_rotary_pos_emb(x[None], x[None], *sines, unsqueeze_dim=2)[0][0]
 
 

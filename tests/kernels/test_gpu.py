@@ -9,8 +9,9 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from transformers import LogitsProcessor, LogitsProcessorList
 
-from helpers.eagle import EAGLE_FORMS, random_head
+from helpers.eagle import EAGLE_FORMS, checked_drafts, random_head
 from helpers.models import ARCHITECTURES, CHUNKED, tiny_drafter, tiny_model, uneven_batch, with_tree
 from helpers.recurrent import generated_alone, recurrent_model
 from helpers.seeing_models import prompts_with_images, tiny_seeing_model
@@ -143,6 +144,41 @@ def test_texts_behind_images_are_those_of_model_generate(family):
 @pytest.mark.parametrize("form", EAGLE_FORMS)
 def test_captured_steps_with_an_eagle_head_write_what_model_generate_writes(form):
     check(on_gpu("llama", random_head(**EAGLE_FORMS[form]), compile=False))
+
+
+def with_head(form: str, *, compile: bool) -> ReDrafter:
+    options = EngineOptions(kv_cache_free_gpu_memory_fraction=0.1, compile=compile, draft_from_text=False)
+    target, head = Target(tiny_model("llama").cuda()), random_head(**EAGLE_FORMS[form]).cuda()
+    return ReDrafter(target, head, TreeShape(5, 5, 999), options=options)
+
+
+class Unchanged(LogitsProcessor):
+    """A processor of the caller's own, with which steps are not captured."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+@pytest.mark.parametrize("form", ["published", "speculators", "yarn"])
+def test_drafts_that_read_blocks_follow_from_the_whole_text(form):
+    engine = with_head(form, compile=False)
+    with checked_drafts():
+        processors = LogitsProcessorList([Unchanged()])
+        engine.generate(*batch(), max_new_tokens=24, do_sample=False, logits_processor=processors)
+
+
+@pytest.mark.parametrize("form", ["published", "speculators"])
+def test_a_compiled_head_drafts_what_it_drafts_uncompiled(form):
+    stats = []
+    for compile in (False, True):
+        engine = with_head(form, compile=compile)
+        check(engine)
+        for rows in (1, 4):
+            ids, mask = (x[:rows] for x in batch())
+            out = engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True)
+            stats.append((out.stats.steps, out.stats.drafted, out.stats.accepted_by_depth))
+        neither_waits_nor_allocates(step_of_rows(engine, 4))
+    assert stats[:2] == stats[2:]
 
 
 @pytest.mark.parametrize("form", [{}, {"draft_vocab_size": 60, "recurrence": "gated", "head_rank": 16}], ids=str)

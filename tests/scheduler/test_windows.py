@@ -11,6 +11,7 @@ from helpers.generation import noted
 from helpers.models import paged, tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import make_sequence, random_sequences, run, run_as_alone, same_alone, scheduler
 from redrafter import DraftTarget, Engine, PromptLookup
+from redrafter.drafting.eagle import EagleProposer
 from redrafter.engine import idle_batches
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.sampling.params import SamplingParams
@@ -78,7 +79,7 @@ def test_a_text_goes_on_from_window_to_window(name, taken):
 def test_a_head_reads_the_positions_of_the_window_alone(monkeypatch):
     engine = make("EAGLE")
     served = scheduler(engine, blocks=600)
-    read = noted(monkeypatch, type(engine.drafter), "read_past", lambda past, head, keys, *rest: keys.shape[1])
+    read = noted(monkeypatch, EagleProposer, "read_context", lambda past, *_: 1 + past.bias.shape[-1])
     served.batch.reserve(CONTEXT)
     run(served, [make_sequence(TEXT, 12, GREEDY)])
     assert set(read) == {256}
