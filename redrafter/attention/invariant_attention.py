@@ -32,6 +32,7 @@ def invariant_attention_reference(inputs: AttentionInputs) -> Tensor:
     splits. Sinks come last. Positions that a token does not see weigh exactly 0, so tiles and splits without any that
     it sees change nothing. All sums are in float32.
     """
+    assert not inputs.first, "a model's layers attend from the first token on"
     assert not inputs.chunk_size, "models that attend within chunks are refused by `batch_invariance.support_of`"
     places = _Places.of(inputs.rows)
     count = len(places.end)

@@ -92,7 +92,7 @@ def tree_attention_reference(inputs: AttentionInputs) -> Tensor:
         scores = torch.einsum("nhd,shd->hns", query[tokens].float(), k.float()) * inputs.scale
         if inputs.softcap:
             scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
-        visible = torch.cat([seen.new_ones(count, n), seen], dim=1)  # [M, n + N]
+        visible = torch.cat([(before[:n] >= inputs.first).expand(count, n), seen], dim=1)  # [M, n + N]
         position, at = torch.cat([before[:n], n + depth]), n + depth[len(depth) - count :, None]
         if inputs.window:
             visible = visible & (at - position < inputs.window)

@@ -89,7 +89,7 @@ def _attend_committed(
     q, block, start, high, n, depth, unit, top, total, acc, KEYS, VALUES, cache_k, cache_v, scale,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, LARGEST: tl.constexpr,
-    WIDEN: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
+    WIDEN: tl.constexpr, WIDE: tl.constexpr, FIRST: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Attend to one tile of committed tokens of one head; where all are seen, only the last tile is masked."""
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
@@ -102,7 +102,7 @@ def _attend_committed(
         inside = s < high
         k = tl.load(k_at, inside & (dk[:, None] < DK), 0.0)
         v = tl.load(v_at, inside[:, None] & (dv < DV), 0.0)
-        visible = inside[None, :]
+        visible = (inside & (s >= FIRST))[None, :]
         if WINDOW > 0 or CHUNK > 0:
             visible = visible & _is_near(n + depth[:, None], s[None, :], WINDOW, CHUNK)
         x = _scores(q, from_cache(k, q, LARGEST, WIDEN), scale, SOFTCAP)
@@ -123,14 +123,15 @@ def _attend_kernel(
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
     HAS_SINKS: tl.constexpr, CACHED: tl.constexpr, CHAIN: tl.constexpr, LARGEST: tl.constexpr, WIDEN: tl.constexpr,
-    WIDE: tl.constexpr, FOLLOW: tl.constexpr,
+    WIDE: tl.constexpr, FOLLOW: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile of queries to one split of the committed tokens, or to the tree.
 
     Without splits (`SPLIT` is false), the one program of a tile does both and writes the output. The new nodes of a row
     are tokens `START[row]` to `START[row + 1] - 1`. If they are a chain (`CHAIN`), each has all before it as ancestors,
-    and neither `DEPTH` nor `ANCESTORS` is read; else these have entries for `nodes` new nodes of each row. A split has
-    `least` committed tokens, or what is left of the row. `WIDE` says that a layer's cache has too many numbers to count
+    and neither `DEPTH` nor `ANCESTORS` is read; else these have entries for `nodes` new nodes of each row, and `DEPTH`
+    is read only where attention is bounded by positions. A split has `least` committed tokens, or what is left of the
+    row. No token sees committed ones before `FIRST`. `WIDE` says that a layer's cache has too many numbers to count
     them in 32 bits.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -164,7 +165,7 @@ def _attend_kernel(
     low = first + split * share
     high = tl.minimum(low + share, n)
     whole = low + tl.maximum(high - low, 0) // BLOCK_S * BLOCK_S
-    if WINDOW > 0 or CHUNK > 0:
+    if WINDOW > 0 or CHUNK > 0 or FIRST > 0:
         whole = low
     if (split < splits - 1) & (low >= n):
         # A total of 0 makes the merge skip this split, whose part is never written.
@@ -174,7 +175,7 @@ def _attend_kernel(
 
     q = tl.load(Q + token[:, None] * q_token + q_of[:, None] * q_head + dk, live[:, None] & (dk < DK), 0.0)
     depth = node
-    if not CHAIN:
+    if not CHAIN and (WINDOW > 0 or CHUNK > 0):
         depth = tl.load(DEPTH + row * all_nodes + cached + node, live, 0).to(tl.int32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -189,14 +190,14 @@ def _attend_kernel(
         next_block = blocks_of_tile(TABLE, start + BLOCK_S, high, BLOCK_S, PAGE)
         top, total, acc = _attend_committed(
             q, block, start, high, n, depth, unit, top, total, acc, keys, values, cache_k, cache_v, scale,
-            DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_S, PAGE, WINDOW, CHUNK, SOFTCAP, LARGEST, WIDEN, WIDE, False,
+            DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_S, PAGE, WINDOW, CHUNK, SOFTCAP, LARGEST, WIDEN, WIDE, FIRST, False,
         )  # fmt: skip
         block = next_block
     for start in range(whole, high, BLOCK_S):
         next_block = blocks_of_tile(TABLE, start + BLOCK_S, high, BLOCK_S, PAGE)
         top, total, acc = _attend_committed(
             q, block, start, high, n, depth, unit, top, total, acc, keys, values, cache_k, cache_v, scale,
-            DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_S, PAGE, WINDOW, CHUNK, SOFTCAP, LARGEST, WIDEN, WIDE, True,
+            DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_S, PAGE, WINDOW, CHUNK, SOFTCAP, LARGEST, WIDEN, WIDE, FIRST, True,
         )  # fmt: skip
         block = next_block
 
@@ -384,8 +385,8 @@ def tree_attention(inputs: AttentionInputs) -> Tensor:
             inputs.scale, nodes, cached, blocks, splits, tiles, tiling.least,
             BLOCK_M=tiling.queries, BLOCK_S=tiling.keys, CHUNK=inputs.chunk_size, SPLIT=splits > 1,
             HAS_SINKS=inputs.sinks is not None, CACHED=cached > 0, CHAIN=chain,
-            WIDE=max(keys.numel(), values.numel()) >= 1 << 31, num_warps=tiling.warps, num_stages=tiling.stages,
-            **sizes,
+            WIDE=max(len(x) * x.stride(0) for x in (keys, values)) >= 1 << 31, FIRST=inputs.first,
+            num_warps=tiling.warps, num_stages=tiling.stages, **sizes,
         )  # fmt: skip
         if splits > 1:
             block_splits, width = triton.next_power_of_2(splits), sizes["BLOCK_DV"]

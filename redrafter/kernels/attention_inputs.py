@@ -77,6 +77,7 @@ class AttentionInputs:
         softcap: Bound of the scores; 0 for none.
         sinks: A score that each head may spend on nothing, `[Hq]`; None for none.
         chunk_size: Positions of a chunk, of which a token sees its own alone; 0 for one chunk.
+        first: The first committed token that any token sees. Only `tree_attention` takes one that is not 0.
     """
 
     query: Tensor
@@ -90,6 +91,7 @@ class AttentionInputs:
     softcap: float = 0.0
     sinks: Tensor | None = None
     chunk_size: int = 0
+    first: int = 0
 
     @classmethod
     def of(

@@ -1,0 +1,126 @@
+"""Attention of drafts to a drafter's entries in a paged cache, by the kernel that verification uses.
+
+An entry is a key and a value that a drafter has of a token. Those of committed tokens are finished when the target
+computes the tokens, and stored with the target's own keys and values (`DrafterLayer`). Those of drafts go to the slots
+after a row's committed tokens, where verification writes later: node i of a search to slot n + i. So a search copies no
+entry, and reads each row's committed ones in blocks, as many as there are.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from redrafter.attention.tree_attention import tree_attention
+from redrafter.cache.kv_cache import KVCache
+from redrafter.cache.paged import PagedCache
+
+
+class PagedEntries(NamedTuple):
+    """The entries of the committed tokens of B rows, and of their drafts.
+
+    Attributes:
+        keys: A layer's part of the pool of keys, `[1, slots, H, d]`.
+        values: The same of values, `[1, slots, H, dv]`.
+        length: Committed tokens of each row, and a spare entry, as `TokenRows` has them, `[B + 1]` int64.
+        table: Blocks of each row in order of position, and a spare entry, `[B*M + 1]` int32.
+        first: The first committed token that has an entry: 1 where an entry reads the token before.
+    """
+
+    keys: Tensor
+    values: Tensor
+    length: Tensor
+    table: Tensor
+    first: int
+
+    @classmethod
+    def of(cls, cache: PagedCache, length: Tensor, heads: slice = slice(None), first: int = 1) -> "PagedEntries":
+        """Return the entries of rows with `length` `[B]` int64 committed tokens, of some of the layer's heads."""
+        keys, values = (store[None, :, heads] for store in cache.stores(-1)[:2])
+        return cls(keys, values, _with_spare(length), _with_spare(cache.table.flatten()), first)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        seen: Tensor,
+        *,
+        scale: float | None = None,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        depth: Tensor | None = None,
+    ) -> Tensor:
+        """Store the entries of w new nodes of each row after n earlier ones, and attend from them.
+
+        A node attends to all committed tokens, and to the nodes that it sees.
+
+        Args:
+            query: `[B, w, h, d]`.
+            key: `[B, w, H, d]`.
+            value: `[B, w, H, dv]`.
+            seen: Which of the nodes each new one attends to, `[B, w, n + w]` bool.
+            scale: Multiplier of the products of queries and keys; None for the root of 1/d.
+            window: Positions that a node sees, back from its own; 0 for all.
+            softcap: Bound of the scores; 0 for none.
+            sinks: A score that each head may spend on nothing, `[h]`; None for none.
+            depth: Depth of each node below the root, `[B, n + w]` int64, which a window needs; None without one.
+
+        Returns:
+            The attended values, `[B, w, h, dv]`.
+        """
+        assert depth is not None or not window, "a window is counted by depth"
+        (rows, beams, nodes), flat = seen.shape, (x.flatten(0, 1) for x in (query, key, value))
+        starts = torch.arange(rows + 1, device=seen.device) * beams
+        # Without a window the kernel reads its size alone, so it is not filled.
+        depths = starts.new_empty(rows * nodes + 1) if depth is None else _with_spare(depth.flatten())
+        no_chunks = starts[:2]  # of prompts: their number follows from the shape, and nothing is read
+        attended: Tensor = tree_attention(
+            *flat,
+            self.keys,
+            0,
+            self.values,
+            0,
+            self.length,
+            starts,
+            depths,
+            _with_spare(seen.flatten()),
+            self.table,
+            no_chunks,
+            no_chunks,
+            self.table,
+            query.shape[-1] ** -0.5 if scale is None else scale,
+            window,
+            softcap,
+            sinks,
+            0,
+            self.first,
+        )
+        return attended.unflatten(0, (rows, beams))
+
+
+def reads_pages(cache: KVCache) -> bool:
+    """Return whether drafts attend through `PagedEntries`: on a GPU. On a CPU, entries are copied once for a search."""
+    return isinstance(cache, PagedCache) and cache.table.is_cuda
+
+
+def with_themselves(path: Tensor | None, rows: int, beams: int, device: torch.device) -> Tensor:
+    """Return which nodes the beams of a search attend to: those on their paths, and themselves.
+
+    Args:
+        path: Which of n earlier nodes each beam descends from, `[B, w, n]` bool; None for the first nodes.
+        rows: B.
+        beams: w.
+        device: Where the result goes.
+
+    Returns:
+        `[B, w, n + w]` bool.
+    """
+    own = torch.eye(beams, dtype=torch.bool, device=device).expand(rows, -1, -1)
+    return own if path is None else torch.cat([path, own], dim=-1)
+
+
+def _with_spare(x: Tensor) -> Tensor:
+    """Return `[N]` with one more entry at its end, which `TokenRows` explains."""
+    return torch.cat([x, x.new_zeros(1)])
