@@ -1,7 +1,7 @@
 """Parts of decoder layers that drafters of several kinds compute drafts with."""
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +36,14 @@ class AttentionProducts(nn.Module):
         """Return a product `[..., h d]` by heads, `[..., h, d]`."""
         return x.unflatten(-1, (-1, self.config.head_dim))
 
-    def finish_query(self, query: Tensor, position: Tensor) -> Tensor:
-        """Normalise queries `[..., h, d]` where the layer does so, and rotate them by positions that broadcast."""
+    def finish_query(self, query: Tensor, position: "Tensor | Sines") -> Tensor:
+        """Normalise queries `[..., h, d]` where the layer does so, and rotate them by positions that broadcast.
+
+        Layers at the same positions may share their sines, which a compiled caller makes of `rope_of`.
+        """
         return rotate(query if self.q_norm is None else self.q_norm(query), position, self.config)
 
-    def finish_key(self, key: Tensor, position: Tensor) -> Tensor:
+    def finish_key(self, key: Tensor, position: "Tensor | Sines") -> Tensor:
         """Do the same with keys `[..., H, d]`."""
         return rotate(key if self.k_norm is None else self.k_norm(key), position, self.config)
 
@@ -61,14 +64,32 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
-def rotate(x: Tensor, position: Tensor, config: LayerConfig) -> Tensor:
+class Sines(NamedTuple):
+    """Cosines and sines that heads at some positions are rotated by, `[..., 1, d / 2]` float32 each."""
+
+    cosine: Tensor
+    sine: Tensor
+
+    @classmethod
+    def at(cls, position: Tensor, frequency: Tensor, scale: float) -> "Sines":
+        """Return those of positions `[...]`, of a rope as `rope_of` returns it."""
+        angle = (position[..., None] * frequency)[..., None, :]
+        return cls(angle.cos() * scale, angle.sin() * scale)
+
+
+def rotate(x: Tensor, position: Tensor | Sines, config: LayerConfig) -> Tensor:
     """Rotate heads `[..., h, d]` by positions that broadcast to `[...]`, and return them in their dtype."""
-    rope = tuple(sorted((key, tuple(x) if isinstance(x, list) else x) for key, x in config.rope.items()))
-    frequency, scale = _rope(rope, config.head_dim, config.max_position_embeddings, x.device)
-    angle = (position[..., None] * frequency)[..., None, :]  # [..., 1, d / 2]
-    cosine, sine = angle.cos() * scale, angle.sin() * scale
+    if not isinstance(position, Sines):
+        position = Sines.at(position, *rope_of(config, x.device))
+    cosine, sine = position
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).to(x.dtype)
+
+
+def rope_of(config: LayerConfig, device: torch.device) -> tuple[Tensor, float]:
+    """Return the frequencies of a layer's rope, `[d / 2]` float32, and the multiplier of its sines and cosines."""
+    rope = tuple(sorted((key, tuple(x) if isinstance(x, list) else x) for key, x in config.rope.items()))
+    return _rope(rope, config.head_dim, config.max_position_embeddings, device)
 
 
 @lru_cache(maxsize=16)

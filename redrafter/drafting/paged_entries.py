@@ -14,6 +14,7 @@ from torch import Tensor
 from redrafter.attention.tree_attention import tree_attention
 from redrafter.cache.kv_cache import KVCache
 from redrafter.cache.paged import PagedCache
+from redrafter.kernels.attention_inputs import TokenRows
 
 
 class PagedEntries(NamedTuple):
@@ -71,25 +72,42 @@ class PagedEntries(NamedTuple):
             The attended values, `[B, w, h, dv]`.
         """
         assert depth is not None or not window, "a window is counted by depth"
-        (rows, beams, nodes), flat = seen.shape, (x.flatten(0, 1) for x in (query, key, value))
+        rows = self.rows(seen, depth)
+        return self.attend_rows(query, key, value, rows, scale=scale, window=window, softcap=softcap, sinks=sinks)
+
+    def rows(self, seen: Tensor, depth: Tensor | None = None) -> TokenRows:
+        """Return new nodes of each row as attention takes them; the arguments are those of `attend`."""
+        rows, beams, nodes = seen.shape
         starts = torch.arange(rows + 1, device=seen.device) * beams
         # Without a window the kernel reads its size alone, so it is not filled.
         depths = starts.new_empty(rows * nodes + 1) if depth is None else _with_spare(depth.flatten())
         no_chunks = starts[:2]  # of prompts: their number follows from the shape, and nothing is read
+        ancestors = _with_spare(seen.flatten())
+        return TokenRows(self.length, starts, depths, ancestors, self.table, no_chunks, no_chunks, self.table)
+
+    def attend_rows(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rows: TokenRows,
+        *,
+        scale: float | None = None,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Do what `attend` does, for nodes that `rows` describes, which several layers or levels may share.
+
+        The first two dimensions of queries, keys and values may be any that have as many nodes.
+        """
         attended: Tensor = tree_attention(
-            *flat,
+            *(x.flatten(0, 1) for x in (query, key, value)),
             self.keys,
             0,
             self.values,
             0,
-            self.length,
-            starts,
-            depths,
-            _with_spare(seen.flatten()),
-            self.table,
-            no_chunks,
-            no_chunks,
-            self.table,
+            *rows,
             query.shape[-1] ** -0.5 if scale is None else scale,
             window,
             softcap,
@@ -97,7 +115,7 @@ class PagedEntries(NamedTuple):
             0,
             self.first,
         )
-        return attended.unflatten(0, (rows, beams))
+        return attended.unflatten(0, query.shape[:2])
 
 
 def reads_pages(cache: KVCache) -> bool:
