@@ -25,7 +25,7 @@ from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel, layer_bytes
 from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.mtp_attention import RUNNING_PAST, DraftedEntries, Made, PagedPast, Past, Recording
-from redrafter.drafting.paged_entries import PagedEntries, reads_pages
+from redrafter.drafting.paged_entries import PagedEntries, reads_pages, with_themselves
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.errors import UnsupportedError, first_line
 from redrafter.model.forward_batch import DrafterLayer
@@ -37,7 +37,7 @@ from redrafter.tree.token_tree import Tree
 PAST = 1024  # entries of the text that a draft attends to, the nearest ones; bounds what a step reads of the cache
 
 
-Advance: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Advance: TypeAlias = Callable[[int, Tensor, Tensor, Tensor | None], Tensor]
 """Makes the entries of a level, `advance(k, tokens [B, w], carried [B, w, D], seen [B, w, n + w]) -> [B, w, D]`."""
 
 
@@ -267,15 +267,14 @@ class MTPProposer(SearchProposer):
         """Draft a tree by beam search; see `Proposer.propose`."""
         head, rows, carried = self.target.head, len(state.length), state.hidden[:, None]  # [B, w, D], of each beam
         advance = self._advance_in_pages(cache, state.length) if reads_pages(cache) else self._advance(cache, state)
-        seen = torch.zeros(rows, 1, 0, dtype=torch.bool, device=carried.device)  # [B, w, n], entries of each beam
+        seen: Tensor | None = None  # [B, w, n + w], entries of each beam; None in a chain, which sees all
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
             nonlocal carried, seen
-            width = tokens.shape[1]
-            if k:
-                carried, seen = of_beams(carried, sources), of_beams(seen, sources)
-            own = torch.eye(width, dtype=torch.bool, device=seen.device).expand(rows, -1, -1)
-            seen = torch.cat([seen, own], dim=-1)
+            if self.beams > 1:
+                if seen is not None:
+                    carried, seen = of_beams(carried, sources), of_beams(seen, sources)
+                seen = with_themselves(seen, rows, tokens.shape[1], carried.device)
             carried = advance(k, tokens, carried, seen)
             # Not through the head's own forward, which may have hooks while another thread uses the target.
             logits = linear(carried, head.weight, head.bias)
@@ -288,7 +287,9 @@ class MTPProposer(SearchProposer):
         layer, entries = self.drafter, DraftedEntries()
         position, past = self.read_past(cache, state.length)
 
-        def advance(k: int, tokens: Tensor, carried: Tensor, seen: Tensor) -> Tensor:
+        def advance(k: int, tokens: Tensor, carried: Tensor, seen: Tensor | None) -> Tensor:
+            if seen is None:
+                seen = state.active.new_ones(len(tokens), 1, k + 1)
             own = (state.length - 1 + k)[:, None]  # position of the hidden state that the entries read
             near = replace(past, seen=past.seen & (position > own - PAST))
             own = own.expand(-1, tokens.shape[1])
@@ -314,13 +315,12 @@ class MTPProposer(SearchProposer):
         levels = torch.arange(self.depth, device=length.device)
         position = length - 1 + levels[:, None]  # [K, B]
         entries = PagedEntries.of(cache, length)
-        chain, lengths = None, entries.length + levels[:, None]
-        if self.beams == 1:  # the drafts before are all seen, as committed tokens are
-            one = torch.ones(count, 1, 1, dtype=torch.bool, device=length.device)
-            chain = entries.rows(one, levels[:1].expand(count, 1))
+        # A chain sees all drafts before, as it sees committed tokens.
+        one = torch.ones(count, 1, 1, dtype=torch.bool, device=length.device)
+        chain, lengths = entries.rows(one, levels[:1].expand(count, 1)), entries.length + levels[:, None]
 
-        def advance(k: int, tokens: Tensor, carried: Tensor, seen: Tensor) -> Tensor:
-            if chain is not None:
+        def advance(k: int, tokens: Tensor, carried: Tensor, seen: Tensor | None) -> Tensor:
+            if seen is None:
                 rows = chain._replace(length=lengths[k])
             else:
                 rows = entries.rows(seen, levels[k].expand(count, seen.shape[2]))
