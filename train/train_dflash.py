@@ -23,7 +23,7 @@ from torch import Tensor
 from redrafter import DFlashConfig, DFlashDrafter, ReDrafter, boxed_pair
 from redrafter.checkpoints.models import load_model
 from redrafter.checkpoints.tokenizers import load_tokenizer
-from redrafter.drafting.dflash import LayerContext
+from redrafter.drafting.dflash_layers import LayerContext
 from redrafter.train.teacher import Teacher
 
 FORMS: dict[str, dict[str, Any]] = {

@@ -28,8 +28,8 @@ class LayerShape:
         source: For a layer that stores nothing, the layer to whose keys and values it attends; None if it attends to no
             earlier tokens.
         of_drafter: Whether it stores a drafter's values; such a layer follows the model's own layers.
-        extra_dim: Width of a third vector of each slot; 0 without one. An indexer stores keys there, by which it chooses
-            the slots that the layer attends to; a drafter, what a token leaves for its entry of the next one.
+        extra_dim: Width of a third vector of each slot; 0 without one. An indexer stores keys there, by which it
+            chooses the slots that the layer attends to; a drafter, what a token leaves for its entry of the next one.
         states: Recurrent states; none for a layer that only attends.
     """
 

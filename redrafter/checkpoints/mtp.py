@@ -17,7 +17,8 @@ from transformers.utils.hub import cached_file
 
 from redrafter.attention.tree_attention import replacement_for
 from redrafter.checkpoints.mtp_layer import FoundLayer, find_layer
-from redrafter.drafting.mtp import ATTENTION_NAME, DraftedEntries, MTPConfig, MTPDrafter, Past
+from redrafter.drafting.mtp import MTPConfig, MTPDrafter
+from redrafter.drafting.mtp_attention import ATTENTION_NAME, DraftedEntries, Past
 from redrafter.errors import CheckpointError, UnsupportedError, first_line
 from redrafter.features import MTP_DRAFTER
 from redrafter.files.checkpoint_kind import read_json

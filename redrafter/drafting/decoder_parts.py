@@ -1,7 +1,7 @@
 """Parts of decoder layers that drafters of several kinds share."""
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -77,23 +77,28 @@ class AttentionProducts(FusedParts):
         """Return a product `[..., h d]` by heads, `[..., h, d]`."""
         return x.unflatten(-1, (-1, self.config.head_dim))
 
-    def finish_query(self, query: Tensor, position: Tensor) -> Tensor:
-        """Normalise queries `[..., h, d]` where the layer does so, and rotate them by positions that broadcast."""
+    def finish_query(self, query: Tensor, position: "Tensor | Sines") -> Tensor:
+        """Normalise queries `[..., h, d]` if the layer does so, and rotate them by positions that broadcast.
+
+        Layers at the same positions may share their sines, which a compiled caller computes from `rope_of`.
+        """
         return self._rotate(query if self.q_norm is None else self.q_norm(query), position)
 
-    def finish_key(self, key: Tensor, position: Tensor) -> Tensor:
+    def finish_key(self, key: Tensor, position: "Tensor | Sines") -> Tensor:
         """Do the same with keys `[..., H, d]`."""
         return self._rotate(key if self.k_norm is None else self.k_norm(key), position)
 
     def find_frequencies(self, device: torch.device) -> None:
         """Look up the rope's frequencies, which a compiled step reads: it could not compute them."""
         if self._frequencies is None or self._frequencies[0].device != device:
-            self._frequencies = rope_frequencies(self.config, device)
+            self._frequencies = rope_of(self.config, device)
 
-    def _rotate(self, x: Tensor, position: Tensor) -> Tensor:
-        self.find_frequencies(x.device)
-        assert self._frequencies is not None
-        return rotate(x, position, *self._frequencies)
+    def _rotate(self, x: Tensor, position: "Tensor | Sines") -> Tensor:
+        if not isinstance(position, Sines):
+            self.find_frequencies(x.device)
+            assert self._frequencies is not None
+            position = Sines.at(position, *self._frequencies)
+        return rotate(x, position)
 
 
 class GatedMLP(FusedParts):
@@ -125,20 +130,29 @@ class GatedMLP(FusedParts):
         return partial_linear(self.down_proj, self.activation(gate) * up, slice(None), with_bias=True)
 
 
-def rotate(x: Tensor, position: Tensor, frequency: Tensor, scale: float) -> Tensor:
-    """Rotate heads `[..., h, d]` by positions that broadcast to `[...]`, and return them in their dtype.
+class Sines(NamedTuple):
+    """Cosines and sines that heads at some positions are rotated by, `[..., 1, d / 2]` float32 each."""
 
-    `frequency` `[d / 2]` and `scale` are what `rope_frequencies` returns.
-    """
-    angle = (position[..., None] * frequency)[..., None, None, :]  # [..., 1, 1, d / 2]
+    cosine: Tensor
+    sine: Tensor
+
+    @classmethod
+    def at(cls, position: Tensor, frequency: Tensor, scale: float) -> "Sines":
+        """Return those of positions `[...]`, of a rope as `rope_of` returns it."""
+        angle = (position[..., None] * frequency)[..., None, :]
+        return cls(angle.cos() * scale, angle.sin() * scale)
+
+
+def rotate(x: Tensor, sines: Sines) -> Tensor:
+    """Rotate heads `[..., h, d]` by the sines of their positions, in float32, and return them in their dtype."""
+    cosine, sine = (part[..., None, :] for part in sines)  # [..., 1, 1, d / 2]
     halves, sign = x.float().unflatten(-1, (2, -1)), torch.arange(-1, 2, 2, device=x.device)[:, None]
     # Not a concatenation of two halves, which a compiler would compute in two kernels.
-    rotated = halves * (angle.cos() * scale) + halves.flip(-2) * (angle.sin() * scale * sign)
-    return rotated.flatten(-2).to(x.dtype)
+    return (halves * cosine + halves.flip(-2) * (sine * sign)).flatten(-2).to(x.dtype)
 
 
-def rope_frequencies(config: LayerConfig, device: torch.device) -> tuple[Tensor, float]:
-    """Return the frequencies of a config's rope, `[d / 2]` float32, and the multiplier of its sines and cosines."""
+def rope_of(config: LayerConfig, device: torch.device) -> tuple[Tensor, float]:
+    """Return the frequencies of a layer's rope, `[d / 2]` float32, and the multiplier of its sines and cosines."""
     rope = tuple(sorted((key, tuple(x) if isinstance(x, list) else x) for key, x in config.rope.items()))
     return _rope(rope, config.head_dim, config.max_position_embeddings, device)
 

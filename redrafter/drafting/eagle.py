@@ -49,14 +49,14 @@ class PastEntries(NamedTuple):
     length: Tensor
 
     @classmethod
-    def of(cls, entries: EagleEntries, length: Tensor) -> "PastEntries":
+    def from_entries(cls, entries: EagleEntries, length: Tensor) -> "PastEntries":
         """Return those of rows whose first S + 1 tokens, but for the first, have these entries, `[B, S, H, d]`."""
         position = torch.arange(entries.keys.shape[1], device=length.device)
         return cls(entries, _hide(position >= length[:, None] - 1)[:, None, None], length)
 
     def at(self, row: Tensor, length: Tensor) -> "PastEntries":
         """Return those of rows `[A]` int64 after `length` committed tokens of each, `[A]` int64, as A rows."""
-        return PastEntries.of(EagleEntries(*(part[row] for part in self.entries)), length)
+        return PastEntries.from_entries(EagleEntries(*(part[row] for part in self.entries)), length)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, path: EagleEntries | None
@@ -203,7 +203,7 @@ class EagleDrafter(TrainableDrafter):
             length: Committed tokens of each, `[B]` int64.
         """
         position = torch.arange(embedding.shape[1] - 1, device=embedding.device)
-        return PastEntries.of(self.finish(embedding[:, 1:], self.carry(hidden)[:, :-1], position), length)
+        return PastEntries.from_entries(self.finish(embedding[:, 1:], self.carry(hidden)[:, :-1], position), length)
 
     def step(
         self, embedding: Tensor, hidden: Tensor, position: Tensor, path: Any, past: PastEntries | PagedPast
@@ -343,10 +343,10 @@ class EagleProposer(SearchProposer):
     def read_context(self, state: State, cache: KVCache) -> PastEntries | PagedPast:
         """Return the entries of the rows' committed tokens."""
         if reads_pages(cache):
-            return PagedPast(PagedEntries.of(cache, state.length), state.length)
+            return PagedPast(PagedEntries.from_cache(cache, state.length), state.length)
         # The first token, which has none before it, has no entry.
         position = torch.arange(1, cache.window, device=state.length.device).expand(len(state.length), -1)
-        return PastEntries.of(EagleEntries(*cache.read_drafter_layer(position)), state.length)
+        return PastEntries.from_entries(EagleEntries(*cache.read_drafter_layer(position)), state.length)
 
     def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: PastEntries | PagedPast) -> Expand:
         """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""

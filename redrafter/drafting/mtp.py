@@ -6,110 +6,39 @@ the token after it, and predicts the token after that one (Gloeckle et al. 2024,
 """
 
 import copy
-from collections.abc import Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from redrafter.attention.mask import additive_mask
-from redrafter.attention.tree_attention import explicit_attention, register_attention
 from redrafter.cache.dense import CACHE_NAME, cache_argument
 from redrafter.cache.kv_cache import KVCache, LayerShape
+from redrafter.cache.paged import PagedCache
 from redrafter.drafting.decoder_parts import of_beams
 from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel, layer_bytes
 from redrafter.drafting.drafter_types import register_drafter
+from redrafter.drafting.mtp_attention import RUNNING_PAST, DraftedEntries, Made, PagedMTPPast, Past, Recording
+from redrafter.drafting.paged_entries import PagedEntries, reads_pages, with_themselves
 from redrafter.drafting.proposer import SearchProposer, State
-from redrafter.errors import UnsupportedError
+from redrafter.errors import UnsupportedError, first_line
 from redrafter.model.forward_batch import DrafterLayer
+from redrafter.model.patch import MODEL_ERRORS
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.token_tree import Tree
 
-PAST = 1024  # nearest entries that a draft attends to; bounds what a step copies from the cache
+PAST = 1024  # entries of the text that a draft attends to, the nearest ones; bounds what a step reads of the cache
 
 
-class _Made(Exception):
-    """Not an error: ends a layer's forward and carries the keys and values that it would attend to."""
-
-
-@dataclass(frozen=True)
-class Past:
-    """Keys and values of the text that the drafts of B rows attend to, with room for those of the drafts after them.
-
-    Attributes:
-        keys: S entries of each row and then room, `[B, H, S + n, d]`.
-        values: Likewise.
-        seen: Which of the S entries a row has, `[B, S]` bool.
-    """
-
-    keys: Tensor
-    values: Tensor
-    seen: Tensor
-
-
-# Entries that a running layer attends to in addition to its own input; None for a layer whose keys are wanted.
-RUNNING_PAST: ContextVar[Past | None] = ContextVar("mtp_past", default=None)
-
-
-class DraftedEntries:
-    """Keeps what a decoder layer stores of drafts, in place of the cache that transformers gives it."""
-
-    def __init__(self) -> None:
-        self._stored: tuple[Tensor, ...] = ()
-
-    def update(self, *states: Any, **_: Any) -> tuple[Tensor, ...]:
-        """Append two tensors `[B, H, w, d]`, and return all; later entries of the call are not needed."""
-        new: tuple[Tensor, ...] = states[:2]
-        if self._stored:
-            new = tuple(torch.cat(pair, dim=2) for pair in zip(self._stored, new, strict=True))
-        self._stored = new
-        return new
-
-    def get_seq_length(self, *_: Any) -> int:
-        """Return the number of entries."""
-        return self._stored[0].shape[2] if self._stored else 0
-
-
-def attend_to_past(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    *,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Attend to `RUNNING_PAST` and to entries of drafts, `[B, H, n, d]`, as an attention function of transformers."""
-    past = RUNNING_PAST.get()
-    if past is None:
-        # Only keys and values are needed; an exception skips the attention and MLP of the layer.
-        raise _Made(key, value)
-    size, count = past.seen.shape[1], key.shape[2]
-    # In place, as the buffers have room for drafts: copying the text's entries at each step would be costly.
-    past.keys[:, :, size : size + count], past.values[:, :, size : size + count] = key, value
-    out = explicit_attention(
-        query,
-        past.keys[:, :, : size + count],
-        past.values[:, :, : size + count],
-        attention_mask,
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap or 0.0,
-        s_aux,
-    )
-    return out.transpose(1, 2), None
-
-
-ATTENTION_NAME = "redrafter_mtp"
-register_attention(ATTENTION_NAME, attend_to_past)
+Advance: TypeAlias = Callable[[int, Tensor, Tensor, Tensor | None], Tensor]
+"""Makes the entries of a level, `advance(k, tokens [B, w], carried [B, w, D], seen [B, w, n + w]) -> [B, w, D]`."""
 
 
 class MTPConfig(AnyDrafterConfig):
@@ -134,8 +63,13 @@ class MTPConfig(AnyDrafterConfig):
 
 @register_drafter("MTP layer", "redrafter_mtp")
 class MTPDrafter(DrafterModel):
-    """An MTP layer; the target's embedding table and head are shared."""
+    """An MTP layer; the target's embedding table and head are shared.
 
+    Attributes:
+        is_compilable: Whether its decoder layers can be compiled.
+    """
+
+    is_compilable = True
     config_class = MTPConfig
     config: MTPConfig
     made_from_config = False
@@ -163,10 +97,12 @@ class MTPDrafter(DrafterModel):
         That entry is of the position before, so it also reads the hidden state there.
         """
         one = torch.zeros(1, dtype=torch.long, device=target.device)
-        remember = partial(self._remember, target.embedding)
+        remember = partial(self.remember, target.embedding)
         hidden = torch.zeros(1, self.config.hidden_size, dtype=target.dtype, device=target.device)
         with torch.no_grad():
             keys, values = remember(one, one, hidden)
+            if compiled and self._takes_past(target, one, hidden):
+                remember = partial(_remember_compiled, self, target.embedding)
         widths = keys.shape[2], values.shape[2], target.dtype, target.device
         shape = LayerShape(keys.shape[1], *widths, of_drafter=True, extra_dim=self.config.hidden_size)
         return DrafterLayer(self, shape, remember)
@@ -214,11 +150,32 @@ class MTPDrafter(DrafterModel):
             embedded = embedded.masked_fill((position == 0).expand(tokens.shape)[..., None], 0)
         return embedded
 
-    def _remember(self, table: nn.Module, ids: Tensor, positions: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        position = (positions - 1).clamp(min=0)  # a sequence's first token has no entry to read
+    def _takes_past(self, target: Target, one: Tensor, hidden: Tensor) -> bool:
+        """Return whether the layer passes keyword arguments to its attention, as a compiled one must; warn if not."""
         try:
-            self._run(self.join(self.embed(ids, position, table), before)[None], position[None], None)
-        except _Made as made:
+            _remember(self, target.embedding, one, one, hidden)
+        except (*MODEL_ERRORS, Made, UnsupportedError) as error:
+            self.leave_uncompiled(first_line(error))
+        return self.is_compilable
+
+    def leave_uncompiled(self, why: str) -> None:
+        """Run the layer as it is written from now on, and warn why."""
+        self.is_compilable = False
+        warnings.warn(f"the MTP layer cannot be compiled ({why}): its drafts are slower", stacklevel=2)
+
+    def remember(self, table: nn.Module, ids: Tensor, positions: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the keys and values that are stored of T tokens, `[T, H, d]` each.
+
+        Args:
+            table: The target's embedding table.
+            ids: The tokens, `[T]` int64.
+            positions: Their positions, `[T]` int64.
+            before: The target's hidden state of the token before each, `[T, D]`.
+        """
+        position = (positions - 1).clamp(min=0)  # of the first token of a text nothing is read
+        try:
+            self.run_blocks(self.join(self.embed(ids, position, table), before)[None], position[None], None)
+        except Made as made:
             keys, values = (x[0].transpose(0, 1).to(before.dtype) for x in made.args)  # [T, H, d]
             return keys, values
         raise UnsupportedError(
@@ -226,37 +183,60 @@ class MTPDrafter(DrafterModel):
             "be an MTP layer here"
         )
 
-    def step(self, inputs: Tensor, position: Tensor, seen: Tensor, past: Past, drafted: DraftedEntries) -> Tensor:
+    def step(
+        self,
+        inputs: Tensor,
+        position: Tensor,
+        seen: Tensor | None,
+        past: Past | PagedMTPPast,
+        drafted: DraftedEntries | None,
+    ) -> Tensor:
         """Compute entries of w beams, after n entries of drafts, and store them.
 
         Args:
             inputs: Inputs of the decoder layer, `[B, w, D]`.
             position: Their positions, `[B, w]` int64.
-            seen: Which entries of drafts each attends to, its own included, `[B, w, n + w]` bool.
+            seen: Which entries of drafts each attends to, its own included, `[B, w, n + w]` bool; None where `past`
+                says so.
             past: Entries of the text to attend to, with room for all entries of drafts.
-            drafted: The entries of drafts, to which w are added.
+            drafted: The entries of drafts, to which w are added; None where these are in a paged cache.
 
         Returns:
             The normed output, `[B, w, D]`: what the head reads, and in place of the target's hidden state the next
             entry.
         """
-        seen = torch.cat([past.seen[:, None].expand(-1, inputs.shape[1], -1), seen], dim=-1)
-        mask = additive_mask(seen, inputs.dtype)
+        mask = None
+        if isinstance(past, Past):
+            assert seen is not None, "copies of entries are attended to under a mask"
+            seen = torch.cat([past.seen[:, None].expand(-1, inputs.shape[1], -1), seen], dim=-1)
+            mask = additive_mask(seen, inputs.dtype)
         token = RUNNING_PAST.set(past)
         try:
-            normed: Tensor = self.norm(self._run(inputs, position, mask, drafted))
+            normed: Tensor = self.norm(self.run_blocks(inputs, position, mask, drafted))
         finally:
             RUNNING_PAST.reset(token)
         return normed
 
     forward = step
 
-    def _run(self, x: Tensor, position: Tensor, mask: Tensor | None, entries: DraftedEntries | None = None) -> Tensor:
-        # Some ropes have sections for images, which are equal for text; older versions of transformers need all three.
+    def run_blocks(
+        self,
+        x: Tensor,
+        position: Tensor,
+        mask: Tensor | None,
+        entries: DraftedEntries | None = None,
+        **passed_on: PagedMTPPast | Recording,
+    ) -> Tensor:
+        """Run the decoder layers on their inputs `[B, w, D]` at positions `[B, w]`, and return the output, `[B, w, D]`.
+
+        `mask` and `entries` are what transformers passes to such layers, and `passed_on` reaches their attention.
+        """
+        # Of ropes with sections for images, which text counts alike, older versions of transformers take all three.
         positions = position.expand(3, -1, -1) if hasattr(self.rotary, "mrope_section") else position
         rope = {} if self.rotary is None else {"position_embeddings": self.rotary(x, positions)}
         for block, cache_name in zip(self.blocks, self._cache_names, strict=True):
-            output = block(x, attention_mask=mask, position_ids=position, **{cache_name: entries}, **rope)
+            named = {cache_name: entries, **passed_on}
+            output = block(x, attention_mask=mask, position_ids=position, **named, **rope)
             x = output[0] if isinstance(output, tuple) else output
         return x
 
@@ -265,44 +245,173 @@ class MTPDrafter(DrafterModel):
 class MTPProposer(SearchProposer):
     """Drafts with an MTP layer; the attributes are those of `SearchProposer`.
 
-    Keys and values of committed tokens are read from the target's cache; those of drafts live as long as the search.
+    Keys and values of committed tokens are in the target's cache. Those of drafts live as long as the search: in the
+    slots after the committed tokens of a paged cache, or next to copies of the nearest entries.
     """
 
     drafter: MTPDrafter
+
+    @cached_property
+    def scratch_slots(self) -> int:
+        """Slots after a row's committed tokens that a step writes to: those of nodes, and of all that was searched."""
+        return max(self.nodes, self._searched)
+
+    @property
+    def _searched(self) -> int:
+        """Entries that a search makes of a row: of the pending token, and of each level but the last."""
+        return 1 + (self.depth - 1) * self.beams
 
     def propose(
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
     ) -> Tree:
         """Draft a tree by beam search; see `Proposer.propose`."""
-        layer, head, rows = self.drafter, self.target.head, len(state.length)
-        past, entries = self.read_past(cache, state.length), DraftedEntries()
-        carried = state.hidden[:, None]  # [B, w, D], the hidden state that each beam reads
-        seen = torch.zeros(rows, 1, 0, dtype=torch.bool, device=past.seen.device)  # [B, w, n], entries of each beam
+        head, rows, carried = self.target.head, len(state.length), state.hidden[:, None]  # [B, w, D], of each beam
+        advance = self._advance_in_pages(cache, state.length) if reads_pages(cache) else self._advance(cache, state)
+        seen: Tensor | None = None  # [B, w, n + w], entries of each beam; None in a chain, which sees all
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
             nonlocal carried, seen
-            width = tokens.shape[1]
-            if k:
-                carried, seen = of_beams(carried, sources), of_beams(seen, sources)
-            own = torch.eye(width, dtype=torch.bool, device=seen.device).expand(rows, -1, -1)
-            seen = torch.cat([seen, own], dim=-1)
-            position = (state.length - 1 + k)[:, None].expand(-1, width)  # that of the hidden state
-            inputs = layer.join(layer.embed(tokens, position, self.target.embedding), carried)
-            carried = layer.step(inputs, position.clamp(min=0), seen, past, entries)
+            if self.beams > 1:
+                if seen is not None:
+                    carried, seen = of_beams(carried, sources), of_beams(seen, sources)
+                seen = with_themselves(seen, rows, tokens.shape[1], carried.device)
+            carried = advance(k, tokens, carried, seen)
             # Not through the head's own forward, which may have hooks while another thread uses the target.
             logits = linear(carried, head.weight, head.bias)
             return sampler.draft_scores(logits, noise, k, None)
 
         return self.grow(state, sampler, expand)
 
-    def read_past(self, cache: KVCache, length: Tensor) -> Past:
-        """Return the nearest entries of the committed tokens of rows with `length` `[B]` int64 of them."""
-        # Entries are made for the pending token and for each level but the last, from which nothing is drafted.
-        count, room = min(cache.window - 1, PAST), 1 + (self.depth - 1) * self.beams
-        # The entry of a position is stored with the next token, which it also reads.
-        position = (length - count).clamp(min=1)[:, None] + torch.arange(count, device=length.device)  # [B, S]
-        keys, values = (pad(x.transpose(1, 2), (0, 0, 0, room)) for x in cache.read_drafter_layer(position))
-        return Past(keys, values, position < length[:, None])
+    def _advance(self, cache: KVCache, state: State) -> Advance:
+        """Return what makes the entries of a level over copies of the nearest entries of the committed tokens."""
+        layer, entries = self.drafter, DraftedEntries()
+        position, past = self.read_past(cache, state.length)
+
+        def advance(k: int, tokens: Tensor, carried: Tensor, seen: Tensor | None) -> Tensor:
+            if seen is None:
+                seen = state.active.new_ones(len(tokens), 1, k + 1)
+            own = (state.length - 1 + k)[:, None]  # position of the hidden state that the entries read
+            near = replace(past, seen=past.seen & (position > own - PAST))
+            own = own.expand(-1, tokens.shape[1])
+            inputs = layer.join(layer.embed(tokens, own, self.target.embedding), carried)
+            return layer.step(inputs, own.clamp(min=0), seen, near, entries)
+
+        return advance
+
+    def read_past(self, cache: KVCache, length: Tensor) -> tuple[Tensor, Past]:
+        """Return the slots and the entries of the nearest ones of `length` `[B]` int64 committed tokens of each row."""
+        count = min(cache.window - 1, PAST)
+        # The entry of a position is stored with the token after it, which it reads too.
+        slots = (length - count).clamp(min=1)[:, None] + torch.arange(count, device=length.device)  # [B, S]
+        stored = cache.read_drafter_layer(slots)
+        keys, values = (pad(x.transpose(1, 2), (0, 0, 0, self._searched)) for x in stored)
+        return slots, Past(keys, values, slots < length[:, None])
+
+    def _advance_in_pages(self, cache: KVCache, length: Tensor) -> Advance:
+        """Return what makes the entries of a level in a paged cache, in which those of committed tokens are."""
+        assert isinstance(cache, PagedCache), "only such a cache has pages"
+        layer, table, count = self.drafter, self.target.embedding, len(length)
+        step = _step_compiled if self.compiled and layer.is_compilable else _step
+        levels = torch.arange(self.depth, device=length.device)
+        position = length - 1 + levels[:, None]  # [K, B]
+        entries = PagedEntries.from_cache(cache, length)
+        # A chain sees all drafts before, as it sees committed tokens.
+        one = torch.ones(count, 1, 1, dtype=torch.bool, device=length.device)
+        chain, lengths = entries.rows(one, levels[:1].expand(count, 1)), entries.length + levels[:, None]
+
+        def advance(k: int, tokens: Tensor, carried: Tensor, seen: Tensor | None) -> Tensor:
+            if seen is None:
+                rows = chain._replace(length=lengths[k])
+            else:
+                rows = entries.rows(seen, levels[k].expand(count, seen.shape[2]))
+            own = position[k][:, None].expand_as(tokens)
+            return step(layer, table, tokens, carried, own, PagedMTPPast(entries, rows, 1 + PAST))
+
+        return advance
 
 
 MTPDrafter.proposer_class = MTPProposer
+
+
+def _step(
+    layer: MTPDrafter, table: nn.Module, tokens: Tensor, carried: Tensor, position: Tensor, past: PagedMTPPast
+) -> Tensor:
+    """Compute entries of w beams of each row in a paged cache.
+
+    Args:
+        layer: The MTP layer.
+        table: The target's embedding table.
+        tokens: Last token of each beam, `[B, w]` int64.
+        carried: The hidden state before it, `[B, w, D]`.
+        position: The position of that, `[B, w]` int64.
+        past: Where entries are, and which of them the beams see.
+
+    Returns:
+        What `MTPDrafter.step` returns, `[B, w, D]`.
+    """
+    inputs = layer.join(layer.embed(tokens, position, table), carried)
+    return layer.step(inputs, position.clamp(min=0), None, past, None)
+
+
+def _step_passing_on(
+    layer: MTPDrafter, table: nn.Module, tokens: Tensor, carried: Tensor, position: Tensor, past: PagedMTPPast
+) -> Tensor:
+    """Compute `_step` as a compiler can trace it: the layer passes `past` to its attention."""
+    inputs = layer.join(layer.embed(tokens, position, table), carried)
+    normed: Tensor = layer.norm(layer.run_blocks(inputs, position.clamp(min=0), None, past=past))
+    return normed
+
+
+def _remember(
+    layer: MTPDrafter, table: nn.Module, ids: Tensor, positions: Tensor, before: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the keys and values that an MTP layer stores of tokens, as a compiler can trace it."""
+    position, recording = (positions - 1).clamp(min=0), Recording([])
+    inputs = layer.join(layer.embed(ids, position, table), before)
+    layer.run_blocks(inputs[None], position[None], None, past=recording)
+    if not recording.made:
+        raise UnsupportedError("it passes no keyword arguments to its attention")
+    keys, values = (x[0].transpose(0, 1).to(before.dtype) for x in recording.made[0])  # [T, H, d]
+    return keys, values
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function compiled, once for all layers."""
+    return torch.compile(function)
+
+
+def _run_compiled(
+    layer: MTPDrafter, function: Callable[..., Any], uncompiled: Callable[..., Any], *arguments: Any
+) -> Any:
+    """Call a function of an MTP layer compiled, or another one that computes the same where that is not possible."""
+    if layer.is_compilable:
+        try:
+            return _compiled(function)(layer, *arguments)
+        except Exception as error:
+            if not isinstance(error, torch._dynamo.exc.TorchDynamoException):
+                raise
+            layer.leave_uncompiled(first_line(error))
+    return uncompiled(layer, *arguments)
+
+
+def _step_compiled(
+    layer: MTPDrafter, table: nn.Module, tokens: Tensor, carried: Tensor, position: Tensor, past: PagedMTPPast
+) -> Tensor:
+    """Compute `_step`, compiled for any number of rows and beams."""
+    by_token = tokens.reshape(1, -1), carried.reshape(1, -1, carried.shape[-1]), position.reshape(1, -1)
+    for x, dim in (*((x, 1) for x in by_token), *((x, 0) for x in past.rows)):
+        torch._dynamo.maybe_mark_dynamic(x, dim)
+    made: Tensor = _run_compiled(layer, _step_passing_on, _step, table, *by_token, past)
+    return made.view(*tokens.shape, -1)
+
+
+def _remember_compiled(
+    layer: MTPDrafter, table: nn.Module, ids: Tensor, positions: Tensor, before: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute `_remember`, compiled for any number of tokens."""
+    by_token = ids.contiguous(), positions.contiguous(), before
+    for x in by_token:
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+    made: tuple[Tensor, Tensor] = _run_compiled(layer, _remember, MTPDrafter.remember, table, *by_token)
+    return made

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from redrafter.attention.tree_attention import tree_attention
 from redrafter.cache.kv_cache import KVCache
 from redrafter.cache.paged import PagedCache
+from redrafter.kernels.attention_inputs import TokenRows
 
 
 class PagedEntries(NamedTuple):
@@ -35,7 +36,9 @@ class PagedEntries(NamedTuple):
     first: int
 
     @classmethod
-    def of(cls, cache: PagedCache, length: Tensor, heads: slice = slice(None), first: int = 1) -> "PagedEntries":
+    def from_cache(
+        cls, cache: PagedCache, length: Tensor, heads: slice = slice(None), first: int = 1
+    ) -> "PagedEntries":
         """Return the entries of rows with `length` `[B]` int64 committed tokens, of some of the layer's heads."""
         keys, values = (store[None, :, heads] for store in cache.stores(-1)[:2])
         return cls(keys, values, _with_spare(length), _with_spare(cache.table.flatten()), first)
@@ -72,25 +75,42 @@ class PagedEntries(NamedTuple):
             The attended values, `[B, w, h, dv]`.
         """
         assert depth is not None or not window, "a window is counted by depth"
-        (rows, beams, nodes), flat = seen.shape, (x.flatten(0, 1) for x in (query, key, value))
+        rows = self.rows(seen, depth)
+        return self.attend_rows(query, key, value, rows, scale=scale, window=window, softcap=softcap, sinks=sinks)
+
+    def rows(self, seen: Tensor, depth: Tensor | None = None) -> TokenRows:
+        """Return new nodes of each row as attention takes them; the arguments are those of `attend`."""
+        rows, beams, nodes = seen.shape
         starts = torch.arange(rows + 1, device=seen.device) * beams
         # Without a window the kernel reads its size alone, so it is not filled.
         depths = starts.new_empty(rows * nodes + 1) if depth is None else _with_spare(depth.flatten())
         no_chunks = self.length[:2]  # of prompts: their number, 0, follows from the shape, and nothing is read
+        ancestors = _with_spare(seen.flatten())
+        return TokenRows(self.length, starts, depths, ancestors, self.table, no_chunks, no_chunks, self.table)
+
+    def attend_rows(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rows: TokenRows,
+        *,
+        scale: float | None = None,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Do what `attend` does, for nodes that `rows` describes, which several layers or levels may share.
+
+        The first two dimensions of queries, keys and values may be any that have as many nodes.
+        """
         attended: Tensor = tree_attention(
-            *flat,
+            *(x.flatten(0, 1) for x in (query, key, value)),
             self.keys,
             0,
             self.values,
             0,
-            self.length,
-            starts,
-            depths,
-            _with_spare(seen.flatten()),
-            self.table,
-            no_chunks,
-            no_chunks,
-            self.table,
+            *rows,
             query.shape[-1] ** -0.5 if scale is None else scale,
             window,
             softcap,
@@ -98,7 +118,7 @@ class PagedEntries(NamedTuple):
             0,
             self.first,
         )
-        return attended.unflatten(0, (rows, beams))
+        return attended.unflatten(0, query.shape[:2])
 
 
 def reads_pages(cache: KVCache) -> TypeGuard[PagedCache]:

@@ -63,10 +63,8 @@ def _update_softmax(scores, unit, v, top, total, acc):
 
 @triton.jit
 def _is_near(position, other, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """Return whether a token sees an earlier one by their positions: within a window, and within its own chunk."""
-    near = position >= other
-    if WINDOW > 0:
-        near = near & (position - other < WINDOW)
+    """Return whether a token may see another one by position: within a window, and within its own chunk."""
+    near = position - other < WINDOW if WINDOW > 0 else position == position
     if CHUNK > 0:
         near = near & (position // CHUNK == other // CHUNK)
     return near
@@ -210,7 +208,7 @@ def _attend_kernel(
 
     # The tree: first the nodes of earlier forwards, from the cache; then the new ones, which are stored.
     if split == splits - 1:
-        end = tl.minimum(count, tl.cdiv((tile + 1) * BLOCK_M, GROUP))  # no node of the tile sees later ones
+        end = tl.minimum(count, tl.cdiv((tile + 1) * BLOCK_M, GROUP))  # of the tile's own nodes
         # Each tile stores the nodes of its own queries only, so no two programs write the same slot.
         for start in range(tl.cdiv(tile * BLOCK_M, GROUP), end, STORED):
             j = start + tl.arange(0, STORED)
@@ -234,7 +232,8 @@ def _attend_kernel(
                     visible = visible & _is_near(n + depth[:, None], n + above[None, :], WINDOW, CHUNK)
                 x = tl.where(visible, _scores(q, k, scale, SOFTCAP), float("-inf"))
                 top, total, acc = _update_softmax(x, unit, v, top, total, acc)
-        for start in tl.range(0, end, BLOCK_S, num_stages=NODE_STAGES):
+        # The positions of a block see later ones too: only of a chain it is known that no tile does.
+        for start in tl.range(0, end if CHAIN else count, BLOCK_S, num_stages=NODE_STAGES):
             j = start + tl.arange(0, BLOCK_S)
             held = j < count
             other = offset + j
@@ -247,7 +246,8 @@ def _attend_kernel(
             # A value that is not finite reaches those that see it through its score alone, as 0 * NaN is NaN.
             v = tl.where(lost[:, None], 0.0, v).to(q.dtype)
             if CHAIN:
-                visible = live[:, None] & _is_near(n + node[:, None], n + j[None, :], WINDOW, CHUNK)
+                visible = live[:, None] & (node[:, None] >= j[None, :])
+                visible = visible & _is_near(n + node[:, None], n + j[None, :], WINDOW, CHUNK)
             else:
                 visible = tl.load(ANCESTORS + index[:, None] * all_nodes + cached + j, live[:, None] & held, 0) != 0
                 if WINDOW > 0 or CHUNK > 0:

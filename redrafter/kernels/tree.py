@@ -35,9 +35,11 @@ def _top_of_chunk_kernel(SCORES, VALUES, IDS, TOPS, vocab, chunks, WIDE: tl.cons
 def _top_of_row_kernel(
     VALUES, IDS, TOPS, TOTAL, NAMES, SCORE, SOURCE, TOKEN, beams, chunks,
     WIDE: tl.constexpr, BLOCK_BEAMS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK_WIDE: tl.constexpr,
-    NAMED: tl.constexpr,
+    NAMED: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Find the best pairs of source beam and token of one row, by cumulative log-probability.
+
+    If all beams have the same scores (`SHARED`), there are lists of one beam.
 
     The chunks' sorted lists are merged: each turn takes the best of their first entries and advances that list. So a
     program holds one number per list, however long the lists are.
@@ -45,7 +47,7 @@ def _top_of_row_kernel(
     row = tl.program_id(0).to(tl.int64)
     beam, chunk, heads = tl.arange(0, BLOCK_BEAMS), tl.arange(0, BLOCK_CHUNKS), tl.arange(0, BLOCK_BEAMS * BLOCK_CHUNKS)
     live = beam < beams
-    index = (row * beams + beam)[:, None] * chunks + chunk
+    index = (row + 0 * beam if SHARED else row * beams + beam)[:, None] * chunks + chunk
     in_chunks = live[:, None] & (chunk < chunks)
     tops = tl.load(TOPS + index * 2, in_chunks, float("-inf"))
     sums = tl.load(TOPS + index * 2 + 1, in_chunks, 0.0)
@@ -63,7 +65,7 @@ def _top_of_row_kernel(
         best, where = tl.max(x, 0, return_indices=True)
         taken = tl.sum((chosen == where).to(tl.int32), 0)  # number of entries taken from this list before
         source = where // BLOCK_CHUNKS
-        at = ((row * beams + source) * chunks + where % BLOCK_CHUNKS) * WIDE + taken
+        at = ((row if SHARED else row * beams + source) * chunks + where % BLOCK_CHUNKS) * WIDE + taken
         value = tl.load(VALUES + at + 1, taken + 1 < WIDE, float("-inf"))
         of_source = beam == source
         value -= tl.sum(tl.where(of_source, whole, 0.0), 0)
@@ -82,12 +84,13 @@ def _top_of_row_kernel(
 def top_continuations(scores: Tensor, total: Tensor, width: int, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Select the best pairs as `redrafter.tree.beam_search.top_continuations` does; the same arguments."""
     rows, beams, vocab = scores.shape
-    scores = scores.contiguous()
-    chunks = triton.cdiv(vocab, CHUNK)
-    values = scores.new_empty(rows, beams, chunks, width, dtype=torch.float32)
+    shared = beams > 1 and scores.stride(1) == 0  # of a block of drafts: expanded, and read once
+    scores = (scores[:, :1] if shared else scores).contiguous()
+    chunks, lists = triton.cdiv(vocab, CHUNK), scores.shape[1]
+    values = scores.new_empty(rows, lists, chunks, width, dtype=torch.float32)
     found_ids = torch.empty_like(values, dtype=torch.int32)
-    tops = scores.new_empty(rows, beams, chunks, 2, dtype=torch.float32)
-    _top_of_chunk_kernel[(rows * beams, chunks)](
+    tops = scores.new_empty(rows, lists, chunks, 2, dtype=torch.float32)
+    _top_of_chunk_kernel[(rows * lists, chunks)](
         scores, values, found_ids, tops, vocab, chunks, WIDE=width, CHUNK=CHUNK, num_warps=4
     )
     score = scores.new_empty(rows, width, dtype=torch.float32)
@@ -97,7 +100,7 @@ def top_continuations(scores: Tensor, total: Tensor, width: int, ids: Tensor | N
     _top_of_row_kernel[(rows,)](
         values, found_ids, tops, total.contiguous(), ids, score, source, token, beams, chunks,
         WIDE=width, BLOCK_BEAMS=block_beams, BLOCK_CHUNKS=block_chunks, BLOCK_WIDE=triton.next_power_of_2(width),
-        NAMED=ids is not None, num_warps=min(max(block_beams * block_chunks // 512, 4), 32),
+        NAMED=ids is not None, SHARED=shared, num_warps=min(max(block_beams * block_chunks // 512, 4), 32),
     )  # fmt: skip
     return score, source, token
 

@@ -9,7 +9,7 @@ from helpers.dflash import BLOCK, DFLASH_FORMS, published_dir, random_block_draf
 from helpers.eagle import target_outputs
 from helpers.models import HIDDEN, VOCAB, tiny_model
 from redrafter import DFlashDrafter
-from redrafter.drafting.dflash import LayerContext
+from redrafter.drafting.dflash_layers import LayerContext
 
 KINDS = {  # which formats can hold a form
     "DFlash": ("zlab", "speculators"),

@@ -21,7 +21,7 @@ HEADS, GROUP, SIZE, BLOCKS = 2, 2, 16, 3
 
 
 def kernel(*arguments: object) -> Tensor:
-    return kernels.tree_attention(AttentionInputs.of(*arguments))
+    return kernels.tree_attention(AttentionInputs.from_arguments(*arguments))
 
 
 @pytest.fixture(params=["kernel", "operator"])
@@ -55,7 +55,7 @@ def test_beams_attend_to_committed_tokens_and_to_their_own_paths(first, lengths,
     torch.manual_seed(3)
     rows, width = len(lengths), 3
     cache, length = cache_of(rows), torch.tensor(lengths, device=DEVICE)
-    entries = PagedEntries.of(cache, length, first=first)
+    entries = PagedEntries.from_cache(cache, length, first=first)
     stored = [store.clone() for store in cache.stores(-1)[:2]]
     path, drafted = None, [torch.empty(rows, 0, HEADS, SIZE, device=DEVICE) for _ in range(2)]
     for beams in (1, width, width):
@@ -79,7 +79,7 @@ def test_committed_entries_are_neither_copied_nor_changed(attending):
     torch.manual_seed(4)
     cache, length = cache_of(2), torch.tensor([5, 20], device=DEVICE)
     before = [pool.clone() for pool in cache.pools]
-    entries = PagedEntries.of(cache, length, heads=slice(1, 2))
+    entries = PagedEntries.from_cache(cache, length, heads=slice(1, 2))
     assert entries.keys.untyped_storage().data_ptr() == cache.stores(-1)[0].untyped_storage().data_ptr()
     one = torch.randn(2, 1, 1, SIZE, device=DEVICE)
     entries.attend(torch.randn(2, 1, GROUP, SIZE, device=DEVICE), one, one, with_themselves(None, 2, 1, length.device))
@@ -92,7 +92,7 @@ def test_committed_entries_are_neither_copied_nor_changed(attending):
 def test_a_window_is_counted_from_the_depth_of_a_node(attending):
     torch.manual_seed(5)
     cache, n, window = cache_of(1), 2 * BLOCK_SIZE, 4
-    entries = PagedEntries.of(cache, torch.tensor([n], device=DEVICE))
+    entries = PagedEntries.from_cache(cache, torch.tensor([n], device=DEVICE))
     query = torch.randn(1, 2, HEADS * GROUP, SIZE, device=DEVICE)
     key, value = (torch.randn(1, 2, HEADS, SIZE, device=DEVICE) for _ in range(2))
     seen = torch.tensor([[[True, False], [True, True]]], device=DEVICE)

@@ -18,7 +18,8 @@ from redrafter.cache.kv_cache import LayerShape
 from redrafter.checkpoints.models import load_model
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.drafting.drafter_model import DrafterModel
-from redrafter.drafting.mtp import DraftedEntries, MTPDrafter, Past
+from redrafter.drafting.mtp import MTPDrafter
+from redrafter.drafting.mtp_attention import DraftedEntries, Past
 from redrafter.model.target import Target
 from redrafter.train.teacher import Teacher
 from redrafter.tree.sizes import TreeShape

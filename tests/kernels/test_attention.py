@@ -85,6 +85,30 @@ def test_nodes_of_earlier_forwards_are_read_from_the_cache(attend, how):
     check(attend, how)
 
 
+@each(
+    dict(lengths=[37, 5], nodes=9, window=6),
+    dict(lengths=[37, 0], nodes=40, heads=1, group=4),  # in several tiles of queries and of keys
+    slow=[dict(lengths=[130, 67], nodes=16, group=4, dk=128, dv=128, dtype=HALF, scale=0.1, window=33)],
+)
+def test_positions_of_a_block_see_later_ones_and_heads_are_a_part_of_a_store(how):
+    inputs = problem(**how)
+    stores = {name: getattr(inputs, name) for name in ("keys", "values")}
+    heads, _ = inputs.heads
+    wide = {name: torch.cat([x + 1, x, x - 1], dim=1) for name, x in stores.items()}
+    part = {name: x[:, heads : 2 * heads] for name, x in wide.items()}
+    before = {name: x.clone() for name, x in wide.items()}
+    ancestors = torch.ones_like(inputs.rows.ancestors)
+    both_ways = replace(inputs, rows=inputs.rows._replace(ancestors=ancestors))
+    expected = tree_attention_reference(on_cpu(both_ways))
+    found = tree_attention(replace(both_ways, **part))
+    tolerance = 3e-2 if found.itemsize == 2 else 2e-5
+    torch.testing.assert_close(found.cpu().float(), expected.float(), atol=tolerance, rtol=tolerance)
+    for name, x in wide.items():
+        assert torch.equal(x[:, :heads], before[name][:, :heads])
+        assert torch.equal(x[:, 2 * heads :], before[name][:, 2 * heads :])
+        assert not torch.equal(x[:, heads : 2 * heads], before[name][:, heads : 2 * heads])  # the block is stored
+
+
 CHUNKS = [(0, 5)], [(37, 20), (0, 9)], [(3, 64)], [(0, 1), (16, 1), (5, 40)], []
 
 

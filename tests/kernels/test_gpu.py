@@ -11,8 +11,11 @@ import transformers
 from packaging.version import Version
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from helpers.dflash import DFLASH_FORMS, random_block_drafter
 from helpers.eagle import EAGLE_FORMS, checked_drafts, random_head
+from helpers.generation import noted
 from helpers.models import ARCHITECTURES, CHUNKED, tiny_drafter, tiny_model, uneven_batch, with_tree
+from helpers.mtp import FORMS, random_mtp
 from helpers.recurrent import generated_alone, recurrent_model
 from helpers.seeing_models import prompts_with_images, tiny_seeing_model
 from helpers.vocabularies import renumbered
@@ -20,7 +23,7 @@ from redrafter import DraftTarget, Engine, ReDrafter
 from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.engine.options import EngineOptions
 from redrafter.model.target import Target
-from redrafter.scheduler.captured_step import CapturedStep
+from redrafter.scheduler.captured_step import CapturedStep, GraphCapturer
 from redrafter.train.config import TrainConfig
 from redrafter.train.loop import train
 from redrafter.tree.sizes import TreeShape
@@ -181,6 +184,64 @@ def test_a_compiled_head_drafts_what_it_drafts_uncompiled(form):
     assert stats[:2] == stats[2:]
 
 
+def drafting_over_pages(name: str, shape: tuple[int, int, int], *, compile: bool) -> ReDrafter:
+    """Return an engine that drafts with a random drafter of blocks, or a random MTP layer, of some form."""
+    model = tiny_model("llama") if name in DFLASH_FORMS else FORMS[name].model()
+    model.generation_config.eos_token_id = None
+    target = Target(model.cuda())
+    drafter = (
+        random_block_drafter(**DFLASH_FORMS[name]).cuda() if name in DFLASH_FORMS else random_mtp(target, FORMS[name])
+    )
+    options = EngineOptions(kv_cache_free_gpu_memory_fraction=0.1, draft_from_text=False, compile=compile)
+    engine = ReDrafter(target, drafter, TreeShape(*shape), options=options)
+    engine.pauses = False
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("name", "compile"),
+    [(name, False) for name in DFLASH_FORMS] + [(name, True) for name in ("DFlash", "speculators'", "DFlash2")],
+)
+def test_captured_steps_with_blocks_write_what_model_generate_writes(name, compile):
+    engine = drafting_over_pages(name, (5, 4, 21), compile=compile)
+    engine.generate(*batch(), max_new_tokens=NEW, do_sample=False)
+    assert step_of_rows(engine, 4).graph is not None
+    check(engine)
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["captured", "compiled"])
+@pytest.mark.parametrize("shape", [(1, 3, 4), (3, 3, 5)], ids=["chain", "tree"])
+def test_captured_steps_with_an_mtp_layer_write_what_model_generate_writes(shape, compile):
+    engine = drafting_over_pages("mimo", shape, compile=compile)
+    engine.generate(*batch(), max_new_tokens=NEW, do_sample=False)
+    assert step_of_rows(engine, 4).graph is not None
+    assert engine.drafter.is_compilable
+    check(engine)
+
+
+@pytest.mark.filterwarnings("ignore:.*slower:UserWarning")
+@pytest.mark.parametrize("compile", [False, True], ids=["captured", "compiled"])
+@pytest.mark.parametrize("name", ["DFlash", "speculators'", "DFlash2", "mimo", "deepseek_v3"])
+def test_drafts_over_pages_are_those_over_copies(name, compile, monkeypatch):
+    """Steps run uncaptured here, so that the trees of each can be compared."""
+    monkeypatch.setattr(GraphCapturer, "capture", lambda *_: None)
+    found = []
+    for pages in (True, False):
+        if not pages:
+            monkeypatch.setattr("redrafter.drafting.dflash.reads_pages", lambda _: False)
+            monkeypatch.setattr("redrafter.drafting.mtp.reads_pages", lambda _: False)
+        engine = drafting_over_pages(name, (3, 3, 10), compile=compile)
+        with monkeypatch.context() as patch:
+            trees = noted(
+                patch, type(engine.proposer), "propose", lambda tree, _, state, *rest: tree.tokens[state.active].cpu()
+            )
+            engine.generate(*batch(), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+        found.append([tree for tree in trees if len(tree)])
+    assert len(found[0]) == len(found[1]) > 3
+    same = [(a == b).float().mean() for a, b in zip(*found, strict=True)]
+    assert torch.stack(same).mean() > 0.99  # sums of another order may decide a near-tie
+
+
 @pytest.mark.parametrize("form", [{}, {"draft_vocab_size": 60, "recurrence": "gated", "head_rank": 16}], ids=str)
 def test_captured_steps_with_a_head_in_two_stages_write_what_model_generate_writes(form):
     check(on_gpu("llama", tiny_drafter(**TWO_STAGES, **form), compile=False))
@@ -200,6 +261,14 @@ def test_a_step_neither_waits_nor_allocates(drafter):
     engine = on_gpu("llama", drafter(), compile=False)
     ids, mask = batch()
     engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False)
+    neither_waits_nor_allocates(step_of_rows(engine, 4))
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["captured", "compiled"])
+@pytest.mark.parametrize("name", ["DFlash2", "recurrent", "mimo"])
+def test_a_step_that_drafts_over_pages_neither_waits_nor_allocates(name, compile):
+    engine = drafting_over_pages(name, (3, 3, 5), compile=compile)
+    engine.generate(*batch(), max_new_tokens=NEW, do_sample=False)
     neither_waits_nor_allocates(step_of_rows(engine, 4))
 
 

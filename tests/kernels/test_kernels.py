@@ -70,6 +70,19 @@ def test_top_continuations_equal_the_reference():
         assert torch.equal(found[2], expected[2])
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_scores_that_all_beams_share_are_read_once(named):
+    generator = torch.Generator().manual_seed(2)
+    one, total = (torch.randn(3, *size, generator=generator).to(DEVICE) for size in ((1, 2100), (4,)))
+    ids = torch.randperm(9000, generator=generator)[:2100].to(DEVICE) if named else None
+    shared, apart = (kernel_top_continuations(x, total, 6, ids) for x in (one.expand(-1, 4, -1), one.repeat(1, 4, 1)))
+    assert all(torch.equal(*pair) for pair in zip(shared, apart, strict=True))
+    assert len(shared[1].unique()) > 1
+    ones = (one.expand(-1, 4, -1)[:, :, :50], one[:, :, :50].repeat(1, 4, 1))  # whose rows are apart
+    found, expected = (kernel_top_continuations(x, total, 3, None) for x in ones)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
 def test_no_continuation_is_likelier_than_its_beam():
     """A tree that is cut keeps the likeliest nodes, and must never keep one without the node that it hangs on."""
     generator = torch.Generator().manual_seed(1)
