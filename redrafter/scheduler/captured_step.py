@@ -233,18 +233,23 @@ class LaunchedStep:
         output: StepOutput,
         report: PendingReport,
         proposer: Proposer | None = None,
+        *,
+        needs_logits: bool = True,
     ) -> "LaunchedStep":
-        """Take what will be needed of a step's output, which the next step may overwrite."""
+        """Take what will be needed of a step's output, which the next step may overwrite.
+
+        Without `needs_logits`, no sequence needs more than its tokens.
+        """
         logits, scores = dict[int, Tensor](), dict[int, Tensor]()
-        for row, sequence in enumerate(sequences):
+        counts, logprobs = dict[int, int](), None
+        for row, sequence in enumerate(sequences if needs_logits else ()):
             if "logits" in sequence.keeps:
                 # A copy, since the next replay overwrites the output.
                 logits[row] = output.logits[row].index_select(0, output.path.nodes[row])
             if "scores" in sequence.keeps:
                 scores[row] = output.scores[row].index_select(0, output.path.nodes[row])
-        asked = ((row, sequence.params.logprobs) for row, sequence in enumerate(sequences))
-        counts = {row: count for row, count in asked if count is not None}
-        logprobs = None
+            if sequence.params.logprobs is not None:
+                counts[row] = sequence.params.logprobs
         if counts:
             # A GPU scores the entries after the drawn tokens too, since the host does not know their number yet.
             width, known = output.tokens.shape[1], report.read() if report.on_host else None
@@ -267,24 +272,18 @@ class LaunchedStep:
         """Wait for the step, and yield the tokens drawn for each of its sequences."""
         reports = zip(self.sequences, self.report.read(), strict=False)
         scored = zip(*(each.read() for each in self.logprobs or ()), strict=True)
-        for row, (sequence, (*tokens, accepted, drafted, finite, copied)) in enumerate(reports):
+        drafts, detailed = self.levels > 0, bool(self.logits or self.scores or self.logprobs)
+        for row, (sequence, line) in enumerate(reports):
+            accepted, drafted, finite, copied = line[-4:]
             count = min(accepted + 1, finite)
-            logits, scores = (x[row][:count] if row in x else None for x in (self.logits, self.scores))
-            logprobs = None
-            if (wanted := sequence.params.logprobs) is not None:
-                lines = list(islice(scored, accepted + 1 if self.report.on_host else len(tokens)))[:count]
-                logprobs = [(own, dict(zip(ids[:wanted], top, strict=False))) for (own, *top), ids in lines]
-            drafts = self.levels > 0 and sequence.params.speculate
-            drawn = SequenceDelta(
-                tokens[:count],
-                drafted=drafted if drafts else None,
-                copied=copied,
-                copies=self.grafted if drafts else 0,
-                logprobs=logprobs,
-                logits=logits,
-                scores=scores,
-                overflowed=finite <= accepted,
-            )
+            drawn = SequenceDelta(line[:count], copied=copied, overflowed=finite <= accepted)
+            if drafts and sequence.params.speculate:
+                drawn.drafted, drawn.copies = drafted, self.grafted
+            if detailed:  # most steps are not, and each line here is run for every row of every step
+                drawn.logits, drawn.scores = (x[row][:count] if row in x else None for x in (self.logits, self.scores))
+                if (wanted := sequence.params.logprobs) is not None:
+                    lines = list(islice(scored, accepted + 1 if self.report.on_host else len(line) - 4))[:count]
+                    drawn.logprobs = [(own, dict(zip(ids[:wanted], top, strict=False))) for (own, *top), ids in lines]
             yield sequence, drawn
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from redrafter.attention.tree_plan import PromptChunks
-from redrafter.cache.to_device import to_device
+from redrafter.cache.to_device import move_indices, to_device
 from redrafter.drafting.policy import DraftPolicy, FixedTreePolicy, StepRows
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.drafting.proposer import Proposer, State, step_tokens
@@ -252,24 +252,32 @@ class RunningBatch:
             assert isinstance(self.caches, PagedRows)
             self.caches.update(sequences)
 
-    def remove(self, sequence: TokenSequence) -> None:
-        """Remove a sequence. The last row moves into its place."""
-        row = sequence.row
-        assert row is not None
-        sequence.row = self._requirements = None
-        last = len(self.rows) - 1
-        if row != last:
+    def remove(self, sequences: Sequence[TokenSequence]) -> None:
+        """Remove sequences that have rows, at least one. The last rows move into their slots, all at once.
+
+        On a GPU each call launches a dozen copies, however many sequences it removes.
+        """
+        removed, self._requirements = {sequence.row for sequence in sequences}, None
+        left = len(self.rows) - len(removed)
+        slots = sorted(row for row in removed if row is not None and row < left)
+        last = [row for row in range(left, len(self.rows)) if row not in removed]
+        if slots:
+            source, to = move_indices(last, slots, self.target.device)
             for tensor in self.state.tensors:  # `active` too: both rows step
-                tensor[row] = tensor[last]
-            self.sampling.move(last, row)
-            self.caches.move(last, row)
-            self.rows[row] = self.rows[last]
+                tensor[to] = tensor[source]
+            self.sampling.move(source, to)
+            self.caches.move(last, slots)
+        for sequence in sequences:
+            sequence.row = None
+        for row, old in zip(slots, last, strict=True):
+            self.rows[row] = self.rows[old]
             self.rows[row].row = row
-        self.rows.pop()
-        # Deactivate the row after the last one. `fill_`, since `[last] = ...` for one element waits for the device.
-        self.state.active[last].fill_(False)
-        self.state.length[last].fill_(0)
-        self.caches.clear(last)
+        # Deactivate the rows that are free now. `fill_`, since `[rows] = ...` may wait for the device.
+        free = slice(left, len(self.rows))
+        del self.rows[left:]
+        self.state.active[free].fill_(False)
+        self.state.length[free].fill_(0)
+        self.caches.clear(free)
 
     def step(self, chunks: Sequence[Chunk] = ()) -> tuple[LaunchedStep, StepOutput]:
         """Launch one step of all rows, without drafts if no row takes any. The caller holds the lock of the memory.
@@ -286,7 +294,9 @@ class RunningBatch:
             times.observe(size, step.proposer, times.clock() - began)
         else:
             report = step.replay()
-        return LaunchedStep.of(tuple(self.rows), step.output, report, step.proposer), step.output
+        needs = self._requirements is None or self._requirements.logits
+        launched = LaunchedStep.of(tuple(self.rows), step.output, report, step.proposer, needs_logits=needs)
+        return launched, step.output
 
     def prepare_step(self, chunks: Sequence[Chunk] = ()) -> CapturedStep:
         """Return the next step of all rows, which is captured if it is the first of its kind."""

@@ -370,6 +370,9 @@ class Scheduler:
             return
         step = forward
         accepted, indices, copied = list[int](), list[int](), 0  # of rows that took drafts
+        Deltas = list[tuple[TokenSequence, SequenceDelta]]
+        running, ended, failed = Deltas(), Deltas(), Deltas()
+        charged: dict[tuple[str, int], tuple[TokenSequence, int]] = {}  # tokens by client and priority
         for sequence, drawn in step.read():
             sequence.launched -= 1
             if sequence.ended:
@@ -383,15 +386,20 @@ class Scheduler:
             except Exception as error:  # of a criterion of this sequence
                 self._fail([sequence], error)
                 continue
-            self._running.charge(sequence, len(delta.tokens))
-            if delta.finish is None:
-                if self.finished is not None and not delta.copied:  # else the text that it copies from is kept already
-                    piece = self.finished.find(sequence.prefix_salt, sequence.tokens, sequence.piece)
-                    if piece is not None:
-                        self.batch.give(sequence, piece)
-                sequence.sink(sequence, delta)
-            else:
-                self._running.end(sequence, delta, keep=delta.error is None)
+            account = sequence.client, sequence.priority
+            charged[account] = sequence, len(delta.tokens) + (charged[account][1] if account in charged else 0)
+            into = running if delta.finish is None else ended if delta.error is None else failed
+            into.append((sequence, delta))
+        for sequence, count in charged.values():
+            self._running.charge(sequence, count)
+        for sequence, delta in running:
+            if self.finished is not None and not delta.copied:  # else the text that it copies from is kept already
+                piece = self.finished.find(sequence.prefix_salt, sequence.tokens, sequence.piece)
+                if piece is not None:
+                    self.batch.give(sequence, piece)
+            sequence.sink(sequence, delta)
+        self._running.end_together(ended)
+        self._running.end_together(failed, keep=False)
         if accepted and step.proposer is not None:
             rows, became = len(step.sequences), step.outcomes()
             self.batch.policy.record(
