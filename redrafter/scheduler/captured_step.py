@@ -214,6 +214,8 @@ class LaunchedStep:
         grafted: Nodes of each row's tree that were copied from the sequence.
         size: Rows that it was made for.
         proposer: The proposer of the drafts; None for the draws after prompts.
+        timer: Measures the step; None for a step whose time corrects nothing.
+        correct: Called with the seconds of the step once it was read; None likewise.
     """
 
     sequences: Sequence[TokenSequence]
@@ -225,6 +227,8 @@ class LaunchedStep:
     grafted: int
     size: int
     proposer: Proposer | None = None
+    timer: "Timer | None" = None
+    correct: Callable[[float], object] | None = None
 
     @classmethod
     def of(

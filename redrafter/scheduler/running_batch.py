@@ -11,6 +11,7 @@ factor of two, and is captured once for each window.
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -26,7 +27,7 @@ from redrafter.features import ADAPTERS
 from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.target import Target
-from redrafter.scheduler.captured_step import CapturedStep, LaunchedStep, PendingReport, bucket, new_state
+from redrafter.scheduler.captured_step import CapturedStep, LaunchedStep, PendingReport, Timer, bucket, new_state
 from redrafter.scheduler.finished_texts import Piece, write_pieces
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.prefill import Chunk, ChunkBuffers, PrefilledRows, room_for
@@ -108,12 +109,14 @@ class BatchRequirements(NamedTuple):
     Attributes:
         sampling: Key of the sampling operations that a step runs, from `SamplingTensors.kind`.
         speculate: Number of sequences that take drafts.
+        sampled: Whether any sequence samples.
         logits: Whether any sequence needs logits or processed scores in addition to its tokens.
         adapters: Whether any sequence has an adapter.
     """
 
     sampling: Hashable
     speculate: int
+    sampled: bool
     logits: bool
     adapters: bool
 
@@ -288,14 +291,24 @@ class RunningBatch:
         """
         step = self.prepare_step(chunks)
         times, size = None if chunks or not step.ran else self.policy.times, len(step.state.length)
+        timer = correct = None
         if times is not None and times.clock is not None and times.wants(size, step.proposer):
             began = times.clock()
             report = step.replay()
             times.observe(size, step.proposer, times.clock() - began)
+        elif times is not None and times.corrects and self.rows:
+            cached = sum(len(sequence.tokens) for sequence in self.rows)
+            sampled = self._requirements is not None and self._requirements.sampled
+            correct = partial(times.correct, size, step.proposer, cached=cached, sampled=sampled)
+            timer = Timer(self.target.device)
+            report = step.replay()
+            timer.stop()
         else:
             report = step.replay()
         needs = self._requirements is None or self._requirements.logits
         launched = LaunchedStep.of(tuple(self.rows), step.output, report, step.proposer, needs_logits=needs)
+        if timer is not None:
+            launched = replace(launched, timer=timer, correct=correct)
         return launched, step.output
 
     def prepare_step(self, chunks: Sequence[Chunk] = ()) -> CapturedStep:
@@ -353,6 +366,7 @@ class RunningBatch:
         self._requirements = BatchRequirements(
             self.sampling.kind(self.rows),
             sum(sequence.params.speculate for sequence in self.rows),
+            any(not sequence.params.greedy for sequence in self.rows),
             any(sequence.keeps or sequence.params.logprobs is not None for sequence in self.rows),
             any(sequence.adapter is not None for sequence in self.rows),
         )
@@ -376,6 +390,7 @@ class RunningBatch:
             cached=sum(len(sequence.tokens) for sequence in self.rows),
             match=match,
             indices=[sequence.index for sequence in self.rows],
+            sampled=requirements.sampled,
         )
         return self.policy.choose(step)
 

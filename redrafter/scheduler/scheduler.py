@@ -400,6 +400,8 @@ class Scheduler:
             sequence.sink(sequence, delta)
         self._running.end_together(ended)
         self._running.end_together(failed, keep=False)
+        if step.timer is not None and step.correct is not None:
+            step.correct(step.timer.seconds)
         if accepted and step.proposer is not None:
             rows, became = len(step.sequences), step.outcomes()
             self.batch.policy.record(

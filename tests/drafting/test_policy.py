@@ -11,11 +11,12 @@ from helpers.generation import noted, same_undrafted
 from helpers.models import DRAFTER_ALONE, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from helpers.scheduling import random_sequences, run_as_alone, scheduler, without_drafts
 from redrafter import ReDrafter
-from redrafter.drafting import estimates, policy
-from redrafter.drafting.estimates import AcceptanceEstimator, StepCosts, StepTimes, best_trees, time_at
+from redrafter.drafting import estimates, loss_budget, policy
+from redrafter.drafting.estimates import AcceptanceEstimator, StepCosts, best_trees, time_at
 from redrafter.drafting.policy import AcceptanceHistory, CostPolicy, DraftedStep, DraftPolicy, FixedTreePolicy, StepRows
 from redrafter.drafting.prompt_lookup import TextBeside
 from redrafter.drafting.proposer import PlainProposer, SearchProposer
+from redrafter.drafting.step_times import StepTimes
 from redrafter.engine.step_timing import time_to_read
 from redrafter.model.linear_layers import forward_bytes
 from redrafter.model.target import Target
@@ -259,8 +260,8 @@ def often(monkeypatch):
     monkeypatch.setattr(ReDrafter, "pauses", True)
     monkeypatch.setattr(policy, "RECHECK", 1)
     monkeypatch.setattr(policy, "MARGIN", 1.0)
-    monkeypatch.setattr(policy, "RETRY", 2)
-    monkeypatch.setattr(policy, "ALLOWED_SHARE", 1.0)
+    monkeypatch.setattr(loss_budget, "RETRY", 2)
+    monkeypatch.setattr(loss_budget, "ALLOWED_SHARE", 1.0)
 
 
 def switching(engine: ReDrafter) -> ReDrafter:

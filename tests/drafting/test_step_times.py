@@ -10,9 +10,11 @@ from transformers import AutoTokenizer
 from helpers.generation import noted, same_undrafted
 from helpers.models import DRAFTER_ALONE, tiny_drafter, uneven_batch
 from redrafter import PromptLookup, ReDrafter, boxed_pair
-from redrafter.drafting.estimates import ENOUGH, SAMPLES, StepCosts, StepTimes
-from redrafter.drafting.policy import ALLOWED, ALLOWED_SHARE, CostPolicy, DraftedStep, StepRows
+from redrafter.drafting.estimates import StepCosts
+from redrafter.drafting.loss_budget import ALLOWED, ALLOWED_SHARE
+from redrafter.drafting.policy import CostPolicy, DraftedStep, StepRows
 from redrafter.drafting.proposer import PlainProposer, SearchProposer
+from redrafter.drafting.step_times import ENOUGH, SAMPLES, StepTimes
 from redrafter.engine.engine import Engine
 from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import CapturedStep
@@ -59,7 +61,8 @@ def test_a_kind_that_was_not_timed_is_corrected_as_the_one_most_like_it():
 
 def test_a_kind_that_was_measured_before_costs_what_was_found_whatever_else_a_step_does():
     kind, other, reading = search(3), search(5), 0.001
-    times = StepTimes(replace(COSTS, reading=reading), PLAIN, known=[(4, kind, 2.5)])
+    times = StepTimes(replace(COSTS, reading=reading), PLAIN)
+    times.know(4, kind, 2.5)
     plain = COSTS.of(PLAIN, 4)
     assert times.of(kind, 4) == pytest.approx(2.5 * plain)
     assert times.of(kind, 4, cached=100) == pytest.approx(2.5 * plain + 100 * reading)
@@ -104,6 +107,20 @@ def test_steps_that_a_cpu_finds_slow_draft_no_more(llama, drafts, rows, how, mon
     engine.generate(ids, mask, max_new_tokens=60, eos_token_id=None, **how)
     assert first < 8
     assert sum(work.steps) == first, "what was learnt is kept for the next call"
+
+
+@pytest.mark.parametrize("how", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
+def test_the_time_of_every_step_corrects_its_costs_once_it_was_read(llama, how, monkeypatch):
+    monkeypatch.setattr(Engine, "pauses", True)
+    monkeypatch.setattr(Engine, "_corrects_times", True)  # as on a GPU
+    corrected = noted(
+        monkeypatch, StepTimes, "correct", lambda _, times, rows, kind, seconds: (kind.depth > 0, seconds)
+    )
+    engine = ReDrafter(Target(llama), tiny_drafter(), options=DRAFTER_ALONE)
+    ids, mask = uneven_batch(3)
+    same_undrafted(engine, ids, mask, max_new_tokens=30, eos_token_id=None, **how)
+    assert {drafted for drafted, _ in corrected} == {True, False}
+    assert all(seconds > 0 for _, seconds in corrected)
 
 
 def test_drafts_lose_a_bounded_part_of_the_time_whatever_they_cost():

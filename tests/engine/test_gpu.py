@@ -215,3 +215,17 @@ def test_states_of_a_stored_prefix_are_restored_where_captured_steps_read_them(a
     assert sequences[1].tokens == sequences[-1].tokens
     assert [x.data_ptr() for x in states] == addresses
     assert any(step.graph is not None for step in served.batch.captured_steps.values())
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_times_of_captured_steps_correct_the_costs_that_a_policy_compares(setting):
+    engine = on_gpu("llama", compile=False)
+    engine.adapts, (ids, mask) = True, (x.cuda() for x in uneven_batch())
+    how = {"max_new_tokens": 60, "eos_token_id": None} | SETTINGS[setting]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReDrafter, "pauses", True)
+        drafted, plain = (engine.generate(ids, mask, speculate=speculate, **how) for speculate in (True, False))
+    assert torch.equal(drafted, plain)
+    times, sampled = engine.step_times, setting == "sampled"
+    assert not times.lacks_plain(4, sampled=sampled), "undrafted steps of this batch size were timed"
+    assert times.lacks_plain(4, sampled=not sampled)
