@@ -42,6 +42,8 @@ class ForwardBatch:
         chunks: What is read of prompts beside the trees, on a paged cache; None for nothing.
         pieces: For chains that are parts of prompts, what is read of each row that reads on; its recurrent states are
             those after it then. None for a tree, whose path is committed later.
+        flat_logits: Whether to return the logits of the T verified nodes alone where rows share nodes: by row they are
+            as many times larger as the trees have nodes that nobody verifies.
     """
 
     tree: Tree
@@ -51,6 +53,7 @@ class ForwardBatch:
     inputs: Mapping[Feature, Tensor] = field(default_factory=dict)
     chunks: PromptChunks | None = None
     pieces: Sequence[Piece] | None = None
+    flat_logits: bool = False
 
     @property
     def places(self) -> Tensor:
@@ -97,7 +100,8 @@ class ForwardOutput:
 
     Attributes:
         tree: The trees of the batch, without tokens that cannot be accepted since the model's rope switches there.
-        logits: Logits of the new nodes, `[B, M, V]`; M is 1 with `logits_index`.
+        logits: Logits of the new nodes, `[B, M, V]`; M is 1 with `logits_index`. Those of the T verified nodes,
+            `[1, T, V]`, with `flat_logits`.
         hidden: Hidden states that a drafter reads, `[B, M, F]`.
         chunk_ends: Both of the last token of each chunk; None for no chunks.
     """

@@ -4,7 +4,7 @@ import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 from weakref import WeakSet
@@ -125,16 +125,14 @@ class CapturedStep:
     def run(self) -> None:
         """Take the step uncaptured, in place."""
         self.ran = True
+        caches = self.cache, self.sampler, self.draft_cache
         state, self.output = step(
-            self.state, self.proposer, self.target, self.cache, self.sampler, self.draft_cache, self.chunks
+            self.state, self.proposer, self.target, *caches, self.chunks, keeps_logits=self._keeps_logits
         )
         # In place: a replay reads and writes the buffers that it was captured with.
         self.state.length.copy_(state.length)
         self.state.hidden.copy_(state.hidden)
         self.report = self.output.pack_for_host()
-        if not self._keeps_logits:
-            nothing = self.output.logits.new_empty(0)
-            self.output = replace(self.output, logits=nothing, scores=nothing)
 
     @property
     def num_bytes(self) -> int:
