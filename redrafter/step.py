@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from redrafter.attention.tree_plan import ChunkEnds, PromptChunks
 from redrafter.cache.kv_cache import KVCache
+from redrafter.cache.paged import PagedCache
 from redrafter.drafting.draft_model import commit_drafts
 from redrafter.drafting.proposer import Proposer, State
 from redrafter.model.forward_batch import ForwardBatch
@@ -92,7 +93,8 @@ class StepOutput:
         path: The accepted nodes of the tree.
         levels: Levels of drafts in the tree, at most K.
         grafted: Nodes of each tree that were copied from the text, in addition to the proposer's.
-        logits: The target's logits at every node, `[B, N, V]`; undefined at nodes that were not verified.
+        logits: The target's logits at every node, `[B, N, V]`; undefined at nodes that were not verified. Empty, as
+            scores are, for a step that keeps none.
         scores: The logits after the sampler's processors, `[B, N, V]`; the logits themselves where the sampler is
             fused into one kernel, which keeps no processed scores.
         chunk_ends: The target's outputs at the end of each chunk of a prompt that the step read; None for no chunks.
@@ -115,6 +117,8 @@ def step(
     sampler: Sampler,
     draft_cache: KVCache | None = None,
     chunks: PromptChunks | None = None,
+    *,
+    keeps_logits: bool = True,
 ) -> tuple[State, StepOutput]:
     """Draft a tree of tokens, verify it with the target, and advance every row by the drafts that hold.
 
@@ -129,6 +133,7 @@ def step(
         sampler: How each row draws: temperature, processors, seed.
         draft_cache: The draft model's keys and values; None for a proposer without a draft model.
         chunks: Chunks of other sequences' prompts, which the target reads in the same forward; None for no chunks.
+        keeps_logits: Whether the output has logits and scores.
 
     Returns:
         The state after the step, and the tokens it produced.
@@ -141,18 +146,32 @@ def step(
     noise = sampler.noise(state.length + 1, tree.levels + 1, known=noise)  # drafts that the text adds may be deeper
 
     # 3. Verify. One forward computes the target's logits and hidden states at all nodes.
-    batch = ForwardBatch(tree, state.length, cache, inputs=state.inputs, chunks=chunks)
-    verified = target.verify(batch)  # logits [B, N, V], hidden states [B, N, F]
+    # Where rows share nodes, most nodes of a row have no logits, and nothing of the vocabulary's size is made for them.
+    ragged = tree.counts is not None and isinstance(cache, PagedCache)  # a dense forward computes all nodes
+    flat = ragged and sampler.draws_logits and not keeps_logits
+    batch = ForwardBatch(tree, state.length, cache, inputs=state.inputs, chunks=chunks, flat_logits=flat)
+    verified = target.verify(batch)  # logits [B, N, V], or [1, T, V] if flat; hidden states [B, N, F]
+    logits = scores = verified.logits
 
     # 4. Process. Processors change the scores at every node, after that node's own prefix.
-    scores = _process(verified.logits, state, tree, sampler, cache.window)  # [B, N, V]
+    if not flat:
+        scores = _process(logits, state, tree, sampler, cache.window)  # [B, N, V]
 
     # 5. Draw. The target draws its own next token at every node.
-    if tree.sampled_from is None:
-        drawn = sampler.draw(scores, noise, tree.depth)  # [B, N]
+    if flat:
+        rows = torch.arange(len(tree.tokens), device=tree.tokens.device)
+        row, depth = (batch.flat(of_rows, None) for of_rows in (rows[:, None], tree.depth))  # [T] each
+        drawn_nodes = sampler.draw_nodes(logits[0], noise, row, depth)  # [T]
+        finite_nodes = finite_draws(logits, drawn_nodes[None])[0]
+        drawn, finite = tree.by_row(torch.stack([drawn_nodes, finite_nodes], dim=1)).unbind(2)  # [B, N] each
     else:
-        drawn = sampler.draw_residual(scores, noise, tree, state.length + 1)  # [B, N]
-    finite = finite_draws(verified.logits, drawn, sampled=tree.sampled_from is not None)
+        if tree.sampled_from is None:
+            drawn = sampler.draw(scores, noise, tree.depth)  # [B, N]
+        else:
+            drawn = sampler.draw_residual(scores, noise, tree, state.length + 1)  # [B, N]
+        finite = finite_draws(logits, drawn, sampled=tree.sampled_from is not None)
+    if not keeps_logits:
+        logits = scores = logits.new_empty(0)
     # All ranks must accept and commit the same tokens, so rank 0's draws are used.
     drawn, finite = target.ranks.of_first(drawn, finite)
 
@@ -187,7 +206,7 @@ def step(
         path=path,
         levels=tree.levels,
         grafted=tree.grafted,
-        logits=verified.logits,
+        logits=logits,
         scores=scores,
         chunk_ends=verified.chunk_ends,
     )

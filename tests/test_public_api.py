@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 # Where the object and the argument say it: `change.apply(memory)`, `times.of(proposer, rows)`, the public `Grammar.of`.
 BARE_NAMES = {
     "apply": {"engine/changes.py", "scheduler/engine_change.py"},
-    "of": {"drafting/estimates.py", "grammar/grammar.py"},
+    "of": {"grammar/grammar.py"},
     "read": set(),
     "run": set(),
 }

@@ -31,3 +31,18 @@ def to_device(values: Tensor | Sequence[object], device: torch.device, dtype: to
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def move_indices(
+    source: Sequence[int], to: Sequence[int], device: torch.device
+) -> tuple[slice | Tensor, slice | Tensor]:
+    """Return indices `a, b` so that `x[b] = x[a]` copies rows of a tensor on a device to as many other rows.
+
+    They are slices where each of the two are successive rows, so that nothing is copied to the device.
+    """
+    first = source[0], to[0]
+    if all(list(rows) == [*range(at, at + len(rows))] for rows, at in zip((source, to), first, strict=True)):
+        return slice(first[0], first[0] + len(source)), slice(first[1], first[1] + len(to))
+    # Both are tensors then: a slice would be a view, which may not be written to other rows of the same tensor.
+    old, new = to_device([source, to], device, torch.long)
+    return old, new

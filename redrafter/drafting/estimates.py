@@ -1,21 +1,18 @@
-"""Estimates of step times and of draft acceptance, and the draft trees that are best by both.
+"""Costs of steps, estimates of draft acceptance, and the draft trees that are best by both.
 
 The time of a step depends on the number of tokens of its forward pass and on the search that precedes the forward pass.
 """
 
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from math import inf, log2
+from math import inf
 from typing import Any
 
 from redrafter.drafting.proposer import Proposer, SearchProposer, step_tokens
 from redrafter.tree.likelihood import LIKELIHOODS
 from redrafter.tree.sizes import MAX_BEAMS, TreeShape
-
-Clock = Callable[[], float]
 
 Curve = tuple[tuple[int, float], ...]
 """Pairs of a number and a time, in ascending order of the number, that define a piecewise linear function."""
@@ -47,10 +44,6 @@ LARGE_STEPS: Mapping[int, Curve] = {
 LARGE_BYTES = 2e8  # bytes of the weights of such a model
 CURVES = ("steps", "trees", "searches", "levels")  # fields of `StepCosts` that are curves
 
-# Maximum number of timed steps of a kind. The shortest time counts, since other programs lengthen the others.
-SAMPLES = 4
-ENOUGH = 2  # minimum number of timed steps of a kind before their time counts
-
 # Weights of the priors of an acceptance rate, in drafts: of the prior for a single likelihood class, and of the prior
 # for the ratio of accepted drafts to the drafter's likelihood over all classes.
 PRIOR_OF_EACH, PRIOR_OF_ALL = 4.0, 8.0
@@ -78,8 +71,8 @@ SHARED = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0)  # mean nodes per 
 # can verify its likely drafts and drafts that are copied from its sequence; rows that share nodes copy none.
 SHARING_ROWS = 32
 # Drafter qualities, as defined by `AcceptanceEstimator`, for which a policy has the best tree as a candidate. A GPU
-# captures each kind of step at its first use, which takes as long as many steps.
-QUALITIES = {"cpu": (0.35, 0.5, 0.65, 0.8, 0.92), "cuda": (0.65,)}
+# captures each kind of step at its first use, which takes as long as many steps, so it has fewer.
+QUALITIES = {"cpu": (0.35, 0.5, 0.65, 0.8, 0.92), "cuda": (0.4, 0.65, 0.85)}
 
 
 @dataclass(frozen=True)
@@ -170,7 +163,7 @@ class StepCosts:
             return verified
         return verified + time_at(self.searches, rows) + (depth - 1) * time_at(self.levels, rows * beams)
 
-    def of(self, proposer: Proposer, rows: int, more: int = 0) -> float:
+    def time_of(self, proposer: Proposer, rows: int, more: int = 0) -> float:
         """Return the time of a step of `rows` rows that also prefills `more` prompt tokens."""
         search = proposer.without_text or proposer
         beams = search.beams if isinstance(search, SearchProposer) else 0
@@ -191,89 +184,6 @@ def _between(first: Curve, second: Curve, share: float) -> Curve:
     """Return the linear interpolation between two curves: the first for `share` 0, the second for 1."""
     numbers = sorted({number for number, _ in (*first, *second)})
     return tuple((n, (1 - share) * time_at(first, n) + share * time_at(second, n)) for n in numbers)
-
-
-class StepTimes:
-    """Estimates the time of steps by `StepCosts`, corrected by the measured times of each kind of step.
-
-    A kind of step is a batch size and a proposer. Its excess is its time minus the time of an undrafted step, relative
-    to the latter. The estimated excess of a kind without measurements is its assumed excess, scaled by the ratio of
-    measured to assumed excess of the most similar measured kind.
-
-    No step runs only for a measurement, since a step of a large model may take seconds. Instead, the first few steps of
-    each kind are timed. Afterwards the estimate of the kind is fixed, so that the choice of drafts depends only on
-    costs and tokens.
-
-    Attributes:
-        plain: The proposer that drafts nothing.
-        clock: Returns the time in seconds; None to measure nothing.
-    """
-
-    def __init__(
-        self,
-        assumed: StepCosts,
-        plain: Proposer,
-        clock: Clock | None = None,
-        known: Iterable[tuple[int, Proposer, float]] = (),
-    ):
-        """Create the estimates.
-
-        Args:
-            assumed: Costs to assume for kinds of steps that were not measured.
-            plain: The proposer that drafts nothing.
-            clock: Returns the time in seconds; None to measure nothing.
-            known: Earlier measurements: rows, proposer, and the time of the step relative to an undrafted step.
-        """
-        self._assumed = assumed
-        self.plain = plain
-        self.clock = clock
-        self._samples: dict[tuple[int, int], list[float]] = defaultdict(list)  # by rows and id of the proposer
-        self._timed: dict[int, Proposer] = {}  # by id
-        # Assumed and measured excess, by rows and id of the proposer.
-        self._excess: dict[tuple[int, int], tuple[float, float]] = {}
-        for rows, proposer, ratio in known:
-            self._know(rows, proposer, ratio)
-
-    def wants(self, rows: int, proposer: Proposer, count: int = SAMPLES) -> bool:
-        """Return whether there is a clock and fewer than `count` steps of this kind were timed."""
-        return self.clock is not None and len(self._samples[rows, id(proposer)]) < count
-
-    def observe(self, rows: int, proposer: Proposer, seconds: float) -> None:
-        """Record the measured time of a step, and update the excess of all kinds with the same number of rows."""
-        self._timed[id(proposer)] = proposer
-        self._samples[rows, id(proposer)].append(seconds)
-        if self.wants(rows, self.plain, ENOUGH):
-            return
-        without = min(self._samples[rows, id(self.plain)])
-        for key, each in self._timed.items():
-            if each is not self.plain and not self.wants(rows, each, ENOUGH):
-                self._know(rows, each, min(self._samples[rows, key]) / without if without > 0 else 1.0)
-
-    def _know(self, rows: int, proposer: Proposer, ratio: float) -> None:
-        self._timed[id(proposer)] = proposer  # keeps the proposer alive, so that its id stays unique
-        expected = self._assumed.of(proposer, rows) / self._assumed.of(self.plain, rows)
-        self._excess[rows, id(proposer)] = expected - 1, ratio - 1
-
-    def of(self, proposer: Proposer, rows: int, more: int = 0, cached: int = 0) -> float:
-        """Return the estimated time of a step, in the unit of the costs.
-
-        Args:
-            proposer: Proposer of the step.
-            rows: Rows of the step.
-            more: Prompt tokens that the step prefills.
-            cached: Tokens of all rows in the KV cache.
-        """
-        assumed = self._assumed.of(proposer, rows, more) + self._assumed.reading * cached
-        if proposer is self.plain or not self._excess:
-            return assumed
-        alone, plain = self._assumed.of(proposer, rows), self._assumed.of(self.plain, rows)
-        excess = alone / plain - 1
-        measured = self._excess.get((rows, id(proposer)))
-        if measured is None:
-            nearest = min(self._excess, key=lambda key: (abs(log2(key[0] / rows)), abs(self._excess[key][0] - excess)))
-            expected, found = self._excess[nearest]
-            measured = excess, excess * max(found, 0.0) / max(expected, 1e-3)
-        return assumed - alone + plain * (1 + measured[1])
 
 
 class AcceptanceEstimator:

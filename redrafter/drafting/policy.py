@@ -1,8 +1,8 @@
 """Draft policies, which choose the proposer of each decoding step.
 
-A policy holds the proposers that are available for each batch size. It chooses one by the cost of a step and by the
-acceptance of earlier drafts, both from `estimates.py`, and records the outcome of each drafted step. The choice affects
-speed only, since the target verifies every draft.
+A policy holds the proposers that are available for each batch size. It chooses one by the cost of a step
+(`step_times.py`) and by the acceptance of earlier drafts (`estimates.py`), and records the outcome of each drafted
+step. The choice affects speed only, since the target verifies every draft.
 """
 
 from abc import ABC, abstractmethod
@@ -13,26 +13,25 @@ from itertools import chain
 from typing import NamedTuple
 
 from redrafter.drafting.estimates import (
-    ENOUGH,
     LEAST_SHARE,
     QUALITY,
     RECALL,
     WINDOW,
     AcceptanceEstimator,
     StepCosts,
-    StepTimes,
 )
+from redrafter.drafting.loss_budget import MANY_ROWS, DraftLossBudget
 from redrafter.drafting.proposer import Proposer, SearchProposer, step_tokens
+from redrafter.drafting.step_times import ENOUGH, StepTimes
 
-# `DraftLossBudget`, in units of the time of one undrafted step: its initial and maximum value, and the amount that each
-# undrafted step adds.
-ALLOWED, ALLOWED_SHARE = 3.0, 0.01
-FEWEST = 5  # minimum number of drafted rows before the budget may judge that drafts do not pay
-# Minimum and maximum number of steps between two retries of drafts that do not pay. The interval doubles with each
-# retry, until a drafted step gains time.
-RETRY, LONGEST_RETRY = 8, 128
 RECHECK = 4  # drafted steps between two selections of the best candidate
+# While drafts are expected to give less than this speedup, undrafted steps are taken to correct their costs.
+CLOSE = 2.0
 MARGIN = 1.05  # minimum speedup that a proposer must be expected to give before it replaces another
+# A call ends with its unluckiest row, to which a few drafted steps give nothing. So steps of many rows begin to draft
+# only where that is expected to give much, and continue where it still gives some. Whether it does is judged by probes,
+# which draft what costs least.
+MARGIN_TO_BEGIN, MARGIN_TO_CONTINUE, PROBES = 1.15, 1.1, 2
 FORGOTTEN_BY_RETRY = 0.9  # factor that a retry applies to the weight of earlier acceptance counts
 PRIOR_COPIED = 1.0  # accepted drafts per row that are assumed for a matching sequence
 COPIES_COST = 0.1  # time that copied drafts add to a step, relative to the step without them
@@ -80,6 +79,7 @@ class StepRows(NamedTuple):
         cached: Tokens of all rows in the KV cache.
         match: Whether any sequence has a match to copy drafts from; None if unknown.
         indices: Index of each row's sequence within its call.
+        sampled: Whether any sequence samples.
     """
 
     size: int
@@ -89,6 +89,7 @@ class StepRows(NamedTuple):
     cached: int = 0
     match: bool | None = None
     indices: Sequence[int] = ()
+    sampled: bool = False
 
 
 class DraftedStep(NamedTuple):
@@ -113,60 +114,6 @@ class DraftedStep(NamedTuple):
     outcomes: Sequence[Sequence[int]] = ()
     levels: int = 0
     indices: Sequence[int] = ()
-
-
-class DraftLossBudget:
-    """Bounds the time that rejected drafts lose, relative to undrafted decoding.
-
-    Drafts may lose the time of a few steps, plus a small part of the time of every undrafted step. Gains refill the
-    budget. A few unlucky steps therefore do not stop drafting, while a drafter that keeps losing is skipped in most
-    steps.
-
-    Attributes:
-        pays: Whether drafts are expected to pay.
-    """
-
-    def __init__(self) -> None:
-        """Create a full budget."""
-        self.pays = True
-        self._left = ALLOWED  # remaining loss, in undrafted steps
-        self._rows = 0  # drafted rows so far
-        self._retry = RETRY  # steps until the next retry
-        self._waited = 0  # steps since the last retry
-
-    def allows_drafts(self, rows: int, loss: float) -> bool:
-        """Return whether the next step may draft. Call this exactly once per step.
-
-        Args:
-            rows: Rows of the step. A step of n rows gives as much evidence as n steps of one row, so a retry waits for
-                at least n steps.
-            loss: Time that the step loses if all of its drafts are rejected, in undrafted steps.
-        """
-        self._waited += 1
-        if self._left > 0 and self.pays:
-            return True
-        if self._waited > max(self._retry, rows) and self._left >= loss:
-            self._waited = 0
-            self._retry = min(2 * self._retry, LONGEST_RETRY)
-            return True
-        self._left = min(self._left + ALLOWED_SHARE, ALLOWED)
-        return False
-
-    def observe(self, rows: int, gained: float, *, pays: bool) -> None:
-        """Record the outcome of a drafted step.
-
-        Args:
-            rows: Rows that took drafts.
-            gained: Time that the step gained, in undrafted steps; negative for a loss.
-            pays: Whether drafts are expected to pay in later steps.
-        """
-        self._left = min(self._left + gained, ALLOWED)
-        self._rows += rows
-        self.pays = pays or self._rows < FEWEST
-        if gained > 0:
-            self._retry = RETRY
-        if self.pays:
-            self._waited = 0
 
 
 class AcceptanceHistory:
@@ -354,7 +301,7 @@ class CostPolicy(DraftPolicy):
             self._with_copies = {(size, id(each.without_text)): each for size, each in pairs}
             candidates = {size: [_without_copies(each) for each in listed] for size, listed in candidates.items()}
         self._candidates = candidates
-        self._cached = 0  # tokens in the KV cache before the last chosen step
+        self._cached, self._sampled = 0, False  # of the last chosen step, as in `StepRows`
         self._steps: dict[int, int] = defaultdict(int)  # steps with drafts that pay, by batch size
         self._history.estimator.forget()
         self._selected = {  # by batch size
@@ -375,9 +322,11 @@ class CostPolicy(DraftPolicy):
 
     def choose(self, step: StepRows) -> Proposer:
         """Return the proposer of the next step. Call this exactly once per step."""
-        self._cached = step.cached
+        self._cached, self._sampled = step.cached, step.sampled
         if self.times.wants(step.size, self._plain, ENOUGH):
             return self._plain  # calibration: the times of all other steps are relative to undrafted steps
+        if self.times.lacks_plain(step.size, sampled=step.sampled) and self._is_close(step):
+            return self._plain
         cheapest = self._cheapest_candidate(step)
         budget = self._history.budget_for(step.size)
         if cheapest is None or not budget.allows_drafts(step.rows, self._relative_cost(step.size, cheapest) - 1):
@@ -385,12 +334,21 @@ class CostPolicy(DraftPolicy):
         if not budget.pays:  # retry: the cheapest candidate gives as much evidence as the others
             self._history.estimator.forget(FORGOTTEN_BY_RETRY)
             return cheapest
-        chosen = self._add_copies(step, self._reselect(step))
+        if step.drafting >= MANY_ROWS and budget.steps < PROBES:
+            chosen = cheapest
+        else:
+            chosen = self._add_copies(step, self._reselect(step))
         if step.prompt_tokens:
             # Prefill may make drafts too expensive. Other candidates are not compared: each would be a step of another
             # shape, used only while prompts are read.
             chosen = max(chosen, self._plain, key=partial(self._tokens_per_time, step))
         return chosen
+
+    def _is_close(self, step: StepRows) -> bool:
+        """Return whether another cost of drafts could change the choice between the selected candidate and none."""
+        selected = self._selected.get(step.size)
+        value = partial(self._tokens_per_time, step)
+        return selected is not None and value(selected) < CLOSE * value(self._plain)
 
     def _cheapest_candidate(self, step: StepRows) -> Proposer | None:
         """Return the candidate whose step takes the least time; None if it drafts nothing in this step."""
@@ -458,19 +416,27 @@ class CostPolicy(DraftPolicy):
         # If matches are known, copying does not compete with a search: `_add_copies` compares the two in each step that
         # has a match.
         copying = self._plain if self._knows_matches else self._copying.get(step.size, self._plain)
-        pays = max(map(value, self._candidates[step.size])) >= MARGIN * max(value(self._plain), value(copying))
+        budget = self._history.budget_for(step.size)
+        margin = MARGIN
+        if drafting >= MANY_ROWS:
+            margin = MARGIN_TO_CONTINUE if budget.pays and budget.steps >= PROBES else MARGIN_TO_BEGIN
+        pays = max(map(value, self._candidates[step.size])) >= margin * max(value(self._plain), value(copying))
         gained = (step.rows + sum(step.accepted)) / step.rows - self._relative_cost(step.size, step.proposer)
-        self._history.budget_for(step.size).observe(drafting, gained, pays=pays)
+        budget.observe(drafting, gained, pays=pays)
 
     def _relative_cost(self, size: int, proposer: Proposer) -> float:
         """Return the time of a step, in undrafted steps of the same batch size."""
-        return self.times.of(proposer, size, 0, self._cached) / self.times.of(self._plain, size, 0, self._cached)
+        return self._time(proposer, size) / self._time(self._plain, size)
+
+    def _time(self, proposer: Proposer, size: int, prompt_tokens: int = 0) -> float:
+        """Return the estimated time of a step."""
+        return self.times.time_of(proposer, size, prompt_tokens, self._cached, sampled=self._sampled)
 
     def _tokens_per_time(self, step: StepRows, proposer: Proposer) -> float:
         """Return the expected tokens per unit of time of a step with a proposer."""
         history = self._history
         search = _without_copies(proposer)
-        time = self.times.of(proposer, step.size, step.prompt_tokens, self._cached)
+        time = self._time(proposer, step.size, step.prompt_tokens)
         if not isinstance(search, SearchProposer):
             return (step.rows + step.drafting * history.copied_alone * bool(proposer.depth)) / time
         drafts = search.nodes - 1.0

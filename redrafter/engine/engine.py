@@ -18,9 +18,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from redrafter.cache.to_device import made_on_host
 from redrafter.checkpoints.adapters import read_adapter
-from redrafter.drafting.estimates import Clock, StepCosts, StepTimes
+from redrafter.drafting.estimates import StepCosts
 from redrafter.drafting.policy import DraftPolicy, FixedTreePolicy
 from redrafter.drafting.proposer import PlainProposer, Proposer, SearchProposer
+from redrafter.drafting.step_times import Clock, StepTimes
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.arguments import (
     check_bound,
@@ -122,9 +123,14 @@ class Engine(Changeable):
 
     @cached_property
     def _times(self) -> StepTimes:
-        """Measured times of the engine's steps on a CPU, and assumed ones until they are measured."""
-        clock = self.clock if self.target.ranks.size == 1 else None  # all ranks must choose the same trees
-        return StepTimes(self._assumed, self.plain, clock)
+        """Measured times of the engine's steps, and assumed ones until they are measured."""
+        clock = self.clock if self.target.ranks.size == 1 and self.target.device.type == "cpu" else None
+        return StepTimes(self._assumed, self.plain, clock, corrects=self._corrects_times)
+
+    @property
+    def _corrects_times(self) -> bool:
+        """Whether the times of all steps correct their costs: on a GPU, and not where ranks must agree."""
+        return self.target.device.type == "cuda" and self.target.ranks.size == 1
 
     @cached_property
     def _assumed(self) -> StepCosts:

@@ -27,8 +27,8 @@ class PromptLookup(Engine):
     _history: AcceptanceHistory | None = None
 
     def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
-        """Return a policy that pauses drafting while it does not pay on a CPU, unless `pauses` is off."""
-        if not self.pauses or self.target.device.type != "cpu":
+        """Return a policy that omits drafts while they do not pay, and never with `pauses` off."""
+        if not self.pauses:
             return super().draft_policy(sizes, memory)
         self._history = self._history or AcceptanceHistory(copied=PRIOR_COPIED)
         return CostPolicy(self._times, {size: [self.proposer] for size in sizes}, self._history)

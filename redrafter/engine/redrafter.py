@@ -10,10 +10,11 @@ from transformers import PreTrainedModel
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning, load_drafter
 from redrafter.checkpoints.models import bind, check_quantization, locate_gguf
 from redrafter.drafting.drafter_model import DrafterModel, check_draft_ids
-from redrafter.drafting.estimates import QUALITIES, QUALITY, SHARING_ROWS, StepCosts, StepTimes, best_trees, time_at
+from redrafter.drafting.estimates import QUALITIES, QUALITY, SHARING_ROWS, StepCosts, best_trees, time_at
 from redrafter.drafting.policy import PRIOR_COPIED, AcceptanceHistory, CostPolicy, DraftPolicy, text_nodes
 from redrafter.drafting.prompt_lookup import TextBeside
 from redrafter.drafting.proposer import Proposer, SearchProposer, step_tokens
+from redrafter.drafting.step_times import StepTimes
 from redrafter.engine.arguments import check_bound
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions, split_keywords, takes_options
@@ -88,6 +89,7 @@ class ReDrafter(Engine):
             target.store_drafter_layer(layer)
         self.drafter, self.tuning, self.shape = drafter, tuning, shape
         self._measured: StepCosts | None = None
+        self.step_times: StepTimes | None = None  # of steps by `step_costs`, once there were some
         self._history: AcceptanceHistory | None = None  # of the current drafter
         self._best: dict[tuple[StepCosts, int, bool, tuple[float, ...]], list[TreeShape]] = {}
         self._proposers: dict[TreeShape, SearchProposer] = {}
@@ -216,6 +218,8 @@ class ReDrafter(Engine):
             if self.adapts:
                 # Trees that are best for a weak drafter and for a good one, since acceptance is not known yet.
                 shapes = self._best_shapes(costs, size, QUALITIES[self.target.device.type])
+                # Costs that were measured while another program used the device may say that nothing pays.
+                shapes = shapes or self._best_shapes(self._assumed, size, (QUALITY,))
                 found = [self._proposer_of(shape, size) for shape in shapes]
             kinds[size] = [each for each in found if each.depth]
             if self.tuning is not None and (ratio := self.tuning.step_cost_for(size)) is not None:
@@ -225,7 +229,7 @@ class ReDrafter(Engine):
         if self._history is None:
             self._history = AcceptanceHistory(copied=PRIOR_COPIED if on_cpu else 0.0)
         unknown = on_cpu and self._tuned_costs is None and not known
-        times = self._times if unknown else StepTimes(costs, self.plain, known=known)
+        times = self._times if unknown else self._corrected_times(costs, known)
         # A CPU's steps know whether the text has something to copy.
         return CostPolicy(times, kinds, self._history, copying, knows_matches=on_cpu)
 
@@ -240,6 +244,15 @@ class ReDrafter(Engine):
             if self._measured is None:
                 self._measured = measure_step_costs(memory, self.proposer)
             return self._measured
+
+    def _corrected_times(self, costs: StepCosts, known: Sequence[tuple[int, Proposer, float]]) -> StepTimes:
+        """Return the times of steps by these costs, with the corrections of earlier batches."""
+        with self._lock:
+            if self.step_times is None or self.step_times.assumed is not costs:
+                self.step_times = StepTimes(costs, self.plain, corrects=self._corrects_times)
+            for rows, proposer, ratio in known:
+                self.step_times.know(rows, proposer, ratio)
+            return self.step_times
 
     @property
     def _tuned_costs(self) -> StepCosts | None:

@@ -82,6 +82,11 @@ class Sampler:
         return kernels.TRITON and self.temperature.is_cuda and simple and not self.keep_scores
 
     @property
+    def draws_logits(self) -> bool:
+        """Return whether logits are all that it draws from, whatever text they follow."""
+        return self.fused or not self.processors
+
+    @property
     def capturable(self) -> bool:
         """Return whether nothing here runs on the host, so that a step may be captured in a CUDA graph."""
         return not any(processor.on_host for processor in self.processors)
@@ -133,6 +138,18 @@ class Sampler:
             # On a CPU an argmax of 16-bit numbers takes four times as long: 2.1 ms for 12 nodes of 49,152 ids.
             return (scores if scores.is_cuda else scores.float()).argmax(dim=-1)
         return (scores + noise.gather(1, depth[:, :, None].expand_as(scores))).argmax(dim=-1)
+
+    def draw_nodes(self, logits: Tensor, noise: Tensor | None, row: Tensor, depth: Tensor) -> Tensor:
+        """Draw as `draw` does at T nodes of any rows, `[T]`, from their logits `[T, V]`; for `draws_logits` alone."""
+        temperature, depths = self.temperature, 1 if noise is None else noise.shape[1]
+        if self.fused:
+            # The kernel looks for the noise of its own row, which each node is here.
+            own = torch.arange(len(row), device=row.device)
+            depth = depth + (row - own) * depths
+            temperature = temperature if noise is None else temperature[row]
+            return kernels.sample_tokens(logits[:, None], temperature, noise, depth[:, None]).squeeze(1)
+        here = None if noise is None else noise.flatten(0, 1)[row * depths + depth][:, None]
+        return self.draw(logits[:, None], here, torch.zeros_like(depth)[:, None]).squeeze(1)
 
     def draw_residual(self, scores: Tensor, noise: Tensor | None, tree: Tree, position: Tensor) -> Tensor:
         """Draw the token after each node of a sampled chain by rejection sampling, `[B, N]` int64.

@@ -4,7 +4,7 @@ import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from weakref import WeakSet
@@ -134,14 +134,12 @@ class CapturedStep:
             self.sampler,
             draft_cache=self.draft_cache,
             chunks=self.chunks,
+            keeps_logits=self._keeps_logits,
         )
         # In place: a replay reads and writes the buffers that it was captured with.
         self.state.length.copy_(state.length)
         self.state.hidden.copy_(state.hidden)
         self.packed = self.output.report.pack()
-        if not self._keeps_logits:
-            nothing = self.output.logits.new_empty(0)
-            self.output = replace(self.output, logits=nothing, scores=nothing)
         logits, scores = self.output.logits, self.output.scores
         self.num_bytes = logits.nbytes + (0 if scores is logits else scores.nbytes)
 
@@ -214,6 +212,8 @@ class LaunchedStep:
         grafted: Nodes of each row's tree that were copied from the sequence.
         size: Rows that it was made for.
         proposer: The proposer of the drafts; None for the draws after prompts.
+        timer: Measures the step; None for a step whose time corrects nothing.
+        correct: Called with the seconds of the step once it was read; None likewise.
     """
 
     sequences: Sequence[TokenSequence]
@@ -225,6 +225,8 @@ class LaunchedStep:
     grafted: int
     size: int
     proposer: Proposer | None = None
+    timer: "Timer | None" = None
+    correct: Callable[[float], object] | None = None
 
     @classmethod
     def from_output(
@@ -233,18 +235,24 @@ class LaunchedStep:
         output: StepOutput,
         packed: HostCopy,
         proposer: Proposer | None = None,
+        *,
+        needs_logits: bool = True,
     ) -> "LaunchedStep":
-        """Copy what will be needed from a step's output, which the next step may overwrite."""
+        """Copy what will be needed from a step's output, which the next step may overwrite.
+
+        Without `needs_logits`, no sequence needs more than its tokens.
+        """
         logits, scores = dict[int, Tensor](), dict[int, Tensor]()
+        counts = dict[int, int]()
         # Only the rows that asked for them: logits are as large as the vocabulary.
-        for row, sequence in enumerate(sequences):
+        for row, sequence in enumerate(sequences if needs_logits else ()):
             if "logits" in sequence.keeps:
                 # A copy, since the next replay overwrites the output.
                 logits[row] = output.logits[row].index_select(0, output.path.nodes[row])
             if "scores" in sequence.keeps:
                 scores[row] = output.scores[row].index_select(0, output.path.nodes[row])
-        asked = ((row, sequence.params.logprobs) for row, sequence in enumerate(sequences))
-        counts = {row: count for row, count in asked if count is not None}
+            if sequence.params.logprobs is not None:
+                counts[row] = sequence.params.logprobs
         logprobs = None
         tokens = output.report.tokens
         if counts:
@@ -288,24 +296,17 @@ class LaunchedStep:
             strict=False,  # the rows after those of the sequences are padding
         )
         scored = zip(*(each.wait().tolist() for each in self.logprobs or ()), strict=True)
+        drafts, detailed = self.levels > 0, bool(self.logits or self.scores or self.logprobs)
         for row, (sequence, tokens, accepted, drafted, finite, copied) in enumerate(rows):
             count = min(accepted + 1, finite)
-            logits, scores = (x[row][:count] if row in x else None for x in (self.logits, self.scores))
-            logprobs = None
-            if (wanted := sequence.params.logprobs) is not None:
-                lines = list(islice(scored, accepted + 1 if self.packed.on_host else len(tokens)))[:count]
-                logprobs = [(own, dict(zip(ids[:wanted], top, strict=False))) for (own, *top), ids in lines]
-            drafts = self.levels > 0 and sequence.params.speculate
-            drawn = SequenceDelta(
-                tokens[:count],
-                drafted=drafted if drafts else None,
-                copied=copied,
-                copies=self.grafted if drafts else 0,
-                logprobs=logprobs,
-                logits=logits,
-                scores=scores,
-                overflowed=finite <= accepted,
-            )
+            drawn = SequenceDelta(tokens[:count], copied=copied, overflowed=finite <= accepted)
+            if drafts and sequence.params.speculate:
+                drawn.drafted, drawn.copies = drafted, self.grafted
+            if detailed:  # most steps are not, and each line here runs for every row of every step
+                drawn.logits, drawn.scores = (x[row][:count] if row in x else None for x in (self.logits, self.scores))
+                if (wanted := sequence.params.logprobs) is not None:
+                    lines = list(islice(scored, accepted + 1 if self.packed.on_host else len(tokens)))[:count]
+                    drawn.logprobs = [(own, dict(zip(ids[:wanted], top, strict=False))) for (own, *top), ids in lines]
             yield sequence, drawn
 
 

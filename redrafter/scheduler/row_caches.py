@@ -14,7 +14,7 @@ from redrafter.cache.dense import DenseCache
 from redrafter.cache.kv_cache import KVCache
 from redrafter.cache.paged import PagedCache, stack_block_tables
 from redrafter.cache.states import StateCopies
-from redrafter.cache.to_device import to_device
+from redrafter.cache.to_device import move_indices, to_device
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.kernels.block_size import BLOCK_SIZE
@@ -134,17 +134,16 @@ class PagedRows:
         rows = [(table.state_row, table.snapshot_row) for table in tables_of(sequences)]
         return to_device(rows, self.tables.device, torch.long)
 
-    def move(self, source: int, to: int) -> None:
-        """Copy the caches and tables of one row to another."""
-        for tables in self._all_tables():
-            tables[to] = tables[source]
-        self.state_rows[to] = self.state_rows[source]
+    def move(self, source: Sequence[int], to: Sequence[int]) -> None:
+        """Copy the caches and tables of some rows to as many others."""
+        old, new = move_indices(source, to, self.tables.device)
+        for tables in (*self._all_tables(), self.state_rows):
+            tables[new] = tables[old]
 
-    def clear(self, row: int) -> None:
-        """Detach a row from its blocks: it then writes to block 0, which no sequence owns."""
-        for tables in self._all_tables():
-            tables[row] = 0
-        self.state_rows[row] = 0
+    def clear(self, rows: slice) -> None:
+        """Detach rows from their blocks: they then write to block 0, which no sequence owns."""
+        for tables in (*self._all_tables(), self.state_rows):
+            tables[rows] = 0
 
     @property
     def num_bytes(self) -> int:
@@ -217,12 +216,12 @@ class DenseRows:
             mine.reserve(max(mine.window, part.window))
             mine.write_rows(range(first, first + len(rows)), part, rows)
 
-    def move(self, source: int, to: int) -> None:
-        """Copy the keys and values of one row to another."""
+    def move(self, source: Sequence[int], to: Sequence[int]) -> None:
+        """Copy the keys and values of some rows to as many others."""
         for cache in self._caches:
-            cache.write_rows([to], cache, [source])
+            cache.write_rows(to, cache, source)
 
-    def clear(self, row: int) -> None:
+    def clear(self, rows: slice) -> None:
         """Do nothing: rows that are not in use take no part in steps."""
 
     @property

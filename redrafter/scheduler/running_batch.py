@@ -11,13 +11,14 @@ factor of two, and is captured once for each window.
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from redrafter.attention.tree_plan import PromptChunks
-from redrafter.cache.to_device import to_device
+from redrafter.cache.to_device import move_indices, to_device
 from redrafter.drafting.policy import DraftPolicy, FixedTreePolicy, StepRows
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.drafting.proposer import Proposer, State, step_tokens
@@ -26,7 +27,7 @@ from redrafter.features import ADAPTERS
 from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.target import Target
-from redrafter.scheduler.captured_step import CapturedStep, HostCopy, LaunchedStep, bucket, new_state
+from redrafter.scheduler.captured_step import CapturedStep, HostCopy, LaunchedStep, Timer, bucket, new_state
 from redrafter.scheduler.finished_texts import CopySource, write_pieces
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.prefill import Chunk, ChunkBuffers, PrefilledRows, room_for
@@ -108,12 +109,14 @@ class BatchRequirements(NamedTuple):
     Attributes:
         sampling: Key of the sampling operations that a step runs, from `SamplingTensors.kind`.
         speculate: Number of sequences that take drafts.
+        sampled: Whether any sequence samples.
         logits: Whether any sequence needs logits or processed scores in addition to its tokens.
         adapters: Whether any sequence has an adapter.
     """
 
     sampling: Hashable
     speculate: int
+    sampled: bool
     logits: bool
     adapters: bool
 
@@ -261,25 +264,34 @@ class RunningBatch:
             assert isinstance(self.caches, PagedRows)
             self.caches.update(sequences)
 
-    def remove(self, sequence: TokenSequence) -> None:
-        """Remove a sequence. The last row moves into its place."""
-        row = sequence.row
-        assert row is not None
-        sequence.row = self._requirements = None
-        last = len(self.rows) - 1
-        if row != last:
-            # Rows have no gaps, so a step over the first rows reads active ones only.
+    def remove(self, sequences: Sequence[TokenSequence]) -> None:
+        """Remove sequences that have rows, at least one. The last rows move into their slots, all at once.
+
+        Rows have no gaps, so a step over the first rows reads active ones only.
+
+        On a GPU each call launches a dozen copies, however many sequences it removes.
+        """
+        removed, self._requirements = {sequence.row for sequence in sequences}, None
+        left = len(self.rows) - len(removed)
+        slots = sorted(row for row in removed if row is not None and row < left)
+        last = [row for row in range(left, len(self.rows)) if row not in removed]
+        if slots:
+            source, to = move_indices(last, slots, self.target.device)
             for tensor in self.state.tensors:  # `active` too: both rows step
-                tensor[row] = tensor[last]
-            self.sampling.move(last, row)
-            self.caches.move(last, row)
-            self.rows[row] = self.rows[last]
+                tensor[to] = tensor[source]
+            self.sampling.move(source, to)
+            self.caches.move(last, slots)
+        for sequence in sequences:
+            sequence.row = None
+        for row, old in zip(slots, last, strict=True):
+            self.rows[row] = self.rows[old]
             self.rows[row].row = row
-        self.rows.pop()
-        # Deactivate the row after the last one. `fill_`, since `[last] = ...` for one element waits for the device.
-        self.state.active[last].fill_(False)
-        self.state.length[last].fill_(0)
-        self.caches.clear(last)
+        # Deactivate the rows that are free now. `fill_`, since `[rows] = ...` may wait for the device.
+        free = slice(left, len(self.rows))
+        del self.rows[left:]
+        self.state.active[free].fill_(False)
+        self.state.length[free].fill_(0)
+        self.caches.clear(free)
 
     def step(self, chunks: Sequence[Chunk] = ()) -> tuple[LaunchedStep, StepOutput]:
         """Launch one step of all rows, without drafts if no row takes any. The caller holds the lock of the memory.
@@ -291,13 +303,25 @@ class RunningBatch:
         step = self.prepare_step(chunks)
         times, size = None if chunks or not step.ran else self.policy.times, len(step.state.length)
         # Only a step that waits for the result can be timed by a host clock, and none that also reads prompts.
+        timer = correct = None
         if times is not None and times.clock is not None and times.wants(size, step.proposer):
             began = times.clock()
             packed = step.replay()
             times.observe(size, step.proposer, times.clock() - began)
+        elif times is not None and times.corrects and self.rows:
+            cached = sum(len(sequence.tokens) for sequence in self.rows)
+            sampled = self._requirements is not None and self._requirements.sampled
+            correct = partial(times.correct, size, step.proposer, cached=cached, sampled=sampled)
+            timer = Timer(self.target.device)
+            packed = step.replay()
+            timer.stop()
         else:
             packed = step.replay()
-        return LaunchedStep.from_output(tuple(self.rows), step.output, packed, step.proposer), step.output
+        needs = self._requirements is None or self._requirements.logits
+        launched = LaunchedStep.from_output(tuple(self.rows), step.output, packed, step.proposer, needs_logits=needs)
+        if timer is not None:
+            launched = replace(launched, timer=timer, correct=correct)
+        return launched, step.output
 
     def prepare_step(self, chunks: Sequence[Chunk] = ()) -> CapturedStep:
         """Return the next step of all rows, which is captured if it is the first of its kind."""
@@ -357,6 +381,7 @@ class RunningBatch:
         self._requirements = BatchRequirements(
             self.sampling.kind(self.rows),
             sum(sequence.params.speculate for sequence in self.rows),
+            any(not sequence.params.greedy for sequence in self.rows),
             any(sequence.keeps or sequence.params.logprobs is not None for sequence in self.rows),
             any(sequence.adapter is not None for sequence in self.rows),
         )
@@ -377,6 +402,7 @@ class RunningBatch:
             cached=sum(len(sequence.tokens) for sequence in self.rows),
             match=match,
             indices=[sequence.index for sequence in self.rows],
+            sampled=requirements.sampled,
         )
         return self.policy.choose(step)
 

@@ -272,7 +272,7 @@ class RunningSet:
 
     def _put_back(self, sequence: TokenSequence) -> None:
         """Let a sequence wait again. Its prefix may still be cached when its turn comes, or is recomputed."""
-        self._take_back(sequence, keep=True)
+        self._take_back([sequence], keep=True)
         with self._lock:
             self._queue.put_back(sequence)
 
@@ -304,47 +304,56 @@ class RunningSet:
         return grown
 
     def charge(self, sequence: TokenSequence, tokens: int) -> None:
-        """Add tokens that were read or drawn for a sequence with a slot to its client's account."""
+        """Add tokens that were read or drawn for a sequence with a slot to its client's account.
+
+        Tokens of several sequences of one client and priority may be added together, with any one of them.
+        """
         with self._lock:
             self._queue.charge(sequence, tokens)
 
     def end(self, sequence: TokenSequence, delta: SequenceDelta, keep: bool = True) -> None:
-        """Release the slot and blocks of a sequence, and report its last delta.
+        """Release the slot and blocks of a sequence, and report its last delta; see `end_together`."""
+        self.end_together([(sequence, delta)], keep)
 
-        Later sequences may reuse its keys and values if `keep` is set, which must not be after an error.
+    def end_together(self, ended: Sequence[tuple[TokenSequence, SequenceDelta]], keep: bool = True) -> None:
+        """Release the slots and blocks of sequences, and report their last deltas.
+
+        Later sequences may reuse their keys and values if `keep` is set, which must not be after an error.
         """
-        held = sequence.row is not None or sequence in self.prefilling
+        held = {sequence for sequence, _ in ended if sequence.row is not None or sequence in self.prefilling}
         # Blocks may be published already, so they are withdrawn before they are released.
         if self._blocks is not None and not keep:
-            self._blocks.withdraw(sequence)
-        self._take_back(sequence, keep)
-        if self._finished is not None and keep and sequence.written:
-            self._finished.add(sequence.prefix_salt, sequence.prompt, sequence.tokens[len(sequence.prompt) :])
-        with self._lock:
-            if held:
-                self._queue.end(sequence)
-            elif sequence in self._queue:
-                self._queue.remove(sequence)
-            sequence.ended = True
-        # After all is released: the sink may submit a sequence at once.
-        sequence.sink(sequence, delta)
+            for sequence, _ in ended:
+                self._blocks.withdraw(sequence)
+        self._take_back([sequence for sequence, _ in ended], keep)
+        for sequence, delta in ended:
+            if self._finished is not None and keep and sequence.written:
+                self._finished.add(sequence.prefix_salt, sequence.prompt, sequence.tokens[len(sequence.prompt) :])
+            with self._lock:
+                if sequence in held:
+                    self._queue.end(sequence)
+                elif sequence in self._queue:
+                    self._queue.remove(sequence)
+                sequence.ended = True
+            # After all is released: the sink may submit a sequence at once.
+            sequence.sink(sequence, delta)
 
     def abandon(self) -> None:
         """Release the slots and blocks of sequences, without reporting deltas."""
-        for sequence in self.sequences:
-            self._take_back(sequence, keep=False)
+        self._take_back(self.sequences, keep=False)
         self._queue.clear()
         if self._blocks is not None:
             self._blocks.end_wait()
 
-    def _take_back(self, sequence: TokenSequence, keep: bool) -> None:
-        """Take back the blocks and the row of a sequence, whose keys and values may be reused if `keep` is set."""
-        if self._blocks is not None:
-            # Before the row is removed: how many tokens are cached depends on whether the sequence has a row.
-            self._blocks.release(sequence, keep)
-        if sequence.row is not None:
-            self._batch.remove(sequence)
-        self.prefilling.pop(sequence, None)
-        sequence.prefilled = 0
-        if sequence.draft is not None:
-            sequence.draft.prefilled = 0
+    def _take_back(self, sequences: Sequence[TokenSequence], keep: bool) -> None:
+        """Take back the blocks and the rows of sequences, whose keys and values may be reused if `keep` is set."""
+        for sequence in sequences:
+            if self._blocks is not None:
+                # Before the row is removed: how many tokens are cached depends on whether the sequence has a row.
+                self._blocks.release(sequence, keep)
+            self.prefilling.pop(sequence, None)
+            sequence.prefilled = 0
+            if sequence.draft is not None:
+                sequence.draft.prefilled = 0
+        if stepping := [sequence for sequence in sequences if sequence.row is not None]:
+            self._batch.remove(stepping)

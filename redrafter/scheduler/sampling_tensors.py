@@ -163,8 +163,8 @@ class SamplingTensors:
             self._own[kinds] = [each.with_rows(self._rows, self.ids.device) for each in given]
         return self._own[kinds]
 
-    def move(self, source: int, to: int) -> None:
-        """Copy the parameters of one row to another."""
+    def move(self, source: slice | Tensor, to: slice | Tensor) -> None:
+        """Copy the parameters of some rows to as many others; see `move_indices`."""
         for table in self._tables:
             table[:, to] = table[:, source]
         own = (each for buffers in self._own.values() for each in buffers)

@@ -378,6 +378,9 @@ class Scheduler:
     def _report(self, step: LaunchedStep) -> None:
         """Wait for the tokens of a step, and report them to the sequences that have not ended meanwhile."""
         accepted, indices, copied = list[int](), list[int](), 0  # of rows that took drafts
+        Deltas = list[tuple[TokenSequence, SequenceDelta]]
+        running, ended, failed = Deltas(), Deltas(), Deltas()
+        charged: dict[tuple[str, int], tuple[TokenSequence, int]] = {}  # tokens by client and priority
         for sequence, drawn in step.read_deltas():
             sequence.launched -= 1
             # A sequence that ended after the launch still took part; its tokens are dropped.
@@ -392,15 +395,22 @@ class Scheduler:
             except Exception as error:  # raised by a criterion of this sequence
                 self._fail([sequence], error)
                 continue
-            self._running.charge(sequence, len(delta.tokens))
-            if delta.finish is None:
-                if self.finished is not None and not delta.copied:  # else the text that it copies from is kept already
-                    piece = self.finished.find(sequence.prefix_salt, sequence.tokens, sequence.copying.source)
-                    if piece is not None:
-                        self.batch.give(sequence, piece)
-                sequence.sink(sequence, delta)
-            else:
-                self._running.end(sequence, delta, keep=delta.error is None)
+            account = sequence.client, sequence.priority
+            charged[account] = sequence, len(delta.tokens) + (charged[account][1] if account in charged else 0)
+            into = running if delta.finish is None else ended if delta.error is None else failed
+            into.append((sequence, delta))
+        for sequence, count in charged.values():
+            self._running.charge(sequence, count)
+        for sequence, delta in running:
+            if self.finished is not None and not delta.copied:  # else the text that it copies from is kept already
+                piece = self.finished.find(sequence.prefix_salt, sequence.tokens, sequence.copying.source)
+                if piece is not None:
+                    self.batch.give(sequence, piece)
+            sequence.sink(sequence, delta)
+        self._running.end_together(ended)
+        self._running.end_together(failed, keep=False)
+        if step.timer is not None and step.correct is not None:
+            step.correct(step.timer.seconds)
         if accepted and step.proposer is not None:
             outcomes = step.report.outcomes
             self.batch.policy.record(

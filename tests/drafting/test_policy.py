@@ -11,11 +11,12 @@ from helpers.generation import noted, same_undrafted
 from helpers.models import DRAFTER_ALONE, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from helpers.scheduling import random_sequences, run_as_alone, scheduler, without_drafts
 from redrafter import ReDrafter
-from redrafter.drafting import estimates, policy
-from redrafter.drafting.estimates import AcceptanceEstimator, StepCosts, StepTimes, best_trees, time_at
+from redrafter.drafting import estimates, loss_budget, policy
+from redrafter.drafting.estimates import AcceptanceEstimator, StepCosts, best_trees, time_at
 from redrafter.drafting.policy import AcceptanceHistory, CostPolicy, DraftedStep, DraftPolicy, FixedTreePolicy, StepRows
 from redrafter.drafting.prompt_lookup import TextBeside
 from redrafter.drafting.proposer import PlainProposer, SearchProposer
+from redrafter.drafting.step_times import StepTimes
 from redrafter.engine.step_timing import time_to_read
 from redrafter.model.linear_layers import forward_bytes
 from redrafter.model.target import Target
@@ -53,10 +54,10 @@ def test_times_are_straight_between_points_and_never_fall():
 
 def test_a_step_costs_its_forward_and_each_level_of_its_search():
     costs = priced(((1, 1.0), (101, 101.0)), ((1, 10.0),), ((1, 0.0), (100, 100.0)))
-    assert costs.of(PlainProposer(), 4) == 4
-    assert costs.of(PlainProposer(), 4, more=64) == 68
-    assert costs.of(search(2, 3, 5), 4) == 20 + 10 + 2 * time_at(costs.levels, 8)
-    assert costs.of(search(2, 3, 7, shared=9), 4) == 9 + 10 + 2 * time_at(costs.levels, 8)
+    assert costs.time_of(PlainProposer(), 4) == 4
+    assert costs.time_of(PlainProposer(), 4, more=64) == 68
+    assert costs.time_of(search(2, 3, 5), 4) == 20 + 10 + 2 * time_at(costs.levels, 8)
+    assert costs.time_of(search(2, 3, 7, shared=9), 4) == 9 + 10 + 2 * time_at(costs.levels, 8)
 
 
 def test_drafts_are_counted_by_likelihood():
@@ -268,8 +269,8 @@ def often(monkeypatch):
     monkeypatch.setattr(ReDrafter, "pauses", True)
     monkeypatch.setattr(policy, "RECHECK", 1)
     monkeypatch.setattr(policy, "MARGIN", 1.0)
-    monkeypatch.setattr(policy, "RETRY", 2)
-    monkeypatch.setattr(policy, "ALLOWED_SHARE", 1.0)
+    monkeypatch.setattr(loss_budget, "RETRY", 2)
+    monkeypatch.setattr(loss_budget, "ALLOWED_SHARE", 1.0)
 
 
 def switching(engine: ReDrafter) -> ReDrafter:

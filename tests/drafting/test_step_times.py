@@ -10,9 +10,11 @@ from transformers import AutoTokenizer
 from helpers.generation import noted, same_undrafted
 from helpers.models import DRAFTER_ALONE, tiny_drafter, uneven_batch
 from redrafter import PromptLookup, ReDrafter, boxed_pair
-from redrafter.drafting.estimates import ENOUGH, SAMPLES, StepCosts, StepTimes
-from redrafter.drafting.policy import ALLOWED, ALLOWED_SHARE, CostPolicy, DraftedStep, StepRows
+from redrafter.drafting.estimates import StepCosts
+from redrafter.drafting.loss_budget import ALLOWED, ALLOWED_SHARE
+from redrafter.drafting.policy import CostPolicy, DraftedStep, StepRows
 from redrafter.drafting.proposer import PlainProposer, SearchProposer
+from redrafter.drafting.step_times import ENOUGH, SAMPLES, StepTimes
 from redrafter.engine.engine import Engine
 from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import CapturedStep
@@ -35,13 +37,13 @@ def timed(times: StepTimes, proposer, *seconds: float, rows: int = 1) -> None:
 
 def test_a_kind_costs_what_its_shortest_steps_took():
     times, kind = StepTimes(COSTS, PLAIN, lambda: 0.0), search(3)
-    assert times.of(kind, 1) == COSTS.of(kind, 1)
+    assert times.time_of(kind, 1) == COSTS.time_of(kind, 1)
     timed(times, PLAIN, 0.3, 0.2)
     timed(times, kind, 0.9)
-    assert times.of(kind, 1) == COSTS.of(kind, 1), "one step may have been stretched"
+    assert times.time_of(kind, 1) == COSTS.time_of(kind, 1), "one step may have been stretched"
     timed(times, kind, 0.5)
-    assert times.of(kind, 1) == pytest.approx(2.5)
-    assert times.of(PLAIN, 1) == 1
+    assert times.time_of(kind, 1) == pytest.approx(2.5)
+    assert times.time_of(PLAIN, 1) == 1
     assert times.wants(1, kind)
     timed(times, kind, *(SAMPLES - 2) * [0.6])
     assert not times.wants(1, kind), "later steps decide nothing"
@@ -50,21 +52,24 @@ def test_a_kind_costs_what_its_shortest_steps_took():
 def test_a_kind_that_was_not_timed_is_corrected_as_the_one_most_like_it():
     times, known, other = StepTimes(COSTS, PLAIN, lambda: 0.0), search(2), search(5)
     timed(times, PLAIN, *ENOUGH * [0.1])
-    excess = COSTS.of(known, 1) - 1
+    excess = COSTS.time_of(known, 1) - 1
     timed(times, known, *ENOUGH * [0.1 * (1 + 3 * excess)])
     for rows in (1, 4):
-        plain = COSTS.of(PLAIN, rows)
-        assert times.of(other, rows) == pytest.approx(plain + 3 * (COSTS.of(other, rows) - plain))
+        plain = COSTS.time_of(PLAIN, rows)
+        assert times.time_of(other, rows) == pytest.approx(plain + 3 * (COSTS.time_of(other, rows) - plain))
 
 
 def test_a_kind_that_was_measured_before_costs_what_was_found_whatever_else_a_step_does():
     kind, other, reading = search(3), search(5), 0.001
-    times = StepTimes(replace(COSTS, reading=reading), PLAIN, known=[(4, kind, 2.5)])
-    plain = COSTS.of(PLAIN, 4)
-    assert times.of(kind, 4) == pytest.approx(2.5 * plain)
-    assert times.of(kind, 4, cached=100) == pytest.approx(2.5 * plain + 100 * reading)
-    assert times.of(kind, 4, more=3) - times.of(kind, 4) == pytest.approx(COSTS.of(kind, 4, 3) - COSTS.of(kind, 4))
-    assert times.of(other, 4) > times.of(kind, 4), "others are corrected alike"
+    times = StepTimes(replace(COSTS, reading=reading), PLAIN)
+    times.know(4, kind, 2.5)
+    plain = COSTS.time_of(PLAIN, 4)
+    assert times.time_of(kind, 4) == pytest.approx(2.5 * plain)
+    assert times.time_of(kind, 4, cached=100) == pytest.approx(2.5 * plain + 100 * reading)
+    assert times.time_of(kind, 4, more=3) - times.time_of(kind, 4) == pytest.approx(
+        COSTS.time_of(kind, 4, 3) - COSTS.time_of(kind, 4)
+    )
+    assert times.time_of(other, 4) > times.time_of(kind, 4), "others are corrected alike"
     assert not times.wants(4, kind), "without a clock nothing is timed"
 
 
@@ -106,6 +111,20 @@ def test_steps_that_a_cpu_finds_slow_draft_no_more(llama, drafts, rows, how, mon
     assert sum(work.steps) == first, "what was learnt is kept for the next call"
 
 
+@pytest.mark.parametrize("how", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
+def test_the_time_of_every_step_corrects_its_costs_once_it_was_read(llama, how, monkeypatch):
+    monkeypatch.setattr(Engine, "pauses", True)
+    monkeypatch.setattr(Engine, "_corrects_times", True)  # as on a GPU
+    corrected = noted(
+        monkeypatch, StepTimes, "correct", lambda _, times, rows, kind, seconds: (kind.depth > 0, seconds)
+    )
+    engine = ReDrafter(Target(llama), tiny_drafter(), options=DRAFTER_ALONE)
+    ids, mask = uneven_batch(3)
+    same_undrafted(engine, ids, mask, max_new_tokens=30, eos_token_id=None, **how)
+    assert {drafted for drafted, _ in corrected} == {True, False}
+    assert all(seconds > 0 for _, seconds in corrected)
+
+
 def test_drafts_lose_a_bounded_part_of_the_time_whatever_they_cost():
     dice = random.Random(0)
     for trial in range(60):
@@ -115,7 +134,7 @@ def test_drafts_lose_a_bounded_part_of_the_time_whatever_they_cost():
         time, tokens = 0.0, 0
         for _ in range(400):
             proposer = chosen.choose(StepRows(rows, rows, rows))
-            time, tokens = time + costs.of(proposer, rows), tokens + rows
+            time, tokens = time + costs.time_of(proposer, rows), tokens + rows
             if proposer.depth:
                 accepted = sum(dice.random() < right for _ in range(2 * rows))
                 counts = [[n] * len(LIKELIHOODS) for n in (2 * rows, accepted, rows, rows)]

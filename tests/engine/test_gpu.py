@@ -12,6 +12,7 @@ from helpers.recurrent import generated_alone, recurrent_model
 from helpers.scheduling import make_sequence, run
 from redrafter import ArgumentError, DraftTarget, ReDrafter
 from redrafter.engine.options import EngineOptions
+from redrafter.engine.tuning import Tuning
 from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.scheduler import Scheduler
@@ -215,3 +216,30 @@ def test_states_of_a_stored_prefix_are_restored_where_captured_steps_read_them(a
     assert sequences[1].tokens == sequences[-1].tokens
     assert [x.data_ptr() for x in states] == addresses
     assert any(step.graph is not None for step in served.batch.captured_steps.values())
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_times_of_captured_steps_correct_the_costs_that_a_policy_compares(setting):
+    engine = on_gpu("llama", compile=False)
+    engine.adapts, (ids, mask) = True, (x.cuda() for x in uneven_batch())
+    how = {"max_new_tokens": 60, "eos_token_id": None} | SETTINGS[setting]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReDrafter, "pauses", True)
+        drafted, plain = (engine.generate(ids, mask, speculate=speculate, **how) for speculate in (True, False))
+    assert torch.equal(drafted, plain)
+    times, sampled = engine.step_times, setting == "sampled"
+    assert not times.lacks_plain(4, sampled=sampled), "undrafted steps of this batch size were timed"
+    assert times.lacks_plain(4, sampled=not sampled)
+
+
+@COMPILE
+@pytest.mark.parametrize("setting", [*SETTINGS.values(), SETTINGS["sampled"] | {"top_k": 20}], ids=str)
+def test_rows_that_share_nodes_draw_in_captured_steps_as_without_drafts(compile, setting):
+    target = Target(tiny_model("llama").to("cuda"))
+    tuning = Tuning({1: TreeShape(4, 4, 17, 16)}, "", "", "", "")
+    options = EngineOptions(**SHARE, compile=compile)
+    engine = ReDrafter(target, tiny_drafter().to("cuda"), tuning=tuning, options=options)
+    ids, mask = (x.cuda() for x in uneven_batch())
+    how = {"max_new_tokens": 40, "eos_token_id": None} | setting
+    drafted, plain = (engine.generate(ids, mask, speculate=speculate, **how) for speculate in (True, False))
+    assert torch.equal(drafted, plain)

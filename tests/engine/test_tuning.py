@@ -73,7 +73,7 @@ def test_drafting_pauses_by_the_measured_cost_of_a_step(target, rows, ratio, mon
     policy, whole = engine.draft_policy([rows], None), engine.proposer_for(rows)
     search = whole.without_text or whole
     assert policy.first(rows) is search
-    cost = policy.times.of(search, rows) / policy.times.of(engine.plain, rows)
+    cost = policy.times.time_of(search, rows) / policy.times.time_of(engine.plain, rows)
     assert ratio is None or cost == pytest.approx(ratio)
 
 

@@ -17,6 +17,7 @@ from redrafter.kernels.cache_format import as_bytes, read_slots, round_trip, to_
 from redrafter.kernels.linear import split_k_linear
 from redrafter.kernels.tree import find_ancestors
 from redrafter.sampling.noise import gumbel, streams
+from redrafter.sampling.sampler import Sampler
 from redrafter.tree.beam_search import top_continuations
 from redrafter.tree.token_tree import tree_of
 
@@ -155,6 +156,20 @@ def test_sampling_equals_an_argmax_with_noise():
         assert torch.equal(kernels.sample_tokens(logits, temperature, None, depth), logits.argmax(-1))
         scores = logits / temperature[:, None, None] + noise.gather(1, depth[:, :, None].expand_as(logits))
         assert torch.equal(kernels.sample_tokens(logits, temperature, noise, depth), scores.argmax(-1))
+
+
+def test_nodes_of_any_rows_are_sampled_as_those_of_their_rows(monkeypatch):
+    monkeypatch.setattr(Sampler, "fused", True)
+    generator, rows, vocab = torch.Generator().manual_seed(0), 3, 300
+    noise = torch.randn(rows, 4, vocab, generator=generator).to(DEVICE)
+    temperature = torch.rand(rows, generator=generator).to(DEVICE) + 0.5
+    row, depth = torch.tensor([[0, 1, 1, 1, 2, 2], [0, 0, 1, 3, 0, 2]]).to(DEVICE)
+    logits = torch.randn(len(row), vocab, generator=generator).to(DEVICE)
+    ids = torch.arange(vocab, device=DEVICE)
+    sampler = Sampler(None, (), temperature, row, row, ids)
+    scores = logits / temperature[row][:, None] + noise[row, depth]
+    assert torch.equal(sampler.draw_nodes(logits, noise, row, depth), scores.argmax(-1))
+    assert torch.equal(sampler.draw_nodes(logits, None, row, depth), logits.argmax(-1))
 
 
 def test_noise_equals_the_reference():

@@ -6,11 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.generation import noted
 from helpers.models import VOCAB, tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import (
     KINDS,
     Sink,
     alone,
+    dense_scheduler,
     go_on,
     launch_ahead,
     make_sequence,
@@ -31,6 +33,8 @@ from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
 from redrafter.sampling.processors import RowProcessor
 from redrafter.scheduler.captured_step import CapturedStep, HostCopy
+from redrafter.scheduler.running_batch import RunningBatch
+from redrafter.scheduler.running_set import RunningSet
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.serve.engine_process.engine import warm_up
 
@@ -48,6 +52,31 @@ def check_logprobs(engine, sequence):
         top = line.topk(count)
         assert list(likeliest) == top.indices.tolist()
         assert list(likeliest.values()) == pytest.approx(top.values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_rows_that_end_in_one_step_are_removed_together(engine, dense, monkeypatch):
+    removed = noted(monkeypatch, RunningBatch, "remove", lambda _, batch, sequences: len(sequences))
+    counts = [3, 9, 3, 5, 9, 9, 5, 9, 9, 9]  # new tokens, so that gaps among the rows are filled from the last ones
+    prompts = [list(range(3 + each, 9 + 2 * each)) for each in range(len(counts))]
+    sampled = KINDS["sampled"]
+    sequences = [
+        make_sequence(prompt, count, replace(sampled, seed=count) if count > 3 else GREEDY)
+        for prompt, count in zip(prompts, counts, strict=True)
+    ]
+    made = (dense_scheduler if dense else scheduler)(engine, max_batch_size=len(counts), speculate=False)
+    run(made, sequences)
+    assert removed == [2, 2, 6]
+    same_alone(engine, sequences)
+
+
+def test_the_tokens_of_a_step_are_charged_to_each_client_at_once(engine, monkeypatch):
+    charged = noted(monkeypatch, RunningSet, "charge", lambda _, running, sequence, count: (sequence.client, count))
+    sequences = [make_sequence([5, 6, 7 + each], 4, GREEDY) for each in range(6)]
+    for number, sequence in enumerate(sequences):
+        sequence.client = "ab"[number % 2]
+    run(scheduler(engine, max_batch_size=6, speculate=False), sequences)
+    assert charged[-6:] == [("a", 3), ("b", 3)] * 3
 
 
 def test_rows_come_and_go_without_a_wait_for_a_gpu(engine, monkeypatch):

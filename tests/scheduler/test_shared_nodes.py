@@ -4,15 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from helpers.models import tiny_drafter, tiny_model
-from helpers.scheduling import make_sequence, random_sequences, run, run_as_alone, scheduler, until_stepping
+from helpers.generation import noted, same_undrafted
+from helpers.models import VOCAB, tiny_drafter, tiny_model, uneven_batch
+from helpers.scheduling import make_sequence, random_sequences, run, run_as_alone, same_alone, scheduler, until_stepping
 from redrafter import ReDrafter
 from redrafter.engine.tuning import Tuning
 from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
+from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.tree.sizes import TreeShape
+from redrafter.tree.token_tree import Tree
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -37,6 +40,26 @@ def test_rows_that_share_nodes_write_what_each_writes_alone(shape):
     drafted = {delta.drafted for each in sequences for delta in each.sink.deltas}
     assert len(drafted) > 3  # or all rows had as many
     assert any(delta.accepted for each in sequences for delta in each.sink.deltas)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=4)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_logits_of_shared_nodes_are_only_copied_for_rows_that_want_them(params, logprobs, monkeypatch):
+    monkeypatch.setattr(Sampler, "draws_logits", True)  # as on a GPU at this temperature
+    widths = noted(monkeypatch, Tree, "by_row", lambda _, tree, x: x.shape[-1] if tree.counts is not None else 0)
+    sequences = [make_sequence([5 + row, 3], 30, replace(params, logprobs=logprobs)) for row in range(4)]
+    served = sharing(4, 4, 17, 16)
+    run(served, sequences)
+    assert widths
+    assert (VOCAB in widths) == (logprobs is not None)
+    monkeypatch.undo()
+    same_alone(served.engine, sequences)
+
+
+def test_rows_of_a_call_on_a_dense_cache_may_share_nodes_too(llama):
+    engine = ReDrafter(Target(llama), tiny_drafter(), tuning=Tuning({1: TreeShape(4, 4, 17, 16)}, "", "", "", ""))
+    ids, mask = uneven_batch(4)
+    same_undrafted(engine, ids, mask, max_new_tokens=20, eos_token_id=None, do_sample=False)
 
 
 def test_no_step_verifies_more_than_its_nodes():

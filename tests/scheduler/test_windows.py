@@ -63,6 +63,18 @@ def test_after_a_long_sequence_was_cancelled_steps_see_as_few_positions_as_befor
         same_alone(served.engine, [sequence])
 
 
+def test_room_that_is_there_already_is_not_allocated_again():
+    served = scheduler(make())
+    run(served, [make_sequence(TEXT, 12, GREEDY)])
+    batch = served.batch
+    tokens, captured = batch.state.tokens, dict(batch.captured_steps)
+    batch.reserve(tokens.shape[1] - batch.overshoot)
+    assert batch.state.tokens is tokens
+    assert batch.captured_steps == captured != {}
+    batch.reserve(tokens.shape[1] - batch.overshoot + 1)
+    assert batch.state.tokens.shape[1] > tokens.shape[1]
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_text_goes_on_from_window_to_window(name, taken):
     served = scheduler(make(name, 1024))

@@ -15,6 +15,7 @@ import redrafter.cli
 from helpers.apart import start
 from helpers.chats import tiny_tokenizer
 from helpers.command_line import fails
+from helpers.generation import noted
 from helpers.models import with_tree
 from helpers.training import VOCAB, tiny_model
 from redrafter import DrafterConfig, Engine, RecurrentDrafter, ReDrafter
@@ -25,10 +26,12 @@ from redrafter.data.rows import Row, fingerprint, read_rows
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.model.target import Target
+from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.train.regenerate import answer_writer
 from redrafter.train.regenerate.answer_writer import (
     MAX_QUESTION_TOKENS,
     QUESTION_TEMPERATURE,
+    AnswerWriter,
     Task,
     choose_batch,
     ids_after,
@@ -236,6 +239,22 @@ def test_what_follows_an_answer_is_tokenised_as_it_stands_there():
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
     assert ids_after("Markand", 4, made) == [vocab["and"]]
     assert made("and", add_special_tokens=False)["input_ids"] == [vocab["▁and"]]
+
+
+def test_as_many_rows_as_asked_for_are_decoded_at_once_and_others_take_the_slots_of_those_that_end(
+    pair, config, monkeypatch
+):
+    steps = noted(monkeypatch, RunningBatch, "step", lambda _, batch, *chunks: len(batch.rows))
+    calls = noted(monkeypatch, AnswerWriter, "decode", lambda _, writer, batch: len(batch))
+    long = replace(config, limit=None, batch_size=300, temperatures=(0.0,), max_new_tokens=2)
+    rows = [Row(f"t:{number}", ids=[1, 40 + number % 20, 50, 60]) for number in range(310)]
+    written(pair, rows, long)
+    assert max(steps) == 300, "more than an engine decodes at once unless asked to"
+    steps.clear()
+    calls.clear()
+    written(pair, rows[:12], replace(config, temperatures=(0.0,), overwrite=True))
+    assert max(steps) == config.batch_size == 3
+    assert calls[0] == 4 * config.batch_size
 
 
 def test_batches_hold_the_first_row_and_those_of_its_length(pair):

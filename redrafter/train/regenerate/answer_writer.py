@@ -36,7 +36,10 @@ INVENTED = [{"role": "user", "content": ""}]  # marks a conversation whose user 
 QUESTION_TEMPERATURE, MAX_QUESTION_TOKENS = 0.9, 128
 SEED_RANGE = 1 << 62  # seeds are less than this
 
-POOL_BATCHES = 8  # pool size in batches, from which rows of similar length are batched
+# A batch is decoded in one call, in which waiting rows take the slots of those that end. With one row for each slot,
+# ever more slots would be empty until the longest answer of each batch ends.
+ROWS_PER_SLOT = 4
+POOL_BATCHES = 2  # pool size in batches, from which rows of similar length are batched
 OUT_OF_MEMORY_ERRORS = (CacheFullError, torch.OutOfMemoryError, MemoryError)
 LOG_SECONDS = 10.0  # between lines of progress
 
@@ -184,10 +187,16 @@ class AnswerWriter:
         # Without folders, so that outputs do not reveal paths.
         self.base = short_name(str(pair.engine.model.config.name_or_path or pair.engine.target.name))
         self.open: list[Task] = []  # started and not done
-        self.size = config.batch_size  # rows in a batch, halved when out of memory
+        self._limit_rows(config.batch_size)
         self.input = self.skipped = 0  # rows read, and rows of another split among them
         self.started = self.last_log = self.last_batch = time.perf_counter()
         self.done_before, self.tokens_before = len(journal.done), journal.tokens  # by an earlier run
+
+    def _limit_rows(self, slots: int) -> None:
+        """Let the engine decode at most `slots` rows at once, and set the size of a batch."""
+        self.slots, self.size = slots, slots * ROWS_PER_SLOT if slots > 1 else 1
+        engine = self.pair.engine
+        engine.options = replace(engine.options, max_batch_size=slots)
 
     def answer(self, rows: Iterable[Row]) -> None:
         """Answer all rows of this shard that are not in the journal."""
@@ -216,8 +225,8 @@ class AnswerWriter:
     def _answer_batch(self) -> None:
         """Decode one answer for each task of a batch chosen from `open`, and add finished tasks to the journal.
 
-        When out of memory, the batch's tasks stay open and the batch size is halved; a batch of one task is recorded as
-        failed.
+        When out of memory, the batch's tasks stay open and the number of rows at once is halved; a batch of one task is
+        recorded as failed.
         """
         batch, run, reason = choose_batch(self.open, self.size), None, ""
         try:
@@ -253,7 +262,7 @@ class AnswerWriter:
         return self.pair.run_batch([task.ids for task in batch], options, streamer=None, **arguments)
 
     def _halve_batch(self, batch: Sequence[Task], reason: str) -> None:
-        """Halve the batch size; record a single row that does not fit into memory as failed."""
+        """Halve the rows at once; record a single row that does not fit into memory as failed."""
         # Captured graphs hold memory of the large batch.
         self.pair.engine.drop_graphs()
         if self.pair.engine.target.device.type == "cuda":
@@ -263,8 +272,9 @@ class AnswerWriter:
             batch[0].done = True
             self.settle([_error(batch[0].number, batch[0].row, f"out of memory: {reason}")])
             return
-        self.size = len(batch) // 2
-        self.log(f"out of memory with {len(batch)} rows: continuing with --batch-size {self.size}")
+        rows = min(self.slots, len(batch))
+        self._limit_rows(max(rows // 2, 1))
+        self.log(f"out of memory with {rows} rows at once: continuing with --batch-size {self.slots}")
 
     def settle(self, records: Sequence[Record]) -> None:
         """Add records to the journal, and close the tasks that are done."""

@@ -1,0 +1,185 @@
+"""Estimates of step times: assumed or measured costs, corrected by the times of the steps that an engine takes."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from math import exp, log, log2
+from typing import NamedTuple
+
+from redrafter.drafting.estimates import StepCosts
+from redrafter.drafting.proposer import Proposer
+
+Clock = Callable[[], float]
+
+# Maximum number of timed steps of a kind. The shortest time counts, since other programs lengthen the others.
+SAMPLES = 4
+ENOUGH = 2  # minimum number of timed steps of a kind before their time counts
+
+# `StepTimes.correct`: the weight of a step in the running mean of its kind, the largest change of the logarithm that
+# one step makes, and the number of corrections after which the mean of a kind is outdated.
+CORRECTION_WEIGHT, MOST_CHANGE, OUTDATED = 0.1, 0.25, 256
+
+
+class StepKind(NamedTuple):
+    """Identifies a kind of step.
+
+    Attributes:
+        rows: Batch size of the step.
+        proposer: Id of its proposer.
+        sampled: Whether any row samples: noise then takes time for each level of drafts.
+    """
+
+    rows: int
+    proposer: int
+    sampled: bool = False
+
+
+class RunningRatio:
+    """Running mean of the logarithm of measured to assumed times of a kind of step.
+
+    Attributes:
+        count: Number of steps.
+        mean: The mean.
+        last: Number of the last correction, of any kind, that changed it.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.last = 0, 0.0, 0
+
+    def add(self, ratio: float, now: int) -> None:
+        """Add the logarithm of a ratio, measured by correction number `now`."""
+        if self.count < ENOUGH:  # the shortest counts
+            self.mean = min(self.mean, ratio) if self.count else ratio
+        else:
+            weight = max(CORRECTION_WEIGHT, min((now - self.last) / OUTDATED, 1.0) / 2)
+            most = MOST_CHANGE * (weight / CORRECTION_WEIGHT)
+            self.mean += weight * min(max(ratio - self.mean, -most), most)
+        self.count, self.last = self.count + 1, now
+
+
+class StepTimes:
+    """Estimates the time of steps by `StepCosts`, corrected by the measured times of each kind of step.
+
+    The excess of a kind of step is its time minus the time of an undrafted step, relative to the latter. The estimated
+    excess of a kind without measurements is its assumed excess, scaled by the ratio of measured to assumed excess of
+    the most similar measured kind.
+
+    No step runs only for a measurement, since a step of a large model may take seconds. With a clock, the first few
+    steps of each kind are timed, and then the estimate of the kind is fixed, so that the choice of drafts depends only
+    on costs and tokens. Without one, `correct` follows the times of all steps: costs that were measured once may be
+    those of a device that another program used, and none include the noise of sampling.
+
+    Attributes:
+        assumed: Costs to assume for kinds of steps that were not measured.
+        plain: The proposer that drafts nothing.
+        clock: Returns the time in seconds; None to measure nothing.
+        corrects: Whether steps are reported to `correct`.
+    """
+
+    def __init__(
+        self,
+        assumed: StepCosts,
+        plain: Proposer,
+        clock: Clock | None = None,
+        *,
+        corrects: bool = False,
+    ):
+        """Create the estimates.
+
+        Args:
+            assumed: Costs to assume for kinds of steps that were not measured.
+            plain: The proposer that drafts nothing.
+            clock: Returns the time in seconds; None to measure nothing.
+            corrects: Whether steps will be reported to `correct`.
+        """
+        self.assumed = assumed
+        self.plain = plain
+        self.clock = clock
+        self.corrects = corrects
+        self._samples: dict[StepKind, list[float]] = defaultdict(list)
+        self._timed: dict[int, Proposer] = {}  # by id
+        self._excess: dict[StepKind, tuple[float, float]] = {}  # assumed and measured excess
+        self._ratios: dict[StepKind, RunningRatio] = defaultdict(RunningRatio)
+        self._corrections = 0
+
+    def wants(self, rows: int, proposer: Proposer, count: int = SAMPLES) -> bool:
+        """Return whether there is a clock and fewer than `count` steps of this kind were timed."""
+        return self.clock is not None and len(self._samples[StepKind(rows, id(proposer))]) < count
+
+    def observe(self, rows: int, proposer: Proposer, seconds: float) -> None:
+        """Record the measured time of a step, and update the excess of all kinds with the same number of rows."""
+        self._timed[id(proposer)] = proposer
+        self._samples[StepKind(rows, id(proposer))].append(seconds)
+        if self.wants(rows, self.plain, ENOUGH):
+            return
+        without = min(self._samples[StepKind(rows, id(self.plain))])
+        for key, each in self._timed.items():
+            if each is not self.plain and not self.wants(rows, each, ENOUGH):
+                kind = StepKind(rows, key)
+                self._know(kind, each, min(self._samples[kind]) / without if without > 0 else 1.0)
+
+    def lacks_plain(self, rows: int, *, sampled: bool) -> bool:
+        """Return whether `correct` has seen too few undrafted steps lately to correct the estimates of drafted ones."""
+        if not self.corrects:
+            return False
+        ratio = self._ratios[StepKind(rows, id(self.plain), sampled)]
+        return ratio.count < ENOUGH or self._corrections - ratio.last >= OUTDATED
+
+    def correct(self, rows: int, proposer: Proposer, seconds: float, *, cached: int = 0, sampled: bool = False) -> None:
+        """Correct the estimates by the measured time of a step, which prefilled nothing.
+
+        Args:
+            rows: Batch size of the step.
+            proposer: Proposer of the step.
+            seconds: Its time.
+            cached: Tokens of all rows in the KV cache.
+            sampled: Whether any row sampled.
+        """
+        self._timed[id(proposer)] = proposer
+        self._corrections += 1
+        expected = self.assumed.time_of(proposer, rows) + self.assumed.reading * cached
+        kind = StepKind(rows, id(proposer), sampled)
+        self._ratios[kind].add(log(max(seconds, 1e-9) / max(expected, 1e-9)), self._corrections)
+        plain = self._ratios[StepKind(rows, id(self.plain), sampled)]
+        changed = list(self._timed.items()) if proposer is self.plain else [(id(proposer), proposer)]
+        for key, each in changed:
+            kind = StepKind(rows, key, sampled)
+            if each is self.plain or kind not in self._ratios or min(plain.count, self._ratios[kind].count) < ENOUGH:
+                continue
+            ratio = exp(self._ratios[kind].mean - plain.mean)
+            self._know(kind, each, ratio * self.assumed.time_of(each, rows) / self.assumed.time_of(self.plain, rows))
+
+    def know(self, rows: int, proposer: Proposer, ratio: float) -> None:
+        """Take an earlier measurement, the time of a step relative to an undrafted step, unless steps corrected it."""
+        kind = StepKind(rows, id(proposer))
+        if kind not in self._excess:
+            self._know(kind, proposer, ratio)
+
+    def _know(self, kind: StepKind, proposer: Proposer, ratio: float) -> None:
+        self._timed[kind.proposer] = proposer  # keeps the proposer alive, so that its id stays unique
+        expected = self.assumed.time_of(proposer, kind.rows) / self.assumed.time_of(self.plain, kind.rows)
+        self._excess[kind] = expected - 1, ratio - 1
+
+    def time_of(self, proposer: Proposer, rows: int, more: int = 0, cached: int = 0, *, sampled: bool = False) -> float:
+        """Return the estimated time of a step, in the unit of the costs.
+
+        Args:
+            proposer: Proposer of the step.
+            rows: Rows of the step.
+            more: Prompt tokens that the step prefills.
+            cached: Tokens of all rows in the KV cache.
+            sampled: Whether any row samples.
+        """
+        assumed = self.assumed.time_of(proposer, rows, more) + self.assumed.reading * cached
+        if proposer is self.plain or not self._excess:
+            return assumed
+        alone, plain = self.assumed.time_of(proposer, rows), self.assumed.time_of(self.plain, rows)
+        excess = alone / plain - 1
+        measured = self._excess.get(StepKind(rows, id(proposer), sampled))
+        if measured is None:
+
+            def difference(kind: StepKind) -> tuple[float, float]:
+                return abs(log2(kind.rows / rows)) + (kind.sampled != sampled), abs(self._excess[kind][0] - excess)
+
+            expected, found = self._excess[min(tuple(self._excess), key=difference)]
+            measured = excess, excess * max(found, 0.0) / max(expected, 1e-3)
+        return assumed - alone + plain * (1 + measured[1])
