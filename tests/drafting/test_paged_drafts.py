@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -69,6 +71,8 @@ def test_layers_draft_chains_and_trees_as_the_whole_text_says(form, shape, pages
     model = FORMS[form].model()
     model.generation_config.eos_token_id = None
     target = Target(model)
+    if form == "nemotron_h" and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("this version of transformers counts the model's layers otherwise")
     layer = random_mtp(target, FORMS[form])
     with checked_layers(mtp_tensors(model, FORMS[form]), FORMS[form]):
         engine = paged(ReDrafter(target, layer, TreeShape(*shape), options=DRAFTER_ALONE))
