@@ -67,7 +67,7 @@ class ConvertConfig:
     to: str = option(
         "redrafter",
         "output format: a merged checkpoint of redrafter, a TensorRT-LLM checkpoint, a drafter in Apple's format, a "
-        "drafter of redrafter, or an EAGLE-3 head as vllm-project/speculators and vLLM read it",
+        "drafter of redrafter, or an EAGLE-3 head as vllm-project/speculators, vLLM and llama.cpp read it",
         choices=OUTPUT_FORMATS,
     )
     dtype: str | None = option(
