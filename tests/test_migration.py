@@ -63,7 +63,7 @@ def test_flags_are_honoured_noted_or_refused_as_the_page_says(capsys, command, t
         assert end.code == 2
         err = capsys.readouterr().err
         assert outcome == "refused", err
-        assert re.search(r" is (TensorRT-LLM|llgtrt|vLLM)'s; here: ", err)
+        assert re.search(r" is (TensorRT-LLM|llgtrt|vLLM|SGLang)'s; here: ", err)
         return
     err = capsys.readouterr().err
     assert outcome == ("noted" if "; not needed here: " in err else "honoured"), err
