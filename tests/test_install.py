@@ -1,5 +1,6 @@
 """Which copy of the code runs, with the package installed or not, from several working directories."""
 
+import json
 import os
 import re
 import shutil
@@ -119,6 +120,17 @@ def test_no_page_and_no_message_says_to_install_a_name_that_nobody_holds():
     named = re.compile(r"pip install.*(redrafter\[|install ['\"]?redrafter\b)")
     for file in (*pages, *(ROOT / "redrafter").rglob("*.py")):
         assert not named.search(file.read_text(encoding="utf-8", errors="ignore")), file
+
+
+def test_the_pythons_of_the_classifiers_are_those_that_ci_tests_and_the_lowest_one_is_required():
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
+    assert named == sorted(named, key=lambda version: int(version.split(".")[1]))
+    assert f'requires-python = ">={named[0]}"' in project
+    assert f'python_version = "{named[0]}"' in project  # what mypy checks
+    workflow = ROOT / ".github" / "workflows" / "ci.yml"
+    if workflow.exists():  # not in a source distribution
+        assert f"python: {json.dumps(named)}" in workflow.read_text(encoding="utf-8")
 
 
 def test_a_source_distribution_holds_the_tests_and_what_they_read(tmp_path):

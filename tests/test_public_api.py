@@ -88,8 +88,12 @@ def test_every_module_lists_its_names_and_they_exist(monkeypatch):
             assert hasattr(loaded, name), f"{module.name}.{name}"
 
 
-def test_the_changelog_knows_the_version():
-    assert f"## {redrafter.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+def test_the_changelog_has_a_section_of_the_version_which_is_dated_once_it_is_released():
+    newest = re.search(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    if ".dev" in redrafter.__version__:
+        assert newest == "Unreleased"
+    else:
+        assert re.fullmatch(rf"{re.escape(redrafter.__version__)} - \d{{4}}-\d\d-\d\d", newest)
 
 
 def test_the_reference_shows_what_users_call_under_each_engine():

@@ -61,5 +61,11 @@ def test_the_citation_names_this_version_and_the_licence_of_the_package():
     cited = (ROOT / "CITATION.cff").read_text()
     assert re.search(rf"^version: {re.escape(__version__)}$", cited, re.MULTILINE)
     assert re.search(r"^license: Apache-2\.0$", cited, re.MULTILINE)
+    # A citation of a release gives its date, as the changelog does; between two releases there is none.
+    dated = re.search(r"^date-released: (.+)$", cited, re.MULTILINE)
+    if ".dev" in __version__:
+        assert dated is None
+    else:
+        assert f"## {__version__} - {dated[1]}\n" in (ROOT / "CHANGELOG.md").read_text()
     for field in ("cff-version", "message", "title", "authors"):  # those that the format requires
         assert re.search(rf"^{field}:", cited, re.MULTILINE)

@@ -1,7 +1,7 @@
 """Map flags of other programs, and of other `redrafter` commands, to their meaning for the current command.
 
 The programs belong to TensorRT-LLM (`run.py`, the scripts and clients of ReDrafter and of draft-target decoding,
-`trtllm-build`), its server llgtrt, vLLM, llama.cpp and scripts on transformers' `Trainer`. A flag is
+`trtllm-build`), its server llgtrt, vLLM, SGLang, llama.cpp and scripts on transformers' `Trainer`. A flag is
 translated to an equivalent option, accepted with a note if it is not needed, or rejected with an error that says what
 to type instead. `redrafter.app.parser` applies the table.
 """
@@ -73,6 +73,9 @@ _REUSE = (
     Noted("prompts that begin alike share keys and values; --no-kv-cache-reuse forbids it", "--no-kv-cache-reuse"),
     Noted("on a GPU, prompts that begin alike share keys and values", RUNNING),
 )
+_GPU_SHARE = (Refused("--kv-cache-free-gpu-memory-fraction X, a share of what the model leaves free", RUNNING),)
+_REPLICAS = (Refused("--ray --num-replicas N", "--num-replicas"),)
+_ALL_LAYERS = (Noted("all layers are on one device; --device chooses it", "--device", word_count=1),)
 _CHUNKED = (Noted("long prompts are read in pieces; --no-chunked-context forbids it", "--no-chunked-context"),)
 
 # Names use dashes. A command uses the first meaning that applies to its options, so order the specific ones first.
@@ -169,13 +172,11 @@ FLAGS: dict[str, dict[str, tuple[FlagMeaning, ...]]] = {
         "--max-model-len": (Alias("--max-seq-len"),),
         "--max-num-seqs": (Alias("--max-batch-size"),),
         "--max-num-batched-tokens": (Alias("--max-num-tokens"),),
-        "--gpu-memory-utilization": (
-            Refused("--kv-cache-free-gpu-memory-fraction X, a share of what the model leaves free", RUNNING),
-        ),
+        "--gpu-memory-utilization": _GPU_SHARE,
         "--speculative-config": _DRAFTING,
         "--speculative-model": _DRAFTING,
         "--tensor-parallel-size": _SHARED,
-        "--data-parallel-size": (Refused("--ray --num-replicas N", "--num-replicas"),),
+        "--data-parallel-size": _REPLICAS,
         "--enable-lora": (
             Noted("--lora-modules NAME=DIR names adapters", "--lora-modules"),
             Noted("--adapter DIR names one", "--adapter"),
@@ -183,6 +184,18 @@ FLAGS: dict[str, dict[str, tuple[FlagMeaning, ...]]] = {
         "--enable-prefix-caching": _REUSE,
         "--no-enable-prefix-caching": (Alias("--no-kv-cache-reuse"),),
         "--enable-chunked-prefill": _CHUNKED,
+    },
+    "SGLang": {
+        "--model-path": _MODEL,
+        "--context-length": (Alias("--max-seq-len"),),
+        "--max-running-requests": (Alias("--max-batch-size"),),
+        "--disable-radix-cache": (Alias("--no-kv-cache-reuse"),),
+        "--mem-fraction-static": _GPU_SHARE,
+        "--speculative-algorithm": _DRAFTING,
+        "--speculative-draft-model-path": _DRAFTING,
+        "--tp": _SHARED,
+        "--dp": _REPLICAS,
+        "--dp-size": _REPLICAS,
     },
     "llama.cpp": {
         "-m": _MODEL,
@@ -192,6 +205,12 @@ FLAGS: dict[str, dict[str, tuple[FlagMeaning, ...]]] = {
         "-c": (Alias("--max-seq-len"),),
         "--ctx-size": (Alias("--max-seq-len"),),
         "--temp": _TEMPERATURE,
+        "-md": (Alias(DRAFT_MODEL_FLAG),),
+        "--model-draft": (Alias(DRAFT_MODEL_FLAG),),
+        "--draft-max": (Alias("--draft-len"),),
+        "-np": (Alias("--max-batch-size"),),
+        "-ngl": _ALL_LAYERS,
+        "--n-gpu-layers": _ALL_LAYERS,
     },
     "Hugging Face": {
         "--model-name-or-path": _MODEL,

@@ -3,7 +3,7 @@
 import argparse
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any, NoReturn
 
 from redrafter.app.flags import temperatures
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(**kwargs)
-        self.commands: Mapping[str, Parser] = {}
+        self.commands: MutableMapping[str, Parser] = {}
         self.option_types: tuple[type, ...] = ()
 
     def add_commands(self) -> Any:

@@ -15,7 +15,6 @@ from redrafter.app.parser import Parser, add_json
 from redrafter.app.paths import check_file, check_paths
 from redrafter.app.program import import_libraries, run_command, run_rank
 from redrafter.bench.options import NOT_IN_COMPARE, BenchOptions, CompareOptions, ServerOptions, TuneOptions
-from redrafter.cli.completion import completion_script
 from redrafter.parallel.launched import launched_processes
 from redrafter.version import __version__
 
@@ -58,7 +57,7 @@ def _run(argv: list[str]) -> int:
         if args.command == "completion":
             # Only completion needs the parsers of all commands, whose imports take time.
             scripts = {name: importlib.import_module(module).build_parser() for name, (module, _) in SCRIPTS.items()}
-            print(completion_script(args.shell, {**parser.commands, **scripts}), end="")
+            print(importlib.import_module("redrafter.cli.completion").completion_script(args.shell, parser, scripts))
             return 0
         _check(args, parser.commands[args.command].option_types)
         code: int = import_libraries(f"redrafter.cli.{args.command}").run_checked(args)
@@ -203,13 +202,15 @@ def build_parser() -> Parser:
     completed = add(
         "completion",
         "print a script by which a shell completes commands and flags",
-        "Print a script by which bash or zsh completes the names of commands, their flags and what these take.",
+        "Print a script by which a shell completes the names of commands, their flags and what these take.",
         (
             "redrafter completion bash > ~/.local/share/bash-completion/completions/redrafter",
-            "redrafter completion zsh >> ~/.zshrc",
+            "redrafter completion zsh > ~/.zfunc/_redrafter    # a folder of zsh's fpath",
+            "redrafter completion fish > ~/.config/fish/completions/redrafter.fish",
         ),
     )
-    completed.add_argument("shell", choices=("bash", "zsh"), metavar="SHELL", help="bash or zsh")
+    shells = ("bash", "zsh", "fish")
+    completed.add_argument("shell", choices=shells, metavar="SHELL", help="bash, zsh or fish")
     for name, (_, summary) in SCRIPTS.items():
         commands.add_parser(name, help=summary, add_help=False)
     return parser

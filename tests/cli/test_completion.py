@@ -3,40 +3,71 @@
 import shlex
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from helpers.command_line import ran
 from redrafter.cli import SCRIPTS, build_parser
 
+pytest.importorskip("shtab")
 
-def completed(tmp_path, *words: str) -> set[str]:
-    """Return what bash offers for the last of the words after `redrafter`, in a folder with the file `text.jsonl`."""
-    code, script, _ = ran("completion", "bash")
-    assert code == 0
-    (tmp_path / "text.jsonl").touch()
-    typed = " ".join(shlex.quote(word) for word in ("redrafter", *words))
-    run = f"COMP_WORDS=({typed}); COMP_CWORD={len(words)}; _redrafter"
-    program = f"{script}{run}; for word in ${{COMPREPLY[@]}}; do echo $word; done"
-    done = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+# bash has no command that completes a line: its function is called as readline calls it.
+BASH = """source {script}
+COMP_WORDS=({line}); COMP_CWORD={last}
+compopt() {{ :; }}
+_shtab_redrafter redrafter "${{COMP_WORDS[COMP_CWORD]}}" "${{COMP_WORDS[COMP_CWORD-1]}}"
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+FISH = "source {script}; complete --do-complete {line}"
+
+
+def completed(shell: str, folder: Path, *words: str) -> set[str]:
+    """Return what a shell offers for the last of the words after `redrafter`, in a folder with `text.jsonl`."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell}")
+    (folder / "text.jsonl").touch()
+    script = folder / "script"
+    if not script.exists():
+        script.write_text(ran("completion", shell)[1])
+    line = ("redrafter", *words)
+    if shell == "bash":
+        program = BASH.format(script=script, line=shlex.join(line), last=len(words))
+        command = ["bash", "--norc", "-c", program]
+    else:
+        command = ["fish", "--no-config", "-c", FISH.format(script=script, line=shlex.quote(" ".join(line)))]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     assert not done.stderr
-    return {*done.stdout.split()}
+    return {offer.partition("\t")[0] for offer in done.stdout.splitlines() if offer}
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
-def test_bash_completes_commands_flags_choices_and_files(tmp_path):
-    assert completed(tmp_path, "") == {*build_parser().commands}
+@pytest.mark.parametrize("shell", ["bash", "fish"])
+def test_a_shell_completes_commands_flags_choices_and_files(tmp_path, shell):
+    assert completed(shell, tmp_path, "") >= {*build_parser().commands}
     assert {*SCRIPTS} < {*build_parser().commands}
-    assert completed(tmp_path, "gen") == {"generate"}
-    assert completed(tmp_path, "generate", "--draft-m") == {"--draft-model"}
-    assert completed(tmp_path, "serve", "--scheduling-policy", "") == {"fcfs", "priority", "text.jsonl"}
-    assert completed(tmp_path, "train", "--data", "te") == {"text.jsonl"}
-    assert completed(tmp_path, "completion", "b") == {"bash"}
-    for command in ("tune", "info", "evaluate", "regenerate", "convert"):
-        assert completed(tmp_path, command, "--he") >= {"--help"}
+    assert completed(shell, tmp_path, "gen") == {"generate"}
+    assert completed(shell, tmp_path, "generate", "--draft-m") == {"--draft-model"}
+    assert completed(shell, tmp_path, "serve", "--scheduling-policy", "") == {"fcfs", "priority"}
+    assert completed(shell, tmp_path, "train", "--data", "te") == {"text.jsonl"}
+    assert completed(shell, tmp_path, "completion", "b") == {"bash"}
+    assert "--help" in completed(shell, tmp_path, "convert", "--he")
 
 
-def test_the_script_for_zsh_runs_bashs_completion_in_its_emulation():
-    bash, zsh = (ran("completion", shell)[1] for shell in ("bash", "zsh"))
-    assert zsh == "autoload -U +X bashcompinit && bashcompinit\n" + bash
-    assert ran("completion", "fish")[0] == 2
+def test_the_script_of_each_shell_has_the_flags_of_each_command_in_its_syntax(tmp_path):
+    for shell in ("bash", "zsh", "fish"):
+        code, script, _ = ran("completion", shell)
+        assert code == 0
+        for name in build_parser().commands:
+            assert name in script
+        assert all(flag in script for flag in ("draft-model", "scheduling-policy", "lora-rank"))
+        (tmp_path / shell).write_text(script)
+        if shutil.which(shell):
+            subprocess.run([shell, "-n", tmp_path / shell], check=True)
+    assert ran("completion", "tcsh")[0] == 2
+
+
+def test_other_commands_do_not_import_the_library_that_writes_scripts():
+    code = "import sys; from redrafter.cli import main; main(['info', '--help'])"
+    program = f"import contextlib\nwith contextlib.suppress(SystemExit):\n    {code}\nassert 'shtab' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)

@@ -57,6 +57,12 @@ _REFUSED = {
     "/v1/uploads": "uploads are not served: " + NOTHING_STORED,
     "/v1/vector_stores": "vector stores are not served: " + NOTHING_STORED,
 }
+_OTHERS_ROUTES = {  # routes of other servers of texts
+    "/api": "Ollama's routes are not",
+    "/completion": "llama.cpp's /completion is not",
+    "/generate": "SGLang's /generate is not",
+    "/infill": "llama.cpp's /infill is not",
+}
 _NO_TEXT = {  # paths of what is not text
     "/pooling": "pooling is",
     "/v1/audio": "audio is",
@@ -70,8 +76,9 @@ _NO_TEXT = {  # paths of what is not text
 
 def refused_paths() -> dict[str, str]:
     """Return the paths that are not served, those of extensions' protocols included, each with its reason."""
-    text = f"not served: this server writes text alone: use {', '.join(writing_paths())}"
-    refused = _REFUSED | {path: f"{what} {text}" for path, what in _NO_TEXT.items()}
+    use = f"use {', '.join(writing_paths())}"
+    refused = _REFUSED | {path: f"{what} served: {use}" for path, what in _OTHERS_ROUTES.items()}
+    refused |= {path: f"{what} not served: this server writes text alone: {use}" for path, what in _NO_TEXT.items()}
     for extension in extensions():
         refused |= extension.refused_paths
     return refused
