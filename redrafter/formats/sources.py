@@ -26,12 +26,14 @@ from redrafter.files.gguf_file import GgufHeader, find_gguf, read_header, read_r
 from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE
 from redrafter.files.regular_file import read_regular
 from redrafter.formats import apple, dflash, eagle, trtllm
+from redrafter.formats.float8 import read_quantized
 from redrafter.formats.tensors import (
     LazyTensor,
     check_tensors,
     memory_tensor,
     open_directory,
 )
+from redrafter.formats.unread import refuse_unread
 from redrafter.model.supported import config_width
 from redrafter.tree.sizes import TreeShape
 
@@ -225,8 +227,10 @@ def open_drafter(directory: Path, recurrence: str | None = None, *, whole: bool 
         tensors = apple.rename_tensors(stored, config.num_draft_layers, directory)
         source_name = partial(apple.to_apple_name, layers=config.num_draft_layers)
     elif (foreign := FOREIGN.get(kind)) is not None:
-        stored = _open_tensors(directory, whole=whole)
-        config = foreign.to_redrafter_config(read_json(directory / "config.json"), stored, directory)
+        content, stored = read_json(directory / "config.json"), _open_tensors(directory, whole=whole)
+        refuse_unread(content, stored, directory)
+        content, stored = read_quantized(content, stored, directory)
+        config = foreign.to_redrafter_config(content, stored, directory)
         tensors = foreign.split_tensors(stored, config, directory)
     elif kind == "TensorRT-LLM ReDrafter checkpoint":
         source_name = trtllm.DRAFTER_PREFIX.__add__
