@@ -11,6 +11,7 @@ from typing import Any
 from zipfile import is_zipfile
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PretrainedConfig
 
 from redrafter.checkpoints.drafters import NORM_ROWS, check_fits_base
@@ -20,10 +21,18 @@ from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel, check_draft_ids
 from redrafter.drafting.drafter_types import drafter_class, make_drafter
 from redrafter.errors import ArgumentError, CheckpointError, first_line
-from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, config_errors, kind_of, read_json
+from redrafter.files.checkpoint_kind import (
+    DRAFTER_FOLDER,
+    SHAPE_FILE,
+    check_source,
+    config_errors,
+    kind_of,
+    read_json,
+)
 from redrafter.files.dtype_names import SAFETENSORS_CODES, dtype_name
 from redrafter.files.gguf_file import GgufHeader, find_gguf, read_header, read_rows
 from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE
+from redrafter.files.hub import find_model_file
 from redrafter.files.regular_file import read_regular
 from redrafter.formats import apple, dflash, eagle, trtllm
 from redrafter.formats.float8 import read_quantized
@@ -253,13 +262,19 @@ def read_own(directory: Path) -> SourceDrafter:
 
 
 def load_foreign(name: str | Path) -> DrafterModel | None:
-    """Load an EAGLE-3 head, or a DFlash or DSpark drafter, from a directory of another project, converted in memory.
+    """Load an EAGLE-3 head, or a DFlash or DSpark drafter, of another project, converted in memory.
 
-    Returns None for any other directory. Raises as `open_drafter` does.
+    `name` is a directory or a hub id. Returns None for any other drafter. Raises as `open_drafter` does.
     """
     directory = Path(name)
-    if not (directory / "config.json").is_file() or kind_of(directory) not in FOREIGN:
+    if not directory.exists():
+        check_source(str(name))
+    config = find_model_file(str(name), "config.json")
+    if config is None or kind_of(Path(config).parent) not in FOREIGN:
         return None
+    if not directory.is_dir():
+        patterns = ["*.json", "*.safetensors", *PICKLE_FILES]
+        directory = Path(snapshot_download(str(name), allow_patterns=patterns))
     return open_drafter(directory, whole=True).load()
 
 

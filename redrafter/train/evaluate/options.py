@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from redrafter.app.config_file import ConfigParser
+from redrafter.app.drafter_alone import use_base_of_drafter
 from redrafter.app.flags import add_options, flag, floats, format_value, integers, read_options
 from redrafter.app.options import MAX_SEED, PROMPTS_HELP, LoadOptions, PromptOptions, SuiteOptions, check_numbers
 from redrafter.app.paths import check_paths
@@ -169,6 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def command() -> int:
         asked = read_options(SuiteOptions, args)
         asked.refuse_others(args, NOT_OF_SUITES)
+        use_base_of_drafter(args)
         check_paths(read_options(EvaluateOptions, args), asked, read_options(LoadOptions, args))
         code: int = import_libraries("redrafter.train.evaluate.command").run_checked(args, words)
         return code
