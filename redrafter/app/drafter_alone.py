@@ -8,13 +8,11 @@ from typing import Any
 from redrafter.app.program import print_message
 from redrafter.errors import CheckpointError
 from redrafter.files.checkpoint_kind import check_source, kind_of, read_json
-from redrafter.files.hub import find_model_file
-from redrafter.files.regular_file import read_regular
+from redrafter.files.hub import CARD_FILE, find_model_file, read_card
 from redrafter.parallel.launched import process_rank
 
 _DRAFTERS = ("drafter", "EAGLE-3 head", "DFlash drafter", "speculators checkpoint")  # kinds that draft as they are
 _METHODS = ("drafter", "draft_model", "prompt_lookup")  # options that choose another drafter
-_CARD = "README.md"
 
 
 def use_base_of_drafter(args: argparse.Namespace) -> None:
@@ -36,7 +34,9 @@ def use_base_of_drafter(args: argparse.Namespace) -> None:
     named, file = _find_name(model, read_json(Path(config)))
     hint = f"give the model that it drafts for, and this as its drafter: BASE --drafter {model}"
     if named is None:
-        raise CheckpointError(f"{model} is a drafter, not a model, and names no base in config.json or {_CARD}: {hint}")
+        raise CheckpointError(
+            f"{model} is a drafter, not a model, and names no base in config.json or {CARD_FILE}: {hint}"
+        )
     # A training records the last part of its base's path, and the drafter is often saved next to the base.
     nearby = Path(model).resolve().parent / named
     base = str(nearby) if Path(model).is_dir() and not Path(named).is_dir() and nearby.is_dir() else named
@@ -63,15 +63,6 @@ def _find_name(model: str, config: Mapping[str, Any]) -> tuple[str | None, str]:
     for name in (config.get("base_model"), verifier):
         if isinstance(name, str) and name:
             return name, "config.json"
-    card = find_model_file(model, _CARD)
-    if card is None:
-        return None, _CARD
-    from huggingface_hub import ModelCard
-
-    try:
-        text = read_regular(Path(card)).decode("utf-8")
-        named: Any = ModelCard(text, ignore_metadata_errors=True).data.to_dict().get("base_model")
-    except Exception:  # of YAML's own types, or no UTF-8
-        named = None
+    named = read_card(model).get("base_model")
     names = named if isinstance(named, list) else [named]
-    return names[0] if len(names) == 1 and isinstance(names[0], str) else None, _CARD
+    return names[0] if len(names) == 1 and isinstance(names[0], str) else None, CARD_FILE

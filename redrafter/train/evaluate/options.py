@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from redrafter.app.config_file import ConfigParser
@@ -91,6 +92,10 @@ class EvaluateOptions(PromptOptions):
         None, "write the whole report as one JSON document", metavar="FILE", path=True, names="new file"
     )
 
+    card: bool = option(
+        False, "write the acceptance of the first tree into the model card (README.md) in the directory of --drafter"
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_numbers(self, "num_prompts", "batch_size", "node_budgets")
@@ -171,7 +176,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked = read_options(SuiteOptions, args)
         asked.refuse_others(args, NOT_OF_SUITES)
         use_base_of_drafter(args)
-        check_paths(read_options(EvaluateOptions, args), asked, read_options(LoadOptions, args))
+        options, load = read_options(EvaluateOptions, args), read_options(LoadOptions, args)
+        check_paths(options, asked, load)
+        if options.card and not (load.drafter is not None and Path(load.drafter).is_dir()):
+            raise ArgumentError("--card writes into the directory of a drafter: give it with --drafter")
         code: int = import_libraries("redrafter.train.evaluate.command").run_checked(args, words)
         return code
 
