@@ -51,7 +51,8 @@ def use_base_of_drafter(args: argparse.Namespace) -> None:
             f"here nor a repository that can be downloaded: {hint}"
         )
     if process_rank() == 0:
-        print_message("note", f"{model} is a drafter ({kind}) for {base}, as its {file} says: this is the model")
+        what = "a drafter" if kind == "drafter" else f"a drafter ({kind})"
+        print_message("note", f"{model} is {what} for {base}, as its {file} says: {base} is the model")
     args.model, args.drafter = base, model
 
 

@@ -42,6 +42,7 @@ def served(capsys, model: object) -> tuple[str, str]:
     """Return the model and the drafter that `redrafter serve` would load."""
     code, out, err = ran("serve", str(model), "--print-config")
     assert code == 0, err
+    assert "is a drafter (" in err
     config = json.loads(out)
     return config["model"], config["drafter"]
 
@@ -51,7 +52,7 @@ def test_a_drafter_alone_writes_what_it_writes_with_its_base_given(alone):
     given = ran("generate", "--model", str(alone / "base"), "--drafter", str(alone / "drafter"), *words)
     code, out, err = ran("generate", "--model", str(alone / "drafter"), *words)
     assert (code, out) == given[:2] == (0, given[1])
-    assert f"note: {alone}/drafter is a drafter (drafter) for {alone}/base, as its config.json says" in err
+    assert f"note: {alone}/drafter is a drafter for {alone}/base, as its config.json says" in err
 
 
 @pytest.mark.parametrize("command", ["chat", "generate", "bench", "tune", "evaluate"])
