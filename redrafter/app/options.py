@@ -31,7 +31,8 @@ class LoadOptions(EngineOptions):
 
     model: str | None = option(
         None,
-        "hub id, directory or GGUF file of the target, or a merged checkpoint (default: the boxed pair)",
+        "hub id, directory or GGUF file of the target, a merged checkpoint, or a drafter that names its base "
+        "(default: the boxed pair)",
         metavar="M",
         names="model",
     )

@@ -137,7 +137,7 @@ def check_beams(config: AnyDrafterConfig, beams: int | None) -> None:
 
 def draft_length_warning(config: AnyDrafterConfig, depth: int | None) -> str | None:
     """Return a warning for drafts of more tokens than the drafter is known to have been trained or measured for."""
-    if depth is None or config.trained_draft_len is None:
+    if depth is None or not config.trained_draft_len:
         return None
     if depth <= max(config.trained_draft_len, config.draft_len_per_beam):  # the latter is what a training measured
         return None

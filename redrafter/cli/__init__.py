@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from redrafter.app.drafter_alone import use_base_of_drafter
 from redrafter.app.flags import add_options, read_options, temperatures
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions, SuiteOptions
 from redrafter.app.parser import Parser, add_json
@@ -70,6 +71,7 @@ def _check(args: argparse.Namespace, option_types: Sequence[type]) -> None:
     """Validate options, and the files that they name, as far as possible before a model is loaded."""
     # With --url, --model names a model of the servers, not a path; without it, `bench` rejects options of servers.
     unchecked = LoadOptions if "url" in args else ServerOptions
+    use_base_of_drafter(args)
     check_paths(*(read_options(kind, args) for kind in option_types if kind is not unchecked))
     if args.command == "generate" and args.file is not None and not args.prompts:
         check_file(args.file, "--file")

@@ -12,6 +12,7 @@ from threading import Event
 from typing import Any
 
 import torch
+from huggingface_hub import ModelCard
 from transformers import PretrainedConfig
 
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning
@@ -23,7 +24,9 @@ from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
 from redrafter.files.drafter_kinds import drafter_kinds
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE
+from redrafter.files.hub import CARD_FILE
 from redrafter.formats import apple, dflash, eagle, trtllm
+from redrafter.formats.model_card import make_header, make_introduction
 from redrafter.formats.sources import SourceBase, SourceDrafter
 from redrafter.formats.tensors import (
     LazyTensor,
@@ -60,6 +63,7 @@ class ConversionPlan:
         copies: Source of each unchanged file; weight files become hard links if the file system supports them.
         json_files: Content of each JSON file. They are written last and in this order, so that an incomplete directory
             cannot be loaded.
+        texts: Content of each text file.
         notes: Messages for the user.
         copy: Whether to copy weight files that could be hard links.
     """
@@ -67,6 +71,7 @@ class ConversionPlan:
     weights: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
     copies: dict[str, Path] = field(default_factory=dict)
     json_files: dict[str, dict[str, object]] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     copy: bool = False
 
@@ -93,7 +98,7 @@ class ConversionPlan:
 
         `progress` is called with the number of bytes of each block that is written.
         """
-        for name in (*self.weights, *self.copies, *self.json_files):
+        for name in (*self.weights, *self.copies, *self.texts, *self.json_files):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
         late = self.copies.keys() & {"config.json"}  # written last: without it the directory cannot be loaded
         for name in self.copies.keys() - late:
@@ -118,6 +123,8 @@ class ConversionPlan:
                 stopped.set()  # other workers stop at their next block
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+        for name, text in self.texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
         for name in late:
             link_or_copy(self.copies[name], folder / name, progress, self.copy)
         # After the weights: a directory without config.json is not taken for a checkpoint.
@@ -189,12 +196,14 @@ def _plan_drafter(
     tensors = _cast_floats(drafter.tensors, dtype)
     config.dtype = replace(drafter, tensors=tensors).dtype
     config.architectures = [drafter_kinds()[config.model_type].class_name]
-    # Model card and training record, which drafters in other projects' formats do not have.
-    documents = [drafter.directory / name for name in ("README.md", "training.json")]
+    # Model card and training record; those of other projects' drafters describe their own formats.
     ours = drafter.kind in ("drafter", "merged checkpoint")
+    documents = [drafter.directory / name for name in (CARD_FILE, "training.json")] if ours else []
+    copies = {file.name: file for file in documents if file.is_file()}
     return ConversionPlan(
         weights={WEIGHTS_FILE: tensors},
-        copies={file.name: file for file in documents if ours and file.is_file()},
+        copies=copies,
+        texts={} if CARD_FILE in copies else {CARD_FILE: _make_card(drafter, config, base)},
         json_files={"config.json": _config_dict(config)},
         notes=_recurrence_notes(drafter),
     )
@@ -237,7 +246,12 @@ def plan_speculators(drafter: SourceDrafter, base: SourceBase | None, config: Co
     tensors = eagle.to_speculators_tensors(_cast_floats(drafter.tensors, config.dtype), drafter.config)
     dtype, length = dtype_name(tensors["lm_head.weight"].dtype), drafter.fill(config.defaults).shape.draft_len_per_beam
     content = eagle.to_speculators_config(drafter.config, name, architecture, dtype, length or 1)
-    return ConversionPlan(weights={WEIGHTS_FILE: tensors}, json_files={"config.json": content}, notes=notes)
+    return ConversionPlan(
+        weights={WEIGHTS_FILE: tensors},
+        texts={CARD_FILE: _make_card(drafter, _config_with_base(drafter.config, base), base, "speculators")},
+        json_files={"config.json": content},
+        notes=notes,
+    )
 
 
 def plan_merged(drafter: SourceDrafter, base: SourceBase | None, config: ConvertConfig) -> ConversionPlan:
@@ -415,6 +429,14 @@ def _cast_floats(tensors: Mapping[str, LazyTensor], dtype: str | None) -> dict[s
         name: cast(tensor, DRAFTER_DTYPES[dtype]) if tensor.dtype.is_floating_point else tensor
         for name, tensor in tensors.items()
     }
+
+
+def _make_card(drafter: SourceDrafter, config: AnyDrafterConfig, base: SourceBase | None, *tags: str) -> str:
+    """Return the model card of a converted drafter, with the text of its own card if it is one of this project."""
+    own, body = drafter.directory / CARD_FILE, make_introduction(config, config.base_model)
+    if drafter.kind == "drafter" and own.is_file():
+        body = ModelCard(own.read_text(encoding="utf-8"), ignore_metadata_errors=True).text.lstrip("\n")
+    return f"{make_header(config, config.base_model, None if base is None else str(base.directory), tags)}\n{body}"
 
 
 def _config_dict(config: PretrainedConfig) -> dict[str, object]:

@@ -72,6 +72,11 @@ class DFlashConfig(LayerConfig):
         super().__post_init__(**kwargs)
 
     @property
+    def algorithm(self) -> str:
+        """Name of what it does, as repositories of the Hub are tagged."""
+        return "dspark" if self.markov_rank else "dflash2" if self.selector_rank else "dflash"
+
+    @property
     def drafts(self) -> int:
         """The tokens that a block drafts."""
         return self.block_size - (not self.sample_from_anchor)

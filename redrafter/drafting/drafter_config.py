@@ -43,7 +43,8 @@ class AnyDrafterConfig(PretrainedConfig):
             all.
         draft_beams: Default number of beams (transformers reserves the name `num_beams` in a saved config).
         draft_len_per_beam: Default draft length.
-        trained_draft_len: Number of steps that the drafter was trained for; None if unknown.
+        trained_draft_len: Number of steps that the drafter was trained for; None if unknown, and 0 for a drafter with
+            random weights, which only tests a pipeline.
         base_model: Name of the target.
         base_embedding_norms: Norms of a few rows of the target's embedding table, which identify the base that a
             drafter was made for.
@@ -73,6 +74,11 @@ class AnyDrafterConfig(PretrainedConfig):
         """Name of drafters with such a config in messages."""
         return drafter_kinds()[self.model_type].name
 
+    @property
+    def algorithm(self) -> str:
+        """Name of what it does, as repositories of the Hub are tagged."""
+        return self.model_type.removeprefix("redrafter_")
+
     @classmethod
     def names_of(cls, kind: object) -> list[str]:
         """Return the names of our fields of a type, such as `int | None`."""
@@ -95,7 +101,7 @@ class AnyDrafterConfig(PretrainedConfig):
         """Raise `ArgumentError` for values that no drafter can have."""
         optional = [name for name in self.names_of(int | None) if getattr(self, name) is not None]
         for name in (*self.names_of(int), *optional):
-            self.require_integer(name, least=0 if name in self.from_zero else 1)
+            self.require_integer(name, least=0 if name in ("trained_draft_len", *self.from_zero) else 1)
         for name in self.names_of(bool):
             self.require(name, isinstance(getattr(self, name), bool), "be true or false")
         part = self.draft_vocab_size is None or self.draft_vocab_size <= self.vocab_size

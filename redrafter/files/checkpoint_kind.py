@@ -151,7 +151,7 @@ def wrong_kind_error(path: Path, wanted: str) -> CheckpointError | None:
             "model": ", not a drafter: a smaller model drafts with --draft-model (DraftTarget)",
             "merged checkpoint": f", a model and its drafter: give it as the model alone, or {path / DRAFTER_FOLDER}",
             **dict.fromkeys(FOREIGN_DRAFTERS, f": convert it first: {convert_drafter}"),
-            "speculators checkpoint": " of a type that cannot be read; EAGLE-3 heads, DFlash and DSpark can be",
+            "speculators checkpoint": " of a type that cannot be read; EAGLE-3 heads, DFlash(2) and DSpark can be",
             "TensorRT-LLM ReDrafter checkpoint": f": convert its drafter first: {convert_drafter}",
             "TensorRT-LLM checkpoint": ", which holds no drafter",
         }

@@ -2,9 +2,12 @@
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 from redrafter.errors import CheckpointError, first_line
+from redrafter.files.regular_file import read_regular
 
+CARD_FILE = "README.md"  # the model card of a repository
 CONNECT_SECONDS = 5.0  # timeout of the hub's answer
 _reached: set[str] = set()  # addresses that have answered this process
 
@@ -70,3 +73,16 @@ def find_model_file(model: str, name: str) -> str | None:
         return hf_hub_download(model, name)
     except (OSError, ValueError, EntryNotFoundError, HfHubHTTPError):
         return None  # loading the model raises the precise error
+
+
+def read_card(model: str) -> dict[str, Any]:
+    """Return the header of the model card of a directory or repository; an empty one where there is none to read."""
+    if (card := find_model_file(model, CARD_FILE)) is None:
+        return {}
+    from huggingface_hub import ModelCard
+
+    try:
+        text = read_regular(Path(card)).decode("utf-8")
+        return ModelCard(text, ignore_metadata_errors=True).data.to_dict()
+    except Exception:  # of YAML's own types, or no UTF-8
+        return {}

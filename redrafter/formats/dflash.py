@@ -105,7 +105,8 @@ def _causal(value: Any, config: Mapping[str, Any], convolved: bool) -> str:
     if causal is not None:
         return "all" if causal else "none"
     if SPECULATORS_KEY in config:
-        return "none" if config.get("sliding_window_non_causal") else "sliding"
+        later = config.get("sliding_window_non_causal", config[SPECULATORS_KEY] == "dflash2")
+        return "none" if later else "sliding"
     return "sliding" if convolved else "none"
 
 

@@ -29,6 +29,7 @@ from redrafter.formats.tensors import LazyTensor, memory_tensor
 EMBEDDING = "embed_tokens.weight"  # in both formats, and in ours
 ROWS_AT_ONCE = 8192  # of an embedding table, when two are compared
 LAYER_TYPES = ("llama", "qwen3")  # `model_type` of the decoder layers that can be computed
+SPECULATORS_VERSION = "0.9.0"  # whose config classes have the fields that are written
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Values of `eagle_config` that the computation here has; ModelOpt's and SpecForge's checkpoints have some of them.
 _EAGLE_CONFIG = {
@@ -83,9 +84,7 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTen
 
 def _of_speculators(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """Return the fields of our config that are specific to speculators' format."""
-    kind, whole = config[SPECULATORS_KEY], as_dict(config.get("speculators_config"))
-    if kind != "eagle3":
-        raise UnsupportedError(f"{directory} is a speculator of the type {kind}; of speculators', only eagle3 is read")
+    whole = as_dict(config.get("speculators_config"))
     if "transformer_layer_config" not in config:
         raise CheckpointError(f"{directory / 'config.json'} has no transformer_layer_config")
     ids = config.get(LAYER_IDS)
@@ -131,8 +130,7 @@ def layer_config(config: Mapping[str, Any], directory: Path, known: Sequence[str
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ROPE_TYPES:
         raise UnsupportedError(f"{where} has rope of the type {rope_type}; {', '.join(ROPE_TYPES)} can be read")
-    if config.get("quantization_config"):
-        raise UnsupportedError(f"{directory} is quantised; give the head that it was made from")
+    # A config copied from a quantised base says nothing of the drafter's own tensors, whose dtypes are checked.
     with config_errors(directory, "decoder layer"):
         layer = AutoConfig.for_model(**{key: x for key, x in config.items() if key != "quantization_config"})
     layer.rope_parameters = {key: x for key, x in layer.rope_parameters.items() if key != "type"}
@@ -225,7 +223,7 @@ def to_speculators_config(
     written: dict[str, Any] = {
         "architectures": ["Eagle3Speculator"],
         SPECULATORS_KEY: "eagle3",
-        "speculators_version": "0.3.0",
+        "speculators_version": SPECULATORS_VERSION,
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",

@@ -11,6 +11,7 @@ from typing import Any
 from zipfile import is_zipfile
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PretrainedConfig
 
 from redrafter.checkpoints.drafters import NORM_ROWS, check_fits_base
@@ -20,18 +21,28 @@ from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel, check_draft_ids
 from redrafter.drafting.drafter_types import drafter_class, make_drafter
 from redrafter.errors import ArgumentError, CheckpointError, first_line
-from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, config_errors, kind_of, read_json
+from redrafter.files.checkpoint_kind import (
+    DRAFTER_FOLDER,
+    SHAPE_FILE,
+    check_source,
+    config_errors,
+    kind_of,
+    read_json,
+)
 from redrafter.files.dtype_names import SAFETENSORS_CODES, dtype_name
 from redrafter.files.gguf_file import GgufHeader, find_gguf, read_header, read_rows
 from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE
+from redrafter.files.hub import find_model_file
 from redrafter.files.regular_file import read_regular
 from redrafter.formats import apple, dflash, eagle, trtllm
+from redrafter.formats.float8 import read_quantized
 from redrafter.formats.tensors import (
     LazyTensor,
     check_tensors,
     memory_tensor,
     open_directory,
 )
+from redrafter.formats.unread import refuse_unread
 from redrafter.model.supported import config_width
 from redrafter.tree.sizes import TreeShape
 
@@ -228,8 +239,10 @@ def open_drafter(directory: Path, recurrence: str | None = None, *, whole: bool 
         tensors = apple.rename_tensors(stored, config.num_draft_layers, directory)
         source_name = partial(apple.to_apple_name, layers=config.num_draft_layers)
     elif (foreign := FOREIGN.get(kind)) is not None:
-        stored = _open_tensors(directory, whole=whole)
-        config = foreign.to_redrafter_config(read_json(directory / "config.json"), stored, directory)
+        content, stored = read_json(directory / "config.json"), _open_tensors(directory, whole=whole)
+        refuse_unread(content, stored, directory)
+        content, stored = read_quantized(content, stored, directory)
+        config = foreign.to_redrafter_config(content, stored, directory)
         tensors = foreign.split_tensors(stored, config, directory)
     elif kind == "TensorRT-LLM ReDrafter checkpoint":
         source_name = trtllm.DRAFTER_PREFIX.__add__
@@ -252,13 +265,19 @@ def read_own(directory: Path) -> SourceDrafter:
 
 
 def load_foreign(name: str | Path) -> DrafterModel | None:
-    """Load an EAGLE-3 head, or a DFlash or DSpark drafter, from a directory of another project, converted in memory.
+    """Load an EAGLE-3 head, or a DFlash or DSpark drafter, of another project, converted in memory.
 
-    Returns None for any other directory. Raises as `open_drafter` does.
+    `name` is a directory or a hub id. Returns None for any other drafter. Raises as `open_drafter` does.
     """
     directory = Path(name)
-    if not (directory / "config.json").is_file() or kind_of(directory) not in FOREIGN:
+    if not directory.exists():
+        check_source(str(name))
+    config = find_model_file(str(name), "config.json")
+    if config is None or kind_of(Path(config).parent) not in FOREIGN:
         return None
+    if not directory.is_dir():
+        patterns = ["*.json", "*.safetensors", *PICKLE_FILES]
+        directory = Path(snapshot_download(str(name), allow_patterns=patterns))
     return open_drafter(directory, whole=True).load()
 
 

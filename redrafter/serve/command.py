@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from redrafter.app.drafter_alone import use_base_of_drafter
 from redrafter.app.flags import add_options, read_options
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.app.parser import Parser
@@ -83,7 +84,10 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--print-config", action="store_true", help="print all options as JSON and do nothing")
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="hub id, directory or GGUF file of the model, or merged checkpoint"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="hub id, directory or GGUF file of the model, a merged checkpoint, or a drafter that names its base",
     )
     add_options(parser, ServeOptions, "serving")
     add_options(parser, LoadOptions, "loading", without=("model",))
@@ -149,9 +153,11 @@ def _with_config(args: argparse.Namespace) -> argparse.Namespace:
     kinds = (ServeOptions, LoadOptions, DraftOptions, *(extension.options for extension in extensions()))
     configured = read_config(args.config, kinds)
     given = {name: value for name, value in vars(args).items() if not (name == "model" and value is None)}
-    model = (configured | given).get("model")
+    args = argparse.Namespace(**configured | given)
+    use_base_of_drafter(args)
+    model = vars(args).get("model")
     beside = {} if model is None else read_config(config_beside(model), kinds, only=LIMIT_OPTIONS)
-    return argparse.Namespace(**beside | configured | given)
+    return argparse.Namespace(**beside | vars(args))
 
 
 def _serve(request: LoadEngine, keys: ApiKeys, operators: ApiKeys) -> None:

@@ -83,6 +83,12 @@ class TrainConfig:
     overwrite: bool = option(False, "replace the drafter that --output holds, and drop its checkpoints")
     resume: bool = option(False, "resume from the newest checkpoint, or start from scratch if there is none")
     dry_run: bool = option(False, "print the sizes, the memory and the steps of the training, then exit")
+    save: str | None = option(
+        None,
+        "with --dry-run: directory to write an untrained drafter to, of the shapes and ids that a training would give "
+        "it, to try a pipeline with",
+        path=True,
+    )
     show_sample: bool = option(False, "print the first text of the data with the trained parts marked, then exit")
     drafter: str | None = option(
         None,
@@ -281,6 +287,11 @@ class TrainConfig:
         for name in heads if self.context_window == 0 else ():
             if values[name] != defaults[name]:
                 raise ArgumentError(f"{flag(name)} is for drafters that attend to the text: give --context-window too")
+        if self.save is not None and not (self.dry_run and self.drafter is None):
+            raise ArgumentError(
+                "--save writes a new drafter that is not trained: give it with --dry-run and without --drafter; a "
+                "training writes to --output"
+            )
         if self.lora_rank is not None and self.shard_drafter:
             raise ArgumentError(
                 "--lora-rank leaves little to spread over processes, and --shard-drafter spreads all: leave one out"
@@ -325,6 +336,8 @@ def parse(argv: Sequence[str] | None) -> TrainConfig:
 def check(config: TrainConfig) -> None:
     """Check before loading anything that the inputs of a training exist and that its output can be written."""
     check_paths(config)
+    if config.save is not None:
+        check_output(Path(config.save), config.overwrite, "--save")
     if config.dry_run or config.show_sample or config.watch:  # rounds replace the existing drafter
         return
     output = Path(str(config.output))

@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from importlib.metadata import version
@@ -14,7 +14,6 @@ from typing import Any, TypedDict
 
 import torch
 from accelerate import Accelerator
-from huggingface_hub import ModelCardData
 from transformers import PreTrainedModel
 
 import redrafter
@@ -24,6 +23,8 @@ from redrafter.drafting.drafter_config import MEASURED_NODES
 from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.files.atomic_folder import write_folder
 from redrafter.files.dtype_names import dtype_name
+from redrafter.files.hub import CARD_FILE
+from redrafter.formats.model_card import acceptance_section, make_header, make_introduction
 from redrafter.measure.report import hardware, versions
 from redrafter.scheduler.sequence import Stats
 from redrafter.train.config import TrainConfig, shown_command
@@ -59,7 +60,7 @@ def save_drafter(
 
     def fill(folder: Path) -> None:
         saved.to(dtype).save_pretrained(folder)
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        (folder / CARD_FILE).write_text(card, encoding="utf-8")
         (folder / RECORD_FILE).write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     # Written under another name and renamed, so that no reader sees part of a drafter.
@@ -83,24 +84,28 @@ def make_model_card(
     drafter: DrafterModel,
     config: TrainConfig,
     result: TrainingState,
-    validation: Stats | None,
+    measured: Mapping[str, Stats],
     prompts: str,
     facts: dict[str, Any],
 ) -> str:
     """Compose the model card of a trained drafter: Markdown under a header in YAML, for README.md.
 
-    `validation` is the result of the last validation, or None. `prompts` describes the number and the kind of its
-    prompts. `facts` is the result of `make_provenance`.
+    `measured` has the last validation's result on each kind of texts, greedy ones first; it may be empty. `prompts`
+    describes the number and the kind of its prompts. `facts` is the result of `make_provenance`.
     """
     base, tree = drafter.config.base_model or type(model).__name__, served_shape(drafter)
-    measured = "not measured: there was nothing to validate on"
-    if validation is not None:
-        share_by_depth = ", ".join(f"{count / max(validation.steps, 1):.2f}" for count in validation.accepted_by_depth)
-        measured = (
-            f"{validation.tokens_per_step:.2f} tokens per step, greedy, on texts that the base wrote from {prompts} "
-            f"({tree.beams} beams x {tree.depth} tokens, {tree.node_budget} nodes). Part of the steps in "
-            f"which at least 1, 2, ... drafts were accepted: {share_by_depth}"
+    said, acceptance = "not measured: there was nothing to validate on", ""
+    if measured:
+        greedy = next(iter(measured.values()))
+        said = (
+            f"{greedy.tokens_per_step:.2f} tokens per step, greedy, on texts that the base wrote from {prompts} "
+            f"({tree.beams} beams x {tree.depth} tokens, {tree.node_budget} nodes)"
         )
+        rows = (
+            (name, x.tokens_per_step, [count / max(x.steps, 1) for count in x.accepted_by_depth])
+            for name, x in measured.items()
+        )
+        acceptance = "\n" + acceptance_section(f"{tree.beams}x{tree.depth}, {tree.node_budget} nodes", rows)
     data = [
         f"{source['name']} (sha256 {source['sha256'][:12]})" if source["sha256"] else source["name"]
         for source in facts["data"]
@@ -113,25 +118,12 @@ def make_model_card(
     choice = "These are its last weights."
     if validations > 1:
         choice = f"These are the weights of step {result.best_step}, the best of {validations} validations."
-    header = ModelCardData(library_name="redrafter", base_model=base, tags=["redrafter", "speculative-decoding"])
-    return f"""---
-{header.to_yaml()}
----
-
-# {drafter.config.kind[0].upper() + drafter.config.kind[1:]} for {base}
-
-It makes this base write faster and changes none of its tokens. It fits no other base; loading refuses one.
-
-```python
-from redrafter import ReDrafter
-
-engine = ReDrafter.from_pretrained("{base}", "path/to/this/directory")
-```
-
+    return f"""{make_header(drafter.config, base, str(config.model))}
+{make_introduction(drafter.config, base)}
 - Size: {describe_size(model, drafter)} (which was frozen).
 - Trained for {drafter.config.trained_draft_len} draft steps: {result.step} optimizer steps, {result.tokens:,} tokens \
 in {result.seconds:.0f} s, {speed:,.0f} tokens/s on {facts["processes"]} x {facts["device"]}. {choice}
-- Measured: {measured}.
+- Measured: {said}.
 - Loss: {config.distill:g} x KL(base || drafter) + {1 - config.distill:g} x cross-entropy, each draft step weighing \
 {config.decay:g} of the one before; {result.loss:.4f} at the end.
 - Data: {", ".join(data) or "in memory"}; {facts["windows"]:,} windows. Seed {config.seed}.
@@ -140,7 +132,7 @@ in {result.seconds:.0f} s, {speed:,.0f} tokens/s on {facts["processes"]} x {fact
 ```
 {facts["command"]}
 ```
-"""
+{acceptance}"""
 
 
 def make_provenance(

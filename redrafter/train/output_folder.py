@@ -12,9 +12,9 @@ RECORD_FILE = "training.json"
 OTHER_FILES = {"README.md", "config.json", RECORD_FILE}  # files of `save_drafter` other than the weights
 
 
-def check_output(output: Path, overwrite: bool) -> None:
+def check_output(output: Path, overwrite: bool, flag: str = "--output") -> None:
     """Raise `ArgumentError` if `save_drafter` cannot write to `output`, or must not replace its content."""
-    check_output_folder(output, overwrite, flag="--output", what="drafter", replaceable=_holds_drafter_or_its_files)
+    check_output_folder(output, overwrite, flag=flag, what="drafter", replaceable=_holds_drafter_or_its_files)
 
 
 def checkpoints_folder(output: Path) -> Path:

@@ -22,16 +22,19 @@ from redrafter.app.flags import short_name
 from redrafter.app.loading import limit_threads
 from redrafter.checkpoints.adapters import merge_adapter
 from redrafter.checkpoints.drafters import check_fits_target, embedding_norms
-from redrafter.checkpoints.models import load_model
+from redrafter.checkpoints.models import load_config, load_model
 from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
-from redrafter.drafting.text_drafters import TrainableDrafter
+from redrafter.data.windows import Windows
+from redrafter.drafting.drafter_types import make_drafter
+from redrafter.drafting.text_drafters import TrainableDrafter, require
 from redrafter.errors import ArgumentError
+from redrafter.formats.model_card import make_header, make_introduction, upload_command
 from redrafter.model.supported import Support
 from redrafter.model.target import Target
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, TrainingIdentity, check_same_start, load_drafter
-from redrafter.train.config import TrainConfig, main
+from redrafter.train.config import TrainConfig, main, shown_command
 from redrafter.train.evaluate.replay import ReplayStats, ValidationTexts, choose_tree
-from redrafter.train.init_drafter import new_drafter, size_form
+from redrafter.train.init_drafter import new_config, new_drafter, size_form
 from redrafter.train.loop import train
 from redrafter.train.output import (
     describe_size,
@@ -86,8 +89,11 @@ def train_from_files(config: TrainConfig, log: Callable[[str], object]) -> None:
     # Resolve defaults once, so that the record and a resumed run see the same values.
     config = replace(config, length=row_length(config), draft_vocab_size=drafted_ids(config))
     if config.dry_run:
-        processes = PartialState(cpu=stays_on_cpu(config)).num_processes
-        log("\n".join(describe_plan(config, load_windows(config, tokenizer), processes)))
+        processes, windows = PartialState(cpu=stays_on_cpu(config)), load_windows(config, tokenizer)
+        log("\n".join(describe_plan(config, windows, processes.num_processes)))
+        if config.save is not None and processes.is_main_process:
+            save_untrained(config, windows)
+            log(f"saved {config.save}, an untrained drafter")
         return
     check_output(Path(str(config.output)), config.overwrite)
     accelerator = new_accelerator(config, **tracker_arguments(config))
@@ -146,7 +152,6 @@ class TrainingSession:
                 console.print_line(line)
             ends = end_tokens(self.target.model, tokenizer)
             self.validation_texts = ValidationTexts(self.target, prompts.ids, config.validate_tokens, ends)
-        self.validation: ReplayStats | None = None  # result of the last validation
 
     def train(self) -> TrainingState:
         """Run the training loop. Raises `NotFiniteLossError` naming the rows of a batch whose loss was not finite."""
@@ -179,11 +184,9 @@ class TrainingSession:
         texts = self.validation_texts
         if texts is None or not texts.count:
             return None
-        self.validation = texts.measure(self.drafter, served_shape(self.drafter))
-        self.console.print_line(
-            f"walked {self.validation.tokens_per_step:.3f} tokens per step over {texts.count} {self.validation_kind}"
-        )
-        return self.validation.tokens_per_step
+        measured = texts.measure(self.drafter, served_shape(self.drafter)).tokens_per_step
+        self.console.print_line(f"walked {measured:.3f} tokens per step over {texts.count} {self.validation_kind}")
+        return measured
 
     def finish(self, result: TrainingState) -> None:
         """Save the drafter with the best validation, its model card and its record."""
@@ -200,17 +203,19 @@ class TrainingSession:
                 f"step {result.best_step} was the best of {len(result.tokens_per_step)} validations"
             )
         texts = self.validation_texts
+        measured: dict[str, ReplayStats] = {}
         if texts is not None and texts.count:
-            self.validation, line = choose_tree(drafter, texts, config.draft_len, config.seed)
+            measured, line = choose_tree(drafter, texts, config.draft_len, config.seed)
             self.console.print_line(line)
         if not self.accelerator.is_main_process:
             return
         model = self.target.model
         facts = make_provenance(model, self.base, config, result, self.windows, self.accelerator)
         prompts = f"{texts.count if texts else 0} {self.validation_kind}"
-        card = make_model_card(model, drafter, config, result, self.validation, prompts, facts)
+        card = make_model_card(model, drafter, config, result, measured, prompts, facts)
         save_drafter(drafter, output, card, facts, getattr(torch, config.save_dtype), config.overwrite)
         self.console.print_line(f"saved {output}, the drafter of step {facts['saved_step']}")
+        self.console.print_line(f"to share it on the Hub: {upload_command(drafter.config, str(output))}")
 
     def _batch_arguments(self, step: int, process: int) -> tuple[int, int, int, int, int, int]:
         """Return the arguments of `Windows.batches` for a process, starting at an optimizer step."""
@@ -250,21 +255,47 @@ class TrainingSession:
                 self.config = self.resumed.keep_form(config)
         else:
             self.config = size_form(target.model.config, config)  # so that training.json records the derived sizes
-            drafter = new_drafter(target.model, self.config, self._draft_ids())
+            drafter = new_drafter(
+                target.model, self.config, frequent_ids(config.draft_vocab_size, self.windows, target.vocab_size)
+            )
         # Recorded so that loading can refuse another base.
         drafter.config.base_model = self.base
         drafter.config.base_embedding_norms = embedding_norms(target.embedding)
         drafter.config.trained_draft_len = config.draft_len
         return drafter
 
-    def _draft_ids(self) -> Tensor | None:
-        """Return the most frequent ids of the data, `[V']` int64; None for a drafter of the full vocabulary."""
-        size = self.config.draft_vocab_size
-        if size is None:
-            return None
-        if size > self.target.vocab_size:
-            raise ArgumentError(f"--draft-vocab-size {size} is more than the base's {self.target.vocab_size} ids")
-        return self.windows.count_ids(self.target.vocab_size).topk(size).indices.sort().values
+
+def frequent_ids(size: int | None, windows: Windows, vocab_size: int) -> Tensor | None:
+    """Return the `size` most frequent ids of the data, `[V']` int64; None, where `size` is None, for all."""
+    if size is None:
+        return None
+    if size > vocab_size:
+        raise ArgumentError(f"--draft-vocab-size {size} is more than the base's {vocab_size} ids")
+    return windows.count_ids(vocab_size).topk(size).indices.sort().values
+
+
+def save_untrained(config: TrainConfig, windows: Windows) -> None:
+    """Write a drafter with random weights to `--save`. Of the base, only the config is read."""
+    base = load_config(str(config.model), trust_remote_code=config.trust_remote_code)
+    form = new_config(base, config, config.draft_vocab_size)
+    ids = frequent_ids(config.draft_vocab_size, windows, form.vocab_size)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        drafter = require(TrainableDrafter, make_drafter(form)).float()
+    if ids is not None and drafter.draft_ids is not None:
+        drafter.draft_ids.copy_(ids)
+    form.base_model, form.trained_draft_len, form.draft_len_per_beam = (
+        short_name(str(config.model)),
+        0,
+        config.draft_len,
+    )
+    text = f"""{make_header(form, form.base_model, str(config.model), ["untrained"])}
+{make_introduction(form, form.base_model)}
+**This drafter is not trained**: its weights are random. It has the shapes of one that `redrafter train` makes, to try a
+pipeline with; train it before it is used.
+"""
+    facts = {"command": shown_command(config), "saved_step": None, "steps": 0}
+    save_drafter(drafter, Path(str(config.save)), text, facts, getattr(torch, config.save_dtype), config.overwrite)
 
 
 def _target(config: TrainConfig, accelerator: Accelerator) -> Target:

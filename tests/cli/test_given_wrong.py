@@ -54,7 +54,10 @@ def kinds(folder, tmp_path_factory) -> Path:
         ("--model {trtllm}", "redrafter convert --base-model-checkpoint-dir '{trtllm}' --tokenizer-dir BASE"),
         ("--model {plain}", "--base-model-checkpoint-dir {plain} --drafter-model-dir DRAFTER --tokenizer-dir BASE"),
         ("--model {engine}", "give the Hugging Face model it was made from"),
-        ("--model {drafter}", "{drafter} is a drafter, not a model: give the model that it drafts for"),
+        (
+            "--model {drafter}",
+            "{drafter} is a drafter, not a model, and names no base in config.json or README.md: give",
+        ),
         ("--draft-model {trtllm}", "is a TensorRT-LLM ReDrafter checkpoint: convert it first"),
         ("--model {base}/config.json", "{base}/config.json is not a directory, but a file"),
         ("--model ./gone", "./gone is not a directory: it does not exist"),

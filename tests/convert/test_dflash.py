@@ -18,7 +18,7 @@ KINDS = {  # which formats can hold a form
     "DSpark": ("zlab", "deepspec", "speculators"),
     "gated": ("speculators",),
     "recurrent": ("deepspec",),
-    "DFlash2": ("zlab",),
+    "DFlash2": ("zlab", "speculators"),
 }
 
 

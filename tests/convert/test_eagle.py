@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 
 from helpers.conversion import convert, refused, weights
 from helpers.eagle import EAGLE_FORMS, eagle_dir, random_head, speculators_dir
@@ -126,6 +127,19 @@ def test_what_another_engine_has_to_find_is_said(base, tmp_path, capsys):
     tiny_drafter().save_pretrained(tmp_path / "recurrent")
     error = refused(capsys, output=tmp_path / "none", drafter=tmp_path / "recurrent", to="speculators")
     assert "cannot hold a recurrent drafter; `redrafter train --form eagle3`" in error
+
+
+def test_a_converted_drafter_has_a_card_with_what_the_hub_reads(base, tmp_path, capsys):
+    source = speculators_dir(tmp_path / "theirs", random_head())
+    ours = convert(tmp_path / "ours", base=base, drafter=source, to="drafter")
+    card = ModelCard.load(ours / "README.md")
+    expected = {"library_name": "redrafter", "pipeline_tag": "text-generation", "base_model": "some/base"}
+    assert card.data.to_dict() == expected | {"tags": ["redrafter", "speculative-decoding", "eagle3"]}
+    assert 'from_pretrained("some/base", ' in card.text
+    (ours / "README.md").write_text(f"{card}\n## Measured by its author\n")
+    theirs = ModelCard.load(convert(tmp_path / "out", drafter=ours, to="speculators") / "README.md")
+    assert theirs.data.tags == ["redrafter", "speculative-decoding", "eagle3", "speculators"]
+    assert theirs.text.endswith("## Measured by its author\n")
 
 
 @pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "pickle"])

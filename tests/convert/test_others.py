@@ -83,7 +83,13 @@ def test_info_names_what_it_is_and_who_loads_it_the_command(write, drafter, kind
 
 IDS = {"target_layer_ids": [0, 1]}
 CONFIGS: list[tuple[Callable[..., Path], dict, str]] = [
-    (speculators_dir, {"speculators_model_type": "peagle"}, "of the type peagle"),
+    (speculators_dir, {"speculators_model_type": "medusa"}, "type medusa; of speculators' types, eagle3, dflash,"),
+    (speculators_dir, {"speculators_model_type": "peagle"}, "of the kind P-EAGLE, which is not read: it needs several"),
+    (speculators_dir, {"speculators_model_type": "mtp"}, "with `speculators stitch-mtp DRAFTER BASE`"),
+    (block_speculators, {"speculators_model_type": "xpress"}, "of the kind XPress"),
+    (block_speculators, {"projector_type": "domino"}, "of the kind Domino"),
+    (zlab, {"dflash_config": {"projector_type": "domino", "gru_hidden_dim": 4}}, "of the kind Domino, which is not"),
+    (zlab, {"architectures": ["LiLiCorrDraftModel"]}, "of the kind LiLiCorr"),
     (speculators_dir, {"transformer_layer_config": {}}, "a layer of the type None"),
     (speculators_dir, {"eagle_aux_hidden_state_layer_ids": [0, 1]}, "the target's embeddings"),
     (speculators_dir, {"eagle_aux_hidden_state_layer_ids": [2, 1]}, "layer numbers that ascend"),
@@ -98,7 +104,6 @@ CONFIGS: list[tuple[Callable[..., Path], dict, str]] = [
     (eagle_dir, {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, "outside of speculators' format"),
     (eagle_dir, {"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state=False"),
     (eagle_dir, {"eagle_config": {"some_switch": 1}}, "eagle_config.some_switch=1"),
-    (eagle_dir, {"quantization_config": {"quant_method": "fp8"}}, "is quantised"),
     (eagle_dir, {"num_key_value_heads": 4}, "k_proj.weight of shape (16, 64) instead of (32, 64)"),
     (eagle_dir, {"vocab_size": 120}, "d2t and t2d that do not name the same ids"),
     (zlab, {"block_size": None}, "has no block_size"),
@@ -110,7 +115,6 @@ CONFIGS: list[tuple[Callable[..., Path], dict, str]] = [
     (zlab, {"num_hidden_layers": 3, "layer_types": None}, "no tensor layers.2."),
     (zlab, {"model_type": "gemma4_text"}, "a layer of the type gemma4_text"),
     (zlab, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope of the type dynamic"),
-    (zlab, {"quantization_config": {"quant_method": "fp8"}}, "is quantised"),
     (block_speculators, {"aux_hidden_state_layer_ids": [0, 1]}, "the target's embeddings"),
     (block_speculators, {"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids=None"),
 ]
@@ -120,6 +124,8 @@ TENSORS: list[tuple[Callable[..., Path], dict[str, torch.Tensor | None], str]] =
     (eagle_dir, {"d2t": torch.full((40,), VOCAB)}, "d2t outside of the"),
     (eagle_dir, {"fc.weight": None}, "no tensor fc.weight"),
     (eagle_dir, {"midlayer.extra.weight": torch.ones(2)}, "midlayer.extra.weight, which its config does not ask for"),
+    (eagle_dir, {"mask_hidden": torch.ones(1, 1, 96)}, "of the kind P-EAGLE"),
+    (zlab, {"prefix_gru.weight_ih_l0": torch.ones(12, 32)}, "of the kind Domino"),
     (zlab, {"hidden_norm.weight": None}, "no tensor hidden_norm.weight"),
     (zlab, {"layers.0.self_attn.sinks": torch.ones(2)}, "self_attn.sinks, which its config does not ask for"),
     (zlab, {"norm.weight": torch.ones(3)}, "norm.weight of shape (3,) instead of (32,)"),

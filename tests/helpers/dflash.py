@@ -216,7 +216,7 @@ def published_dir(place: Path, drafter: DFlashDrafter, kind: str, **changes: obj
     else:
         content = {
             "architectures": ["DFlashDraftModel"],
-            "speculators_model_type": "dspark" if markov else "dflash",
+            "speculators_model_type": "dspark" if markov else "dflash2" if config.selector_rank else "dflash",
             "speculators_config": {"algorithm": "dflash", "verifier": {"name_or_path": "some/base"}},
             "transformer_layer_config": layer,
             "draft_vocab_size": config.draft_vocab_size or VOCAB,
@@ -226,6 +226,7 @@ def published_dir(place: Path, drafter: DFlashDrafter, kind: str, **changes: obj
             "sample_from_anchor": config.sample_from_anchor,
             "sliding_window_non_causal": config.causal == "none",
             **markov,
+            **{name: draft[name] for name in draft if name.startswith(("conv_", "selector_"))},
         }
     place.mkdir()
     (place / "config.json").write_text(json.dumps(content | changes))

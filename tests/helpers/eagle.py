@@ -184,7 +184,7 @@ def speculators_dir(place: Path, head: EagleDrafter, **changes: object) -> Path:
     content = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
-        "speculators_version": "0.3.0",
+        "speculators_version": "0.9.0",
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",

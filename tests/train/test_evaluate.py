@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from itertools import product
@@ -516,6 +517,29 @@ def test_what_a_user_can_mend_exits_with_2_and_one_line(tmp_path, capsys, monkey
     more = [] if "--json" in words else ["--json", "out.json"]
     assert said in fails(capsys, "evaluate", *words.split(), *more)
     assert sorted(tmp_path.iterdir()) == there
+
+
+def test_the_card_of_a_drafter_gets_the_table_that_was_measured(folder, tmp_path, capsys):
+    base, drafter = folder / "base", tmp_path / "drafter"
+    shutil.copytree(folder / "drafter", drafter)
+    words = ["evaluate", "--model", str(base), "--prompts", write(tmp_path / "prompts.txt", ["Once upon"]), "--card"]
+    words += ["--shapes", "3x2", "--new-tokens", "8", "--json", str(tmp_path / "report.json")]
+    assert "give it with --drafter" in fails(capsys, *words)
+    assert main([*words, "--drafter", str(drafter)]) == 0
+    card = (drafter / "README.md").read_text()
+    assert "pipeline_tag: text-generation" in card
+    document = json.loads((tmp_path / "report.json").read_text())
+    for name, result in zip(("greedy", "temperature 1"), document["temperatures"], strict=True):
+        stats = result["trees"][0]["all_steps"]
+        shares = [f"{count / stats['steps']:.2f}" for count in stats["accepted_by_depth"]]
+        assert f"| {name} | {stats['tokens_per_step']:.2f} | {shares[0]} | {shares[1]} |\n" in card
+    own = "---\nlicense: mit\n---\n\n# Mine\n\n## Acceptance\n\nold numbers\n\n## Thanks\n\nto all\n"
+    (drafter / "README.md").write_text(own)
+    assert main([*words, "--drafter", str(drafter)]) == 0
+    changed = (drafter / "README.md").read_text()
+    assert changed.startswith("---\nlicense: mit\n---\n\n# Mine\n\n## Acceptance\n\nParts of")
+    assert changed.endswith("|\n\n## Thanks\n\nto all\n")
+    assert "old numbers" not in changed
 
 
 def test_help_says_what_is_done_without_options(capsys):

@@ -265,6 +265,8 @@ def test_what_is_not_finite_stops_a_training_and_is_named_by_its_step(what, step
 
 
 def test_the_command_makes_a_directory_that_loads(tmp_path, capsys):
+    base_dir(tmp_path / "base")
+    (tmp_path / "base" / "README.md").write_text("---\nlicense: apache-2.0\nlicense_link: LICENSE\n---\n# A base\n")
     assert main(command(tmp_path, "--epochs", "2", "--exit-dim", "16", "--draft-vocab-size", "40")) == 0
     out, said = tmp_path / "out", capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "data.jsonl", "out"]
@@ -289,9 +291,16 @@ def test_the_command_makes_a_directory_that_loads(tmp_path, capsys):
     card = (out / "README.md").read_text()
     assert ModelCard(card).data.to_dict() == {
         "library_name": "redrafter",
+        "pipeline_tag": "text-generation",
         "base_model": "base",
+        "license": "apache-2.0",
         "tags": ["redrafter", "speculative-decoding"],
     }
+    assert f"to share it on the Hub: hf upload base-redrafter {out}\n" in said
+    header, _, greedy, sampled = card.split("## Acceptance")[1].split("drafts were accepted")[1].splitlines()[2:6]
+    assert header == "| texts | tokens per step |" + "".join(f" >= {n} |" for n in range(1, int(chosen[2]) + 1))
+    assert greedy.startswith(f"| greedy | {chosen[3]} |")
+    assert sampled.startswith("| temperature 1 |")
     assert str(tmp_path) not in card
     kind = "prompts that are not held out (1 of 2 rows are trained on too)"
     tree = f"1 {kind} ({chosen[1]} beams x {chosen[2]} tokens,"

@@ -20,6 +20,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from redrafter.app.config_file import convert_value, options_by_name
+from redrafter.app.drafter_alone import use_base_of_drafter
 from redrafter.app.flags import read_options
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.errors import ArgumentError, MissingDependencyError, ReDrafterError, how_to_install
@@ -83,6 +84,7 @@ def app(args: Mapping[str, Any]) -> "Application":
                 value = json.loads(value.lower() if value in ("True", "False") else value)
         values[name] = convert_value("the application's args", name, value, known)
     given = Namespace(**values | {"ray": True})
+    use_base_of_drafter(given)
     options = read_options(ServeOptions, given)
     keys = collect_keys(options.api_key, options.api_key_file)
     load, draft = read_options(LoadOptions, given), read_options(DraftOptions, given)

@@ -13,7 +13,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -33,6 +33,8 @@ from redrafter.drafting.text_drafters import ReplayableDrafter, require
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import write_atomically
+from redrafter.files.hub import CARD_FILE
+from redrafter.formats.model_card import acceptance_section, make_header, make_introduction, replace_acceptance
 from redrafter.measure.report import describe_pair
 from redrafter.measure.suite_table import write_tables
 from redrafter.train.evaluate.explain import OtherTexts, explain
@@ -40,6 +42,7 @@ from redrafter.train.evaluate.options import EvaluateOptions, Search, main
 from redrafter.train.evaluate.replay import replay
 from redrafter.train.evaluate.report import (
     TextsResult,
+    acceptance_rows,
     advise,
     format_explanation,
     format_report,
@@ -147,9 +150,24 @@ def run_checked(args: argparse.Namespace, words: Sequence[str]) -> int:
         write_tables(suite_tables(document), facts, asked.csv, asked.markdown)
     if options.json is not None:
         write_atomically(Path(options.json), json.dumps(document, indent=1) + "\n")
+    if options.card:
+        write_card(pair, document)
     if options.plot is not None:
         plot(document, Path(options.plot))
     return 0
+
+
+def write_card(pair: Pair, document: Mapping[str, Any]) -> None:
+    """Replace the section on acceptance of a drafter's model card, which is made where there is none."""
+    assert isinstance(pair.engine, ReDrafter)
+    file, config = Path(str(pair.drafting_model), CARD_FILE), pair.engine.drafter.config
+    if file.is_file():
+        card = file.read_text(encoding="utf-8")
+    else:
+        base = config.base_model or short_name(pair.name)
+        card = f"{make_header(config, base, pair.name)}\n{make_introduction(config, base)}"
+    tree, rows = acceptance_rows(document)
+    write_atomically(file, replace_acceptance(card, acceptance_section(tree, rows)))
 
 
 def _max_prompt_tokens(options: EvaluateOptions, context: int | None) -> int:

@@ -4,9 +4,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from redrafter.app.config_file import ConfigParser
+from redrafter.app.drafter_alone import use_base_of_drafter
 from redrafter.app.flags import add_options, flag, floats, format_value, integers, read_options
 from redrafter.app.options import MAX_SEED, PROMPTS_HELP, LoadOptions, PromptOptions, SuiteOptions, check_numbers
 from redrafter.app.paths import check_paths
@@ -90,6 +92,10 @@ class EvaluateOptions(PromptOptions):
         None, "write the whole report as one JSON document", metavar="FILE", path=True, names="new file"
     )
 
+    card: bool = option(
+        False, "write the acceptance of the first tree into the model card (README.md) in the directory of --drafter"
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_numbers(self, "num_prompts", "batch_size", "node_budgets")
@@ -169,7 +175,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     def command() -> int:
         asked = read_options(SuiteOptions, args)
         asked.refuse_others(args, NOT_OF_SUITES)
-        check_paths(read_options(EvaluateOptions, args), asked, read_options(LoadOptions, args))
+        use_base_of_drafter(args)
+        options, load = read_options(EvaluateOptions, args), read_options(LoadOptions, args)
+        check_paths(options, asked, load)
+        if options.card and not (load.drafter is not None and Path(load.drafter).is_dir()):
+            raise ArgumentError("--card writes into the directory of a drafter: give it with --drafter")
         code: int = import_libraries("redrafter.train.evaluate.command").run_checked(args, words)
         return code
 

@@ -314,7 +314,7 @@ def best_tree(tokens_per_step: Mapping[TreeShape, tuple[float, float]]) -> TreeS
 
 def choose_tree(
     drafter: ReplayableDrafter, texts: ValidationTexts, draft_len: int, seed: int
-) -> tuple[ReplayStats, str]:
+) -> tuple[dict[str, ReplayStats], str]:
     """Set the search defaults in a drafter's config to the tree with the most tokens per step on validation texts.
 
     Widths and depths are compared at a fixed number of verified nodes, which determines the cost of the base's step.
@@ -327,7 +327,7 @@ def choose_tree(
         draft_len: Number of draft steps that it was trained for.
         seed: Seed of the texts at temperature 1.
 
-    Returns the statistics of the tree on greedy texts, and a line about the choice.
+    Returns the statistics of the tree on texts of each temperature, greedy ones first, and a line about the choice.
     """
     shapes = candidates(drafter, draft_len)
     # A served drafter is used both ways, so neither alone decides on the tree.
@@ -340,4 +340,5 @@ def choose_tree(
     name, trained = f"{chosen.beams}x{chosen.depth}", f"5x{draft_len}"
     other = f"; {trained} {at[trained]}" if trained in at and trained != name else ""
     line = f"tree of {chosen.node_budget} nodes: {name} writes most, tokens per step {at[name]}{other}"
-    return greedy[shapes.index(chosen)], line
+    index = shapes.index(chosen)
+    return {"greedy": greedy[index], "temperature 1": sampled[index]}, line

@@ -1,6 +1,6 @@
 """Format the report of an evaluation as a JSON document, as tables and as a figure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,21 @@ def _describe_stats(shape: TreeShape, stats: list[ReplayStats]) -> dict[str, Any
         "tried_by_depth": total.tried,
         **describe_acceptance(total, stats),
     }
+
+
+def acceptance_rows(document: Mapping[str, Any]) -> tuple[str, list[tuple[str, float, list[float]]]]:
+    """Return the name of the first tree of a report, and a row for each kind of texts for `acceptance_section`."""
+    rows = []
+    for result in document["temperatures"]:
+        measured = result["trees"][0]
+        kinds = {"": measured["all_steps"]} if len(measured["categories"]) == 1 else measured["categories"]
+        for category, stats in kinds.items():
+            length = result["prompt_length"]
+            name = "greedy" if result["temperature"] == 0 else f"temperature {result['temperature']:g}"
+            name += "" if length is None else f", after {length} tokens"
+            shares = [count / max(stats["steps"], 1) for count in stats["accepted_by_depth"]]
+            rows.append((f"{name}, {category}" if category else name, stats["tokens_per_step"] or 0.0, shares))
+    return document["temperatures"][0]["trees"][0]["tree"], rows
 
 
 def suite_tables(document: dict[str, Any]) -> list[SuiteTable]:

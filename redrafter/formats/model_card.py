@@ -1,0 +1,88 @@
+"""Model cards of drafters: the header in YAML that the Hub reads, and what a card says of use and acceptance."""
+
+import shlex
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from huggingface_hub import ModelCardData
+
+from redrafter.drafting.drafter_config import AnyDrafterConfig
+from redrafter.files.hub import read_card
+
+LIBRARY = "redrafter"
+_ACCEPTANCE = "## Acceptance"
+
+
+def make_header(
+    config: AnyDrafterConfig, base: str | None, base_source: str | None = None, tags: Sequence[str] = ()
+) -> str:
+    """Return the YAML header of a drafter's card, between its two lines of dashes.
+
+    The Hub's relations to a base (`adapter`, `merge`, `quantized`, `finetune`) include none of a drafter, so none is
+    written.
+
+    Args:
+        config: Its config, which has its algorithm.
+        base: Name of the base, on the Hub if it is there; None where it is not known.
+        base_source: Directory or hub id with the base's own card, whose licence is the drafter's too; None for none.
+        tags: Further tags.
+    """
+    card: dict[str, Any] = {} if base_source is None else read_card(base_source)
+    named: dict[str, Any] = {
+        key: value for key, value in card.items() if key in ("license", "license_name") and isinstance(value, str)
+    }
+    if str(card.get("license_link")).startswith("https://"):  # others are files of the base's repository
+        named["license_link"] = card["license_link"]
+    every = dict.fromkeys([LIBRARY, "speculative-decoding", config.algorithm, *tags])
+    data = ModelCardData(
+        library_name=LIBRARY, pipeline_tag="text-generation", base_model=base, tags=list(every), **named
+    )
+    return f"---\n{data.to_yaml()}\n---\n"
+
+
+def make_introduction(config: AnyDrafterConfig, base: str | None) -> str:
+    """Return a card's title, what a drafter is for, and how it is loaded."""
+    name = base or "the base"
+    return f"""# {config.kind[0].upper() + config.kind[1:]} for {name}
+
+It makes this base write faster and changes none of its tokens. It fits no other base; loading refuses one.
+
+```python
+from redrafter import ReDrafter
+
+engine = ReDrafter.from_pretrained("{base or "BASE"}", "path/to/this/directory")
+```
+"""
+
+
+def acceptance_section(tree: str, measured: Iterable[tuple[str, float, Sequence[float]]]) -> str:
+    """Return the section of a card on acceptance: a table in Markdown with a row for each kind of texts.
+
+    A row has the kind, the tokens per step, and the parts of the steps that accepted at least 1, 2, ... drafts.
+    """
+    rows = list(measured)
+    depth = max((len(shares) for *_, shares in rows), default=0)
+    lines = ["| texts | tokens per step |" + "".join(f" >= {count} |" for count in range(1, depth + 1))]
+    lines.append("|---" * (depth + 2) + "|")
+    for name, tokens, shares in rows:
+        lines.append(f"| {name} | {tokens:.2f} |" + "".join(f" {share:.2f} |" for share in shares))
+    table = "\n".join(lines)
+    return f"""{_ACCEPTANCE}
+
+Parts of the steps in which at least 1, 2, ... drafts were accepted, with a tree of {tree}:
+
+{table}
+"""
+
+
+def replace_acceptance(card: str, section: str) -> str:
+    """Return a card with another section on acceptance, at its end where it has none."""
+    before, found, after = card.partition(f"\n{_ACCEPTANCE}\n")
+    kept = f"\n## {rest}" if found and (rest := after.partition("\n## ")[2]) else ""
+    return f"{before.rstrip()}\n\n{section}{kept}"
+
+
+def upload_command(config: AnyDrafterConfig, directory: str) -> str:
+    """Return the command that uploads a drafter's directory under its recommended name, such as `BASE-redrafter`."""
+    base = (config.base_model or "base").rstrip("/").rpartition("/")[2]
+    return shlex.join(["hf", "upload", f"{base}-{config.algorithm}", directory])
