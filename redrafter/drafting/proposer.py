@@ -235,7 +235,7 @@ class SearchProposer(Generic[Context]):
             expand: Scores the next tokens of every beam, over the drafter's vocabulary.
             should_stop: Ends the search early, as `beam_search` describes; None to search all steps.
         """
-        eligible = state.active if sampler.plain is None else state.active & ~sampler.plain
+        limits = state.active * (self.depth if sampler.draft_limits is None else sampler.draft_limits)  # [B]
         return beam_search(
             state.pending[:, 0],
             expand,
@@ -243,7 +243,7 @@ class SearchProposer(Generic[Context]):
             depth=self.depth,
             nodes=self.nodes,
             ids=self.drafter.draft_ids,
-            eligible=eligible,
-            shared=None if self.shared_nodes is None else max(self.shared_nodes, len(eligible)),
+            limits=limits,
+            shared=None if self.shared_nodes is None else max(self.shared_nodes, len(limits)),
             should_stop=should_stop,
         )

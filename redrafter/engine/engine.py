@@ -38,7 +38,15 @@ from redrafter.engine.changeable import Changeable
 from redrafter.engine.idle_batches import IdleBatches
 from redrafter.engine.modes import set_modes
 from redrafter.engine.options import EngineOptions
-from redrafter.engine.request import AdapterNames, OwnArguments, Request, Seed, read_request, row_adapters
+from redrafter.engine.request import (
+    AdapterNames,
+    DraftLimits,
+    OwnArguments,
+    Request,
+    Seed,
+    read_request,
+    row_adapters,
+)
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
 from redrafter.model.linear_layers import forward_bytes
 from redrafter.model.lora import LoraWeights
@@ -272,6 +280,7 @@ class Engine(Changeable):
         seed: Seed = None,
         adapter: AdapterNames = None,
         speculate: bool = True,
+        num_speculative_tokens: DraftLimits = None,
         progress: bool = False,
         return_dict_in_generate: bool | None = None,
         **generation_kwargs: object,
@@ -289,6 +298,9 @@ class Engine(Changeable):
             adapter: Name of a LoRA adapter that `load_adapter` has loaded, or a list of one or None per prompt; None
                 for the model alone.
             speculate: False for plain decoding in the same engine.
+            num_speculative_tokens: Most successive drafts that a step may accept, an int or one per output row, from 0
+                for no drafts to the depth of the engine's drafts; None for that depth. It changes no token, unless
+                sampled drafts are accepted by rejection sampling.
             progress: Whether to show a progress bar of finished sequences.
             return_dict_in_generate: Whether to return a `GenerateOutput`; None for the config's value.
             generation_kwargs: Hugging Face's names, with its meanings (`use_cache` changes nothing: keys and values are
@@ -340,6 +352,7 @@ class Engine(Changeable):
             seed=seed,
             adapter=adapter,
             speculate=speculate,
+            num_speculative_tokens=num_speculative_tokens,
             progress=progress,
             prompts=len(input_ids),
             temperature=None,
@@ -379,6 +392,7 @@ class Engine(Changeable):
         seed: Seed = None,
         adapter: AdapterNames = None,
         speculate: bool = True,
+        num_speculative_tokens: DraftLimits = None,
         temperature: float | Sequence[float] | Tensor | None = None,
     ) -> Callable[..., Tensor | GenerateOutput]:
         """Return a function for `model.generate(..., custom_generate=engine.custom_generate())`.
@@ -392,9 +406,12 @@ class Engine(Changeable):
             seed: As in `generate`.
             adapter: As in `generate`, but one per output row.
             speculate: As in `generate`.
+            num_speculative_tokens: As in `generate`.
             temperature: One value per output row, in place of the config's; None for the config's.
         """
-        mine = OwnArguments(streamer, seed, adapter, speculate, temperature=temperature)
+        mine = OwnArguments(
+            streamer, seed, adapter, speculate, num_speculative_tokens=num_speculative_tokens, temperature=temperature
+        )
 
         def decode_for(model: PreTrainedModel, input_ids: Tensor, **inputs: object) -> Tensor | GenerateOutput:
             if model is not self.model:

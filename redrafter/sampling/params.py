@@ -29,7 +29,7 @@ class SamplingParams:
         logprobs: How many of the likeliest tokens to report with each new token; None for no log-probabilities.
         prompt_logprobs: The same for the tokens of the prompt.
         grammar: Grammar that the text must follow, or None.
-        speculate: Whether the row verifies drafts, if the batch does.
+        num_speculative_tokens: Most drafts in a row that a step may accept; 0 for no drafts, None for all of the tree.
         extra: Processors of the caller's own, each with the settings of this one row. They come after those of
             transformers' names that edit single tokens, and before this library's own, grammars and temperature.
         extra_last: The same, after all others.
@@ -49,9 +49,14 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
-    speculate: bool = True
+    num_speculative_tokens: int | None = None
     extra: tuple[OwnProcessor, ...] = ()
     extra_last: tuple[OwnProcessor, ...] = ()
+
+    @property
+    def speculate(self) -> bool:
+        """Return whether the row verifies drafts, if the batch does."""
+        return self.num_speculative_tokens != 0
 
     @property
     def greedy(self) -> bool:

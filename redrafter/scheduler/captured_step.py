@@ -296,7 +296,7 @@ class LaunchedStep:
                 tokens[:count],
                 drafted=drafted if drafts else None,
                 copied=copied,
-                copies=self.grafted if drafts else 0,
+                copies=min(self.grafted, drafted) if drafts else 0,
                 logprobs=logprobs,
                 logits=logits,
                 scores=scores,

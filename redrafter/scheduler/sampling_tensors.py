@@ -33,8 +33,15 @@ FEW = 8  # a captured step that sorts few rows' scores has room for one row in e
 _TABLES = ("logit_bias", "stop_token_ids")  # which have a line of the vocabulary for each row
 _KINDS: tuple[type[RowProcessor], ...] = (*EDITS, RowTemperature, *CUTS)
 _READ = [name for kind in _KINDS for name in kind.reads if name not in _TABLES]
-FLAGS, DOUBLES = ["greedy", "plain"], ["top_p"]
-INTEGERS = ["seed", "prompt", "limit", *(name for name in _READ if isinstance(getattr(NEUTRAL, name), int))]
+FLAGS, DOUBLES = ["greedy"], ["top_p"]
+NO_DRAFT_LIMIT = 1 << 31  # more levels than any tree has
+INTEGERS = [
+    "seed",
+    "prompt",
+    "limit",
+    "draft_limit",
+    *(name for name in _READ if isinstance(getattr(NEUTRAL, name), int)),
+]
 FLOATS = [name for name in _READ if name not in (*INTEGERS, *DOUBLES)]
 WARPING = {name for kind in _KINDS if kind not in EDITS for name in kind.reads}  # in which greedy rows are neutral
 
@@ -66,7 +73,7 @@ class CallKind(NamedTuple):
         asked: Which processors of rows change scores.
         largest_k: Bound on every `top_k`; None where a row has none.
         greedy: Whether every row takes the likeliest token.
-        plain: Whether a row verifies no drafts.
+        limited: Whether a row limits its drafts, or verifies none.
         guided: Whether a row follows a grammar.
         keeps_scores: Whether processed scores are recorded.
         extra: Kinds of the caller's own processors before the temperature.
@@ -76,7 +83,7 @@ class CallKind(NamedTuple):
     asked: tuple[type[RowProcessor], ...]
     largest_k: int | None
     greedy: bool
-    plain: bool
+    limited: bool
     guided: bool
     keeps_scores: bool
     extra: Hashable
@@ -185,7 +192,7 @@ class SamplingTensors:
             asked=tuple(kind for kind in (*EDITS, *CUTS) if kind in asked),
             largest_k=bound_on_k([each.top_k for each in params], len(self.ids)) if RowTopK in asked else None,
             greedy=greedy,
-            plain=not all(each.speculate for each in params),
+            limited=any(each.num_speculative_tokens is not None for each in params),
             guided=guided,
             keeps_scores=any("scores" in sequence.keeps for sequence in sequences),
             extra=_kinds(params[0].extra),
@@ -222,7 +229,7 @@ class SamplingTensors:
             if RowTopK in cuts:
                 cut[cuts.index(RowTopK)] = RowTopK(self._columns["top_k"][:rows], kind.largest_k)
             keep_scores |= kind.keeps_scores
-            all_greedy, mixed, plain = kind.greedy, False, kind.plain
+            all_greedy, mixed, limited = kind.greedy, False, kind.limited
         else:
             edits = list(EDITS) if kind.edits else []
             cut = made(CUTS) if kind.sorted_rows else []
@@ -232,7 +239,7 @@ class SamplingTensors:
                 cut = [both, *made(each for each in CUTS if each not in (RowTopK, RowTopP))]
             if 0 < kind.sorted_rows < rows:
                 cut = [OfSomeRows(self._cut_index[: kind.sorted_rows], tuple(cut))]  # type: ignore[arg-type]
-            all_greedy, mixed, plain = kind.greedy, not kind.greedy, True
+            all_greedy, mixed, limited = kind.greedy, not kind.greedy, True
         return Sampler(
             seeds=None if all_greedy else self._columns["seed"][:rows],
             processors=(
@@ -250,7 +257,7 @@ class SamplingTensors:
             ids=self.ids,
             keep_scores=keep_scores,
             greedy=self._columns["greedy"][:rows] if mixed else None,
-            plain=self._columns["plain"][:rows] if plain else None,
+            draft_limits=self._columns["draft_limit"][:rows] if limited else None,
         )
 
     def load_texts(self, sequences: Sequence[TokenSequence]) -> None:
@@ -283,5 +290,6 @@ def _numbers(sequence: TokenSequence) -> tuple[list[int], list[float]]:
     params = sequence.params
     numbers = {name: getattr(NEUTRAL if params.greedy and name in WARPING else params, name) for name in _READ}
     numbers |= {"seed": params.seed, "prompt": len(sequence.prompt), "limit": sequence.max_length}
-    numbers |= {"greedy": params.greedy, "plain": not params.speculate}
+    limit = NO_DRAFT_LIMIT if params.num_speculative_tokens is None else params.num_speculative_tokens
+    numbers |= {"greedy": params.greedy, "draft_limit": limit}
     return [numbers[name] for name in (*INTEGERS, *FLAGS)], [numbers[name] for name in (*FLOATS, *DOUBLES)]

@@ -24,7 +24,7 @@ from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.grammar.source import GrammarSource
 from redrafter.sampling.params import NEUTRAL, NUMBERS, SamplingParams
 from redrafter.sandbox.process import SandboxedProcess
-from redrafter.scheduler.sequence import SequenceDelta
+from redrafter.scheduler.sequence import SequenceDelta, check_draft_limit
 from redrafter.serve.answers.call_forms import call_form
 from redrafter.serve.answers.choice import summarize
 from redrafter.serve.answers.formats import (
@@ -333,6 +333,10 @@ class Server:
                 what = f"logit_bias names {token!r}, which is no token id below {facts.vocab_size}"
                 raise ApiError(400, what, "logit_bias")
             bias[int(token)] = value
+        try:
+            check_draft_limit(request.num_speculative_tokens, facts.draft_depth)
+        except ArgumentError as error:
+            raise ApiError(400, str(error), "num_speculative_tokens") from error
         ends = facts.end_tokens | frozenset(request.stop_token_ids or ())
         numbers = {name: pick(name) for name in NUMBERS if hasattr(request, name)}
         return SamplingParams(
@@ -344,7 +348,7 @@ class Server:
             seed=secrets.randbits(61) if request.seed is None else request.seed,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            speculate=request.speculate,
+            num_speculative_tokens=request.num_speculative_tokens if request.speculate else 0,
         )
 
     def drain(self) -> None:

@@ -200,8 +200,8 @@ def _take(tokens: Tensor, parents: Tensor, depth: Tensor, kept: Tensor) -> tuple
 
 
 def eligible_scores(score: Tensor, eligible: Tensor) -> Tensor:
-    """Return scores `[B, N]` with -inf in place of NaN, and in rows but those that are `eligible`, `[B]` bool."""
-    return score.nan_to_num(nan=-torch.inf).masked_fill(~eligible[:, None], -torch.inf)
+    """Return scores `[B, N]` with -inf in place of NaN, and at nodes but those that are `eligible`, `[B, N]` bool."""
+    return score.nan_to_num(nan=-torch.inf).masked_fill(~eligible, -torch.inf)
 
 
 def share_nodes(tree: Tree, score: Tensor, total: int) -> Tree:

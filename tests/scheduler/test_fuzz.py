@@ -202,7 +202,9 @@ class Episode:
                 prompt = (prompt[-6:] * 10)[: choices.choice((20, 33, 50))]
             prompt = prompt[: longest - 3]
             params = replace(
-                choices.choice(list(KINDS.values())), seed=choices.randrange(50), speculate=choices.random() < 0.85
+                choices.choice(list(KINDS.values())),
+                seed=choices.randrange(50),
+                num_speculative_tokens=choices.choice([0, min(1, self._served.batch.depth), *[None] * 6]),
             )
             new = min(choices.choice((2, 5, 20, 40, 40, 400)), longest - len(prompt))
             sequence = make_sequence(prompt, new, params)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, StrictBool, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, StrictBool, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
@@ -250,7 +250,18 @@ class SharedFields(Strict):
     min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None
     ignore_eos: StrictBool = False
     speculate: StrictBool = True
+    num_speculative_tokens: Annotated[int, Field(strict=True)] | None = Field(
+        None,
+        validation_alias=AliasChoices("num_speculative_tokens", "speculative.n_max"),  # the latter is llama.cpp's
+    )
+    return_spec_tokens_details: StrictBool = False
     priority: Annotated[int, Field(strict=True, ge=-MAX_INTEGER, le=MAX_INTEGER)] = 0
+
+    @model_validator(mode="after")
+    def _check_drafts(self) -> "SharedFields":
+        if not self.speculate and self.num_speculative_tokens:
+            raise ValueError("speculate=false takes no drafts: leave it out, or give num_speculative_tokens 0")
+        return self
 
 
 class _Request(SharedFields):
