@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from redrafter.grammar.grammar import Grammar
-from redrafter.sampling.processors import CUTS, EDITS, OwnProcessor, RowProcessor
+from redrafter.sampling.processors import CUTS, EDITS, OwnProcessor, RowProcessor, ThinkingBudget
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class SamplingParams:
         seed: Key of the noise, from 0 to 2**63 - 1.
         logprobs: How many of the likeliest tokens to report with each new token; None for no log-probabilities.
         prompt_logprobs: The same for the tokens of the prompt.
+        thinking: The most tokens of the thought that the text begins with; None for any number.
         grammar: Grammar that the text must follow, or None.
         num_speculative_tokens: Most drafts in a row that a step may accept; 0 for no drafts, None for all of the tree.
         extra: Processors of the caller's own, each with the settings of this one row. They come after those of
@@ -48,6 +49,7 @@ class SamplingParams:
     seed: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    thinking: ThinkingBudget | None = None
     grammar: Grammar | None = None
     num_speculative_tokens: int | None = None
     extra: tuple[OwnProcessor, ...] = ()

@@ -14,6 +14,7 @@ from redrafter.sampling.processors import (
     CUTS,
     EDITS,
     FIRST_EDITS,
+    MAX_BEGIN_TOKENS,
     HostProcessor,
     OfSomeRows,
     OwnProcessor,
@@ -30,7 +31,7 @@ from redrafter.scheduler.sequence import TokenSequence
 
 FEW = 8  # a captured step that sorts few rows' scores has room for one row in eight
 # Each row's numbers, by the dtype of their columns. transformers counts probabilities of top-p in float64.
-_TABLES = ("logit_bias", "stop_token_ids")  # which have a line of the vocabulary for each row
+_TABLES = ("logit_bias", "stop_token_ids", "thinking")  # which have a line for each row
 _KINDS: tuple[type[RowProcessor], ...] = (*EDITS, RowTemperature, *CUTS)
 _READ = [name for kind in _KINDS for name in kind.reads if name not in _TABLES]
 FLAGS, DOUBLES = ["greedy"], ["top_p"]
@@ -116,10 +117,12 @@ class SamplingTensors:
             self._flags = torch.zeros(len(FLAGS), rows, dtype=torch.bool)
             self._floats = torch.ones(len(FLOATS), rows)
             self._doubles = torch.ones(len(DOUBLES), rows, dtype=torch.double)
+            self._thinking = torch.zeros(rows, 2 + MAX_BEGIN_TOKENS, dtype=torch.long)
             self.ids = torch.arange(vocabulary) if ids is None else ids
         self._tables = self._integers, self._flags, self._floats, self._doubles
         self._columns = dict(zip((*INTEGERS, *FLAGS, *FLOATS, *DOUBLES), itertools.chain(*self._tables), strict=True))
         self._grammars = RowGrammars([])
+        self._budgets_written = False  # whether a row was ever given a budget of thoughts
         self._own: dict[Hashable, list[OwnProcessor]] = {}
         self._cut_rows: list[int] = []
         self._cut_index = torch.zeros(rows, dtype=torch.long, device=device)  # the same, where steps look for it
@@ -143,6 +146,11 @@ class SamplingTensors:
         self._flags[:, rows] = whole[len(INTEGERS) :].bool()
         self._floats[:, rows] = real[: len(FLOATS)].float()
         self._doubles[:, rows] = real[len(FLOATS) :]
+        budgets = [sequence.params.thinking for sequence in sequences]
+        if any(budgets) or self._budgets_written:
+            none = [0] * self._thinking.shape[1]
+            self._thinking[rows] = to_device([none if x is None else x.line() for x in budgets], device, torch.long)
+            self._budgets_written = True
         for row, sequence in enumerate(sequences, start=first):
             params = sequence.params
             if self._bias_and_stops is not None or params.logit_bias or params.min_new_tokens:
@@ -173,7 +181,7 @@ class SamplingTensors:
         for table in self._tables:
             table[:, to] = table[:, source]
         own = (each for buffers in self._own.values() for each in buffers)
-        for tensor in (*(self._bias_and_stops or ()), *(x for each in own for x in each.settings)):
+        for tensor in (self._thinking, *(self._bias_and_stops or ()), *(x for each in own for x in each.settings)):
             tensor[to] = tensor[source]
 
     def kind(self, sequences: Sequence[TokenSequence]) -> Kind | CallKind | None:
@@ -217,6 +225,8 @@ class SamplingTensors:
 
         def made(kinds: Iterable[type[RowProcessor]]) -> list[ProcessorOfRows]:
             def setting(name: str) -> Tensor:
+                if name == "thinking":
+                    return self._thinking
                 return self.bias_and_stops[_TABLES.index(name)] if name in _TABLES else self._columns[name]
 
             return [each(*(setting(name)[:rows] for name in each.reads)) for each in kinds]

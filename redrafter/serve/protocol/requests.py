@@ -341,6 +341,7 @@ class ChatRequest(_Request):
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoices | None = None
     parallel_tool_calls: StrictBool | None = None
+    thinking_token_budget: Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)] | None = None
     reasoning_effort: Annotated[str, Field(min_length=1, max_length=32)] | None = None
     verbosity: Annotated[str, Field(min_length=1, max_length=32)] | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
