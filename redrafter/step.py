@@ -25,7 +25,7 @@ from redrafter.model.target import Target
 from redrafter.parallel.ranks import ALONE, Ranks
 from redrafter.sampling.prefixes import Prefixes
 from redrafter.sampling.sampler import Sampler, finite_draws
-from redrafter.tree.accept import Path, accept
+from redrafter.tree.accept import Path, accept, acceptable_nodes
 from redrafter.tree.likelihood import LIKELIHOODS, count_outcomes
 from redrafter.tree.token_tree import Tree, chain
 
@@ -37,7 +37,7 @@ class StepReport(NamedTuple):
         tokens: Accepted drafts and then the token that the target drew after them, `[B, K+1]` int64. Entries past
             `accepted` are undefined.
         accepted: Number of accepted drafts, `[B]` int64.
-        drafted: Number of drafts verified, `[B]` int64.
+        drafted: Number of drafts verified, those below the row's `Sampler.draft_limits` excluded, `[B]` int64.
         finite: How many of the tokens, from the first on, were drawn from logits that are finite numbers, `[B]` int64.
         copied: How many accepted drafts only the text itself had drafted, `[B]` int64.
         outcomes: Counts of the drafts by their likelihood, `[2 + S, J]` int64 for S searched levels, as
@@ -177,9 +177,8 @@ def step(
 
     # 6. Accept. A draft holds if it is the token that was drawn at its parent, and its parent holds.
     tree = verified.tree  # in which tokens past a switch of the target's rope are masked
-    path = accept(tree, drawn, proposer.depth)  # [B, K+1]
-    if sampler.plain is not None:  # rows that take no drafts
-        path = path.without_drafts(sampler.plain)
+    acceptable = acceptable_nodes(tree, sampler.draft_limits)  # [B, N]
+    path = accept(tree, drawn, proposer.depth, acceptable)  # [B, K+1]
 
     # 7. Commit. The accepted nodes' keys and values move next to the committed tokens'; of recurrent states,
     #    those after the last accepted nodes stay.
@@ -196,7 +195,7 @@ def step(
     report = StepReport(
         tokens=tokens,
         accepted=path.accepted,
-        drafted=torch.full_like(tokens[:, 0], tree.new - 1) if tree.counts is None else tree.counts - 1,
+        drafted=torch.full_like(tokens[:, 0], tree.new - 1) if acceptable is None else acceptable.sum(1) - 1,
         finite=finite.gather(1, path.nodes).cumprod(1).sum(1),
         copied=(path.nodes >= tree.tokens.shape[1] - tree.grafted).sum(1),
         outcomes=None if tree.score is None else count_outcomes(tree, path),

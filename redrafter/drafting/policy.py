@@ -102,7 +102,7 @@ class DraftedStep(NamedTuple):
         accepted: Accepted drafts of each row that took drafts. It has at least one entry.
         copied: Accepted drafts of all rows that were copied from the sequence and that the search did not find.
         outcomes: Counts of drafts by likelihood, from `count_outcomes`.
-        levels: Depth of the draft tree.
+        levels: Levels of drafts that each row in `accepted` could accept.
         indices: Index within its call of the sequence of each row in `accepted`.
     """
 
@@ -112,7 +112,7 @@ class DraftedStep(NamedTuple):
     accepted: Sequence[int]
     copied: int = 0
     outcomes: Sequence[Sequence[int]] = ()
-    levels: int = 0
+    levels: Sequence[int] = ()
     indices: Sequence[int] = ()
 
 
@@ -258,9 +258,9 @@ class DraftLengthPolicy(DraftPolicy):
 
         A step judges a row's accepted drafts and the first rejected draft, but not the drafts after it.
         """
-        for index, accepted in zip(step.indices, step.accepted, strict=True):
+        for index, accepted, levels in zip(step.indices, step.accepted, step.levels, strict=True):
             self._accepted[index] = DECAY_PER_STEP * self._accepted[index] + accepted
-            self._judged[index] = DECAY_PER_STEP * self._judged[index] + min(accepted + 1, step.levels)
+            self._judged[index] = DECAY_PER_STEP * self._judged[index] + min(accepted + 1, levels)
 
 
 class CostPolicy(DraftPolicy):

@@ -238,7 +238,7 @@ class SearchProposer(Generic[Context]):
             should_stop: Ends the search early, as `beam_search` describes; None to search all steps.
         """
         # Rows that take no drafts must not spend shared nodes, nor enter the acceptance statistics.
-        eligible = state.active if sampler.plain is None else state.active & ~sampler.plain
+        limits = state.active * (self.depth if sampler.draft_limits is None else sampler.draft_limits)  # [B]
         return beam_search(
             state.pending[:, 0],
             expand,
@@ -246,8 +246,8 @@ class SearchProposer(Generic[Context]):
             depth=self.depth,
             nodes=self.nodes,
             ids=self.drafter.draft_ids,
-            eligible=eligible,
+            limits=limits,
             # Each row needs a node at least, its root.
-            shared=None if self.shared_nodes is None else max(self.shared_nodes, len(eligible)),
+            shared=None if self.shared_nodes is None else max(self.shared_nodes, len(limits)),
             should_stop=should_stop,
         )

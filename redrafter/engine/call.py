@@ -167,6 +167,10 @@ class GenerateCall:
                     bar.update(self.ended - bar.n)
                 if self.error is not None:
                     raise self.error
+        return self.output()
+
+    def output(self) -> Tensor | GenerateOutput:
+        """End the stream, and return what `decode` returns, of rows that have ended."""
         if self.stream is not None:
             self.stream.end()
         self._warn_cut_short()

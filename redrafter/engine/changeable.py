@@ -133,7 +133,7 @@ class Changeable:
             self.derive()
 
     @contextmanager
-    def _calling(self, *, speculate: bool) -> Iterator[None]:
+    def calling(self, *, speculate: bool) -> Iterator[None]:
         """Enter a context in which a call is decoded with the models' current weights, and no change is made."""
         with self._gate:
             if self.asleep:

@@ -4,11 +4,11 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import transformers
@@ -34,12 +34,21 @@ from redrafter.engine.arguments import (
     with_stop_strings,
     without_cache,
 )
+from redrafter.engine.async_calls import AsyncCalls
 from redrafter.engine.call import ColumnStream, GenerateCall, GenerateOutput, StepStreamer, takes_columns
 from redrafter.engine.changeable import Changeable
 from redrafter.engine.idle_batches import IdleBatches
 from redrafter.engine.modes import set_modes
 from redrafter.engine.options import EngineOptions
-from redrafter.engine.request import AdapterNames, OwnArguments, Request, Seed, read_request, row_adapters
+from redrafter.engine.request import (
+    AdapterNames,
+    DraftLimits,
+    OwnArguments,
+    Request,
+    Seed,
+    read_request,
+    row_adapters,
+)
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
 from redrafter.model.linear_layers import forward_bytes
 from redrafter.model.lora import LoraWeights
@@ -51,6 +60,11 @@ from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.waiting_queue import Limits
 
 Streamer = BaseStreamer | StepStreamer
+T = TypeVar("T")
+NO_MODEL = (
+    "{kind!r} object has no attribute {name!r}: it is no model of transformers. For a pipeline, give engine.model and "
+    "call it with custom_generate=engine.custom_generate()"
+)
 
 # Earlier releases warn of ids on the host for a model on another device.
 PREPARES_ON_HOST = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 20)
@@ -112,6 +126,11 @@ class Engine(Changeable):
             f"a {type(self).__name__} cannot be pickled or copied: it holds locks and memory of the device; make one "
             "in each process with from_pretrained"
         )
+
+    if not TYPE_CHECKING:  # it would hide misspelt names from type checkers
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(NO_MODEL.format(kind=type(self).__name__, name=name))
 
     def proposer_for(self, rows: int) -> Proposer:
         """Return the proposer for a batch of `rows` rows."""
@@ -277,6 +296,7 @@ class Engine(Changeable):
         seed: Seed = None,
         adapter: AdapterNames = None,
         speculate: bool = True,
+        num_speculative_tokens: DraftLimits = None,
         progress: bool = False,
         return_dict_in_generate: bool | None = None,
         **generation_kwargs: object,
@@ -294,6 +314,9 @@ class Engine(Changeable):
             adapter: Name of a LoRA adapter that `load_adapter` has loaded, or a list of one or None per prompt; None
                 for the model alone.
             speculate: False for plain decoding in the same engine.
+            num_speculative_tokens: Most successive drafts that a step may accept, an int or one per output row, from 0
+                for no drafts to the depth of the engine's drafts; None for that depth. It changes no token, unless
+                sampled drafts are accepted by rejection sampling.
             progress: Whether to show a progress bar of finished sequences.
             return_dict_in_generate: Whether to return a `GenerateOutput`; None for the config's value.
             generation_kwargs: Hugging Face's names, with its meanings (`use_cache` has no effect: keys and values are
@@ -309,6 +332,57 @@ class Engine(Changeable):
             ArgumentError: For arguments that are unknown, out of range or of the wrong shape.
             UnsupportedError: For modes that cannot be honoured (beam search, classifier-free guidance, ...).
         """
+        return self.prepare_call(
+            self._decode,
+            input_ids,
+            attention_mask,
+            generation_config,
+            streamer=streamer,
+            seed=seed,
+            adapter=adapter,
+            speculate=speculate,
+            num_speculative_tokens=num_speculative_tokens,
+            progress=progress,
+            return_dict_in_generate=return_dict_in_generate,
+            **generation_kwargs,
+        )
+
+    async def agenerate(self, *prompts: Any, **arguments: Any) -> Tensor | GenerateOutput:
+        """Return what `generate` returns of the same arguments, without blocking the event loop.
+
+        Calls that run at once share a batch on a paged cache, as a server's requests do. Cancelling the coroutine ends
+        its sequences. A streamer, `max_time` and processors that no request of a server has are refused by name.
+        """
+        return await self._async_calls.generate(prompts, arguments)
+
+    def astream(self, *prompts: Any, **arguments: Any) -> AsyncIterator[int]:
+        """Return an asynchronous iterator over the new tokens of one prompt, as steps write them.
+
+        Arguments are those of `agenerate`. Closing the iterator, or cancelling what iterates, ends the sequence.
+        """
+        return self._async_calls.stream(prompts, arguments)
+
+    @cached_property
+    def _async_calls(self) -> AsyncCalls:
+        return AsyncCalls(self)
+
+    def prepare_call(
+        self,
+        decode: Callable[[OwnArguments, Tensor, dict[str, Any]], T],
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        streamer: Streamer | None = None,
+        seed: Seed = None,
+        adapter: AdapterNames = None,
+        speculate: bool = True,
+        num_speculative_tokens: DraftLimits = None,
+        progress: bool = False,
+        return_dict_in_generate: bool | None = None,
+        **generation_kwargs: object,
+    ) -> T:
+        """Return what `decode` makes of a call of `generate` once transformers has prepared it."""
         # 1. Read the arguments: drop those without effect, reject unsupported ones.
         theirs = streamer if takes_columns(streamer) else None
         kwargs, images = separate_inputs(generation_kwargs, self.target)
@@ -346,6 +420,7 @@ class Engine(Changeable):
             seed=seed,
             adapter=adapter,
             speculate=speculate,
+            num_speculative_tokens=num_speculative_tokens,
             progress=progress,
             prompts=len(input_ids),
             temperature=None,
@@ -354,10 +429,10 @@ class Engine(Changeable):
         )
         prepared = False
 
-        def decode_prepared(model: PreTrainedModel, input_ids: Tensor, **inputs: object) -> Tensor | GenerateOutput:
+        def decode_prepared(model: PreTrainedModel, input_ids: Tensor, **inputs: object) -> T:
             nonlocal prepared
             prepared = True
-            return self._decode(mine, input_ids, inputs)
+            return decode(mine, input_ids, inputs)
 
         try:
             return self.model.generate(
@@ -386,6 +461,7 @@ class Engine(Changeable):
         seed: Seed = None,
         adapter: AdapterNames = None,
         speculate: bool = True,
+        num_speculative_tokens: DraftLimits = None,
         temperature: float | Sequence[float] | Tensor | None = None,
     ) -> Callable[..., Tensor | GenerateOutput]:
         """Return a function for `model.generate(..., custom_generate=engine.custom_generate())`.
@@ -399,9 +475,12 @@ class Engine(Changeable):
             seed: As in `generate`.
             adapter: As in `generate`, but one per output row.
             speculate: As in `generate`.
+            num_speculative_tokens: As in `generate`.
             temperature: One value per output row, in place of the config's; None for the config's.
         """
-        mine = OwnArguments(streamer, seed, adapter, speculate, temperature=temperature)
+        mine = OwnArguments(
+            streamer, seed, adapter, speculate, num_speculative_tokens=num_speculative_tokens, temperature=temperature
+        )
 
         def decode_for(model: PreTrainedModel, input_ids: Tensor, **inputs: object) -> Tensor | GenerateOutput:
             if model is not self.model:
@@ -418,7 +497,7 @@ class Engine(Changeable):
         names = row_adapters(mine.adapter, mine.prompts or len(input_ids), len(input_ids))
         check_autocast(self.target.device)
         # 2. Detect changes of the models by their owner; turn the call into tensors, and decode.
-        with self._calling(speculate=mine.speculate), made_on_host(), self.target.adapters.holding(names) as held:
+        with self.calling(speculate=mine.speculate), made_on_host(), self.target.adapters.holding(names) as held:
             request = read_request(self.target, self.options, mine, held, input_ids, **inputs)
             stream = mine.streamer
             if takes_columns(stream):

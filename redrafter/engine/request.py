@@ -64,6 +64,21 @@ def row_seeds(seed: Any, rows: int) -> list[int]:
     return seeds
 
 
+DraftLimits: TypeAlias = int | Sequence[int] | None
+
+
+def row_draft_limits(given: DraftLimits, rows: int) -> Sequence[int | None]:
+    """Return the most drafts that a step of each output row may accept; None for no limit.
+
+    Raises:
+        ArgumentError: `given` is neither an int nor one for each row.
+    """
+    limits: Sequence[Any] = given if isinstance(given, list | tuple) else [given] * rows
+    if len(limits) != rows or not all(x is None or (isinstance(x, int) and type(x) is not bool) for x in limits):
+        raise ArgumentError(f"num_speculative_tokens is an int or one per output row ({rows}), got {given!r}")
+    return limits
+
+
 AdapterNames: TypeAlias = str | Sequence[str | None] | None
 
 
@@ -116,6 +131,7 @@ class OwnArguments(NamedTuple):
     seed: Seed = None
     adapter: AdapterNames = None
     speculate: bool = True
+    num_speculative_tokens: DraftLimits = None
     progress: bool = False
     prompts: int | None = None  # each of which has as many output rows; None for as many as rows
     temperature: float | Sequence[float] | Tensor | None = (
@@ -208,6 +224,7 @@ def read_request(
         fold_rows(functions, rows, eos, sampled=sampled),
         drawn,
         _grammars(mine.params.get("grammar"), rows),
+        row_draft_limits(mine.num_speculative_tokens, rows),
         strict=True,
     )
     recorded = {"scores": config.output_scores, "logits": config.output_logits}
@@ -217,8 +234,12 @@ def read_request(
         lengths=counts,
         limits=limits,
         params=[
-            SamplingParams(**row | draw | dict(mine.params) | {"grammar": grammar}, stop_token_ids=eos)
-            for row, draw, grammar in by_row
+            SamplingParams(
+                **row | draw | dict(mine.params) | {"grammar": grammar},
+                num_speculative_tokens=limit,
+                stop_token_ids=eos,
+            )
+            for row, draw, grammar, limit in by_row
         ],
         adapters=adapters or [None] * rows,
         images=images,

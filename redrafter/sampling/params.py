@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from redrafter.grammar.grammar import Grammar
-from redrafter.sampling.processors import CUTS, EDITS, OwnProcessor, RowProcessor
+from redrafter.sampling.processors import CUTS, EDITS, OwnProcessor, RowProcessor, ThinkingBudget
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,9 @@ class SamplingParams:
         seed: Key of the noise, from 0 to 2**63 - 1.
         logprobs: Number of likeliest tokens to report with each new token; None for no log-probabilities.
         prompt_logprobs: The same for the tokens of the prompt.
+        thinking: Budget of the tokens of a thought at the start of the output; None for no budget.
         grammar: Grammar that the output must follow, or None.
-        speculate: Whether the row verifies drafts, if the batch does.
+        num_speculative_tokens: Most successive drafts that a step may accept; 0 for no drafts, None for the whole tree.
         extra: The caller's own processors, each with the settings of this row. They come after transformers' processors
             that edit single tokens, and before this library's own, grammars and temperature.
         extra_last: The same, after all others.
@@ -48,10 +49,16 @@ class SamplingParams:
     seed: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    thinking: ThinkingBudget | None = None
     grammar: Grammar | None = None
-    speculate: bool = True
+    num_speculative_tokens: int | None = None
     extra: tuple[OwnProcessor, ...] = ()
     extra_last: tuple[OwnProcessor, ...] = ()
+
+    @property
+    def speculate(self) -> bool:
+        """Return whether the row verifies drafts, if the batch does."""
+        return self.num_speculative_tokens != 0
 
     @property
     def greedy(self) -> bool:

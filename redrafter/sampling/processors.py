@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -327,10 +327,61 @@ class RowMinP(RowProcessor):
         return scores.masked_fill(removed, -math.inf)
 
 
+MAX_BEGIN_TOKENS = 15  # of the mark that begins a thought
+
+
+class ThinkingBudget(NamedTuple):
+    """Maximum number of tokens of a thought at the start of the output.
+
+    Attributes:
+        tokens: Tokens that may be written before the end is forced.
+        end: Id of the token that ends a thought.
+        begin: Ids that begin it, at most `MAX_BEGIN_TOKENS`; none where the prompt ends within the thought.
+    """
+
+    tokens: int
+    end: int
+    begin: tuple[int, ...] = ()
+
+    def line(self) -> list[int]:
+        """Return the row of the table that `RowThinkingBudget` reads: numbers plus 1, and 0 for unused entries."""
+        padding = [0] * (MAX_BEGIN_TOKENS - len(self.begin))
+        return [self.tokens + 1, self.end + 1, *(token + 1 for token in self.begin), *padding]
+
+
+@dataclass(frozen=True)
+class RowThinkingBudget(RowProcessor):
+    """Force the end of a thought at the draw after a number of its tokens."""
+
+    budgets: Tensor  # a `ThinkingBudget.line` of each row, `[B, 2 + MAX_BEGIN_TOKENS]` int64; 0 for none
+    reads = ("thinking",)
+
+    def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+        """Return `scores` with 0 at the end token and -inf at all others where a thought has reached its budget."""
+        tree, length, end, begin = (
+            prefixes.tree,
+            prefixes.length[:, None],
+            self.budgets[:, 1:2] - 1,
+            self.budgets[:, 2:],
+        )
+        first = prefixes.prompt[:, None]  # [B, 1]
+        start = first + (begin > 0).sum(dim=1, keepdim=True)  # [B, 1], position of the first token within the thought
+        index = torch.arange(begin.shape[1], device=begin.device)
+        written = prefixes.at((first + index)[:, None].expand(-1, tree.new, -1))  # [B, M, L]
+        begun = ((written == begin[:, None] - 1) | (begin == 0)[:, None]).all(dim=-1)  # [B, M]
+        position = torch.arange(prefixes.window, device=begin.device)
+        over = (prefixes.tokens[:, : prefixes.window] == end) & (position >= start) & (position < length)  # [B, S]
+        ends = (tree.tokens == end) & (length + tree.depth >= start)  # [B, N]
+        ended = over.any(dim=1, keepdim=True) | (tree.ancestors & ends[:, None]).any(dim=-1)  # [B, M]
+        due = (self.budgets[:, :1] > 0) & (prefixes.counts == start + self.budgets[:, :1] - 1)  # [B, M]
+        forced = torch.full_like(scores[:, :1], -math.inf).scatter(-1, end.clamp(min=0)[:, None], 0.0)  # [B, 1, V]
+        return torch.where((due & begun & ~ended)[..., None], forced, scores)
+
+
 # The processors of `SamplingParams` by name, in transformers' order: those that change the scores of single tokens,
 # with a caller's own after the first of them; and, after grammars and temperature, those that cut off unlikely tokens.
 FIRST_EDITS: tuple[type[RowProcessor], ...] = (RowBias, RowRepetition, RowMinimum)
-EDITS: tuple[type[RowProcessor], ...] = (*FIRST_EDITS, RowPenalties)
+EDITS: tuple[type[RowProcessor], ...] = (*FIRST_EDITS, RowPenalties, RowThinkingBudget)
 CUTS: tuple[type[RowProcessor], ...] = (RowTopK, RowTopP, RowMinP)
 
 SMALLEST_TOP_K = 64  # bounds on k are this or a higher power of two, so that captured steps serve many values of k

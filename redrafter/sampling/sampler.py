@@ -73,7 +73,7 @@ class Sampler:
     ids: Tensor  # `arange(V)`, `[V]` int64
     keep_scores: bool = False  # whether the processed scores are needed too
     greedy: Tensor | None = None  # rows that draw without noise while others sample, `[B]` bool; None for none
-    plain: Tensor | None = None  # rows that accept no drafts while others do, `[B]` bool; None for none
+    draft_limits: Tensor | None = None  # levels of drafts that each row may keep, `[B]` int64; None for all
 
     @cached_property
     def fused(self) -> bool:
@@ -163,9 +163,12 @@ class Sampler:
         chance = gumbel(branch(self.seeds, ACCEPT), positions, self.ids[:1]).squeeze(2).neg().exp()
         noise = noise[:, : positions.shape[1]]
         drawn = draw_residual(tree, scores, noise, chance)
-        for rows in (self.greedy, self.plain):  # these rows draw as without drafts
-            if rows is not None:
-                drawn = torch.where(rows[:, None], self.draw(scores, noise, tree.depth), drawn)
+        # Greedy rows, and nodes whose children no row keeps, draw as they would without drafts.
+        greedy = None if self.greedy is None else self.greedy[:, None]
+        last = None if self.draft_limits is None else tree.depth >= self.draft_limits[:, None]
+        for nodes in (greedy, last):
+            if nodes is not None:
+                drawn = torch.where(nodes, self.draw(scores, noise, tree.depth), drawn)
         return drawn
 
     def draft_scores(self, logits: Tensor, noise: Tensor | None, step: int, ids: Tensor | None) -> Tensor:

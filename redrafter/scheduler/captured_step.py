@@ -301,7 +301,7 @@ class LaunchedStep:
             count = min(accepted + 1, finite)
             drawn = SequenceDelta(tokens[:count], copied=copied, overflowed=finite <= accepted)
             if drafts and sequence.params.speculate:
-                drawn.drafted, drawn.copies = drafted, self.grafted
+                drawn.drafted, drawn.copies = drafted, min(self.grafted, drafted)
             if detailed:  # most steps are not, and each line here runs for every row of every step
                 drawn.logits, drawn.scores = (x[row][:count] if row in x else None for x in (self.logits, self.scores))
                 if (wanted := sequence.params.logprobs) is not None:

@@ -14,6 +14,7 @@ from redrafter.sampling.processors import (
     CUTS,
     EDITS,
     FIRST_EDITS,
+    MAX_BEGIN_TOKENS,
     HostProcessor,
     OfSomeRows,
     OwnProcessor,
@@ -30,11 +31,18 @@ from redrafter.scheduler.sequence import TokenSequence
 
 FEW = 8  # a captured step that sorts few rows' scores has room for one row in eight
 # Each row's numbers, by the dtype of their columns. transformers accumulates probabilities of top-p in float64.
-_TABLES = ("logit_bias", "stop_token_ids")  # which have an entry for each id of the vocabulary in each row
+_TABLES = ("logit_bias", "stop_token_ids", "thinking")  # which have a table row for each batch row
 _KINDS: tuple[type[RowProcessor], ...] = (*EDITS, RowTemperature, *CUTS)
 _READ = [name for kind in _KINDS for name in kind.reads if name not in _TABLES]
-FLAGS, DOUBLES = ["greedy", "plain"], ["top_p"]
-INTEGERS = ["seed", "prompt", "limit", *(name for name in _READ if isinstance(getattr(NEUTRAL, name), int))]
+FLAGS, DOUBLES = ["greedy"], ["top_p"]
+NO_DRAFT_LIMIT = 1 << 31  # more levels than any tree has
+INTEGERS = [
+    "seed",
+    "prompt",
+    "limit",
+    "draft_limit",
+    *(name for name in _READ if isinstance(getattr(NEUTRAL, name), int)),
+]
 FLOATS = [name for name in _READ if name not in (*INTEGERS, *DOUBLES)]
 WARPING = {name for kind in _KINDS if kind not in EDITS for name in kind.reads}  # in which greedy rows are neutral
 
@@ -66,7 +74,7 @@ class CallKind(NamedTuple):
         asked: Which processors of rows change scores.
         largest_k: Bound on every `top_k`; None where a row has none.
         greedy: Whether every row takes the likeliest token.
-        plain: Whether a row verifies no drafts.
+        limited: Whether a row limits its drafts, or verifies none.
         guided: Whether a row follows a grammar.
         keeps_scores: Whether processed scores are recorded.
         extra: Kinds of the caller's own processors before the temperature.
@@ -76,7 +84,7 @@ class CallKind(NamedTuple):
     asked: tuple[type[RowProcessor], ...]
     largest_k: int | None
     greedy: bool
-    plain: bool
+    limited: bool
     guided: bool
     keeps_scores: bool
     extra: Hashable
@@ -110,10 +118,12 @@ class SamplingTensors:
             self._flags = torch.zeros(len(FLAGS), rows, dtype=torch.bool)
             self._floats = torch.ones(len(FLOATS), rows)
             self._doubles = torch.ones(len(DOUBLES), rows, dtype=torch.double)
+            self._thinking = torch.zeros(rows, 2 + MAX_BEGIN_TOKENS, dtype=torch.long)
             self.ids = torch.arange(vocabulary) if ids is None else ids
         self._tables = self._integers, self._flags, self._floats, self._doubles
         self._columns = dict(zip((*INTEGERS, *FLAGS, *FLOATS, *DOUBLES), itertools.chain(*self._tables), strict=True))
         self._grammars = RowGrammars([])
+        self._budgets_written = False  # whether a row was ever given a budget of thoughts
         self._own: dict[Hashable, list[OwnProcessor]] = {}
         self._cut_rows: list[int] = []
         self._cut_index = torch.zeros(rows, dtype=torch.long, device=device)  # the same, where steps look for it
@@ -137,6 +147,11 @@ class SamplingTensors:
         self._flags[:, rows] = whole[len(INTEGERS) :].bool()
         self._floats[:, rows] = real[: len(FLOATS)].float()
         self._doubles[:, rows] = real[len(FLOATS) :]
+        budgets = [sequence.params.thinking for sequence in sequences]
+        if any(budgets) or self._budgets_written:
+            none = [0] * self._thinking.shape[1]
+            self._thinking[rows] = to_device([none if x is None else x.line() for x in budgets], device, torch.long)
+            self._budgets_written = True
         for row, sequence in enumerate(sequences, start=first):
             params = sequence.params
             if self._bias_and_stops is not None or params.logit_bias or params.min_new_tokens:
@@ -168,7 +183,7 @@ class SamplingTensors:
         for table in self._tables:
             table[:, to] = table[:, source]
         own = (each for buffers in self._own.values() for each in buffers)
-        for tensor in (*(self._bias_and_stops or ()), *(x for each in own for x in each.settings)):
+        for tensor in (self._thinking, *(self._bias_and_stops or ()), *(x for each in own for x in each.settings)):
             tensor[to] = tensor[source]
 
     def kind(self, sequences: Sequence[TokenSequence]) -> Kind | CallKind | None:
@@ -188,7 +203,7 @@ class SamplingTensors:
             asked=tuple(kind for kind in (*EDITS, *CUTS) if kind in asked),
             largest_k=bound_on_k([each.top_k for each in params], len(self.ids)) if RowTopK in asked else None,
             greedy=greedy,
-            plain=not all(each.speculate for each in params),
+            limited=any(each.num_speculative_tokens is not None for each in params),
             guided=guided,
             keeps_scores=any("scores" in sequence.keeps for sequence in sequences),
             extra=_kinds(params[0].extra),
@@ -214,6 +229,8 @@ class SamplingTensors:
 
         def made(kinds: Iterable[type[RowProcessor]]) -> list[ProcessorOfRows]:
             def setting(name: str) -> Tensor:
+                if name == "thinking":
+                    return self._thinking
                 return self.bias_and_stops[_TABLES.index(name)] if name in _TABLES else self._columns[name]
 
             return [each(*(setting(name)[:rows] for name in each.reads)) for each in kinds]
@@ -226,7 +243,7 @@ class SamplingTensors:
             if RowTopK in cuts:
                 cut[cuts.index(RowTopK)] = RowTopK(self._columns["top_k"][:rows], kind.largest_k)
             keep_scores |= kind.keeps_scores
-            all_greedy, mixed, plain = kind.greedy, False, kind.plain
+            all_greedy, mixed, limited = kind.greedy, False, kind.limited
         else:
             edits = list(EDITS) if kind.edits else []
             cut = made(CUTS) if kind.sorted_rows else []
@@ -238,7 +255,7 @@ class SamplingTensors:
             if 0 < kind.sorted_rows < rows:
                 cut = [OfSomeRows(self._cut_index[: kind.sorted_rows], tuple(cut))]  # type: ignore[arg-type]
             # A server's step serves any mixture, as rows come and go without a new capture.
-            all_greedy, mixed, plain = kind.greedy, not kind.greedy, True
+            all_greedy, mixed, limited = kind.greedy, not kind.greedy, True
         return Sampler(
             seeds=None if all_greedy else self._columns["seed"][:rows],
             processors=(
@@ -256,7 +273,7 @@ class SamplingTensors:
             ids=self.ids,
             keep_scores=keep_scores,
             greedy=self._columns["greedy"][:rows] if mixed else None,
-            plain=self._columns["plain"][:rows] if plain else None,
+            draft_limits=self._columns["draft_limit"][:rows] if limited else None,
         )
 
     def load_texts(self, sequences: Sequence[TokenSequence]) -> None:
@@ -290,5 +307,6 @@ def _numbers(sequence: TokenSequence) -> tuple[list[int], list[float]]:
     # Greedy rows get neutral cuts: these cannot change the likeliest token, and equal kinds share steps.
     numbers = {name: getattr(NEUTRAL if params.greedy and name in WARPING else params, name) for name in _READ}
     numbers |= {"seed": params.seed, "prompt": len(sequence.prompt), "limit": sequence.max_length}
-    numbers |= {"greedy": params.greedy, "plain": not params.speculate}
+    limit = NO_DRAFT_LIMIT if params.num_speculative_tokens is None else params.num_speculative_tokens
+    numbers |= {"greedy": params.greedy, "draft_limit": limit}
     return [numbers[name] for name in (*INTEGERS, *FLAGS)], [numbers[name] for name in (*FLOATS, *DOUBLES)]

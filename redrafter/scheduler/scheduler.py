@@ -39,7 +39,14 @@ from redrafter.scheduler.row_caches import PagedRows
 from redrafter.scheduler.running_batch import Models, RunningBatch
 from redrafter.scheduler.running_set import RunningSet
 from redrafter.scheduler.sampling_tensors import SamplingTensors
-from redrafter.scheduler.sequence import DraftSequence, SequenceDelta, TokenSequence, check_sequences, not_finite
+from redrafter.scheduler.sequence import (
+    DraftSequence,
+    SequenceDelta,
+    TokenSequence,
+    check_draft_limit,
+    check_sequences,
+    not_finite,
+)
 from redrafter.scheduler.waiting_queue import Limits
 
 _LOG = logging.getLogger(__name__)
@@ -178,8 +185,11 @@ class Scheduler:
         """Queue the sequences of one client without checks, all or none of them.
 
         Raises:
+            ArgumentError: One of them limits its drafts to more levels than there are.
             QueueFullError: Too many sequences wait, as `WaitingQueue.refuse_if_full` defines.
         """
+        for sequence in sequences:
+            check_draft_limit(sequence.params.num_speculative_tokens, self.batch.depth)
         if self._draft_vocabulary is not None:
             for sequence in sequences:
                 sequence.draft = DraftSequence(DraftText(self._draft_vocabulary))
@@ -377,7 +387,7 @@ class Scheduler:
 
     def _report(self, step: LaunchedStep) -> None:
         """Wait for the tokens of a step, and report them to the sequences that have not ended meanwhile."""
-        accepted, indices, copied = list[int](), list[int](), 0  # of rows that took drafts
+        accepted, levels, indices, copied = list[int](), list[int](), list[int](), 0  # of rows that took drafts
         Deltas = list[tuple[TokenSequence, SequenceDelta]]
         running, ended, failed = Deltas(), Deltas(), Deltas()
         charged: dict[tuple[str, int], tuple[TokenSequence, int]] = {}  # tokens by client and priority
@@ -388,6 +398,8 @@ class Scheduler:
                 continue
             if drawn.drafted is not None:
                 accepted.append(max(len(drawn.tokens) - 1, 0))
+                limit = sequence.params.num_speculative_tokens
+                levels.append(step.levels if limit is None else min(limit, step.levels))
                 indices.append(sequence.index)
                 copied += drawn.copied
             try:
@@ -421,7 +433,7 @@ class Scheduler:
                     accepted=accepted,
                     copied=copied,
                     outcomes=() if outcomes is None else outcomes.tolist(),
-                    levels=step.levels,
+                    levels=levels,
                     indices=indices,
                 )
             )

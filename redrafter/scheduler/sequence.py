@@ -33,6 +33,7 @@ class Stats:
         copies: Number of verified drafts that were copied from the sequence.
         emitted: Tokens that steps added to the output.
         accepted_by_depth: Entry d counts the steps in which at least d + 1 drafts became output.
+        per_step: Drafts verified and drafts that became output, of each step that had drafts, in their order.
         plain_steps: Steps for which nothing was drafted, because drafting was off or had paused. A step in which the
             rows share the nodes that are verified, and none was left for this one, is not plain.
     """
@@ -45,6 +46,7 @@ class Stats:
     emitted: int = 0
     accepted_by_depth: list[int] = field(default_factory=list)
     plain_steps: int = 0
+    per_step: list[tuple[int, int]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def draft_steps(self) -> int:
@@ -72,10 +74,14 @@ class Stats:
 
     @classmethod
     def total(cls, rows: Sequence["Stats"]) -> "Stats":
-        """Return the sums of the counts of rows, whose drafts need not be of one length."""
+        """Return the sums of the counts of rows, whose drafts need not be of one length; steps are row after row."""
         depths = map(sum, zip_longest(*(row.accepted_by_depth for row in rows), fillvalue=0))
-        counts = [each.name for each in fields(Stats) if each.name != "accepted_by_depth"]
-        return Stats(**{name: sum(getattr(row, name) for row in rows) for name in counts}, accepted_by_depth=[*depths])
+        counts = [each.name for each in fields(Stats) if each.default == 0]
+        return Stats(
+            **{name: sum(getattr(row, name) for row in rows) for name in counts},
+            accepted_by_depth=[*depths],
+            per_step=[step for row in rows for step in row.per_step],
+        )
 
     def count(self, drafted: int | None, accepted: int, emitted: int, copied: int = 0, copies: int = 0) -> None:
         """Add a step: drafts verified, None where nothing was drafted, and output tokens, after a stop has cut them."""
@@ -84,6 +90,7 @@ class Stats:
         if drafted is None:
             self.plain_steps += 1
             return
+        self.per_step.append((drafted, accepted))
         self.drafted += drafted
         self.accepted += accepted
         self.copied += copied
@@ -346,6 +353,13 @@ def check_sequences(sequences: Sequence[TokenSequence], longest: int, vocabulary
         if len(sequence.prompt) >= longest:
             raise ArgumentError(f"the prompt has {len(sequence.prompt)} tokens, and a sequence may have {longest}")
         _check_ids(sequence.prompt, vocabulary)
+
+
+def check_draft_limit(limit: int | None, depth: int) -> None:
+    """Raise `ArgumentError` for a limit of drafts that is out of the range of an engine's `depth`."""
+    if limit is not None and not 0 <= limit <= depth:
+        drafts = f"successive drafts of this engine (0 to {depth}; 0 for no drafts)" if depth else "0: nothing drafts"
+        raise ArgumentError(f"num_speculative_tokens is at most the {drafts}, got {limit}")
 
 
 def _check_params(params: SamplingParams, vocabulary: int) -> None:

@@ -23,8 +23,9 @@ from redrafter.engine.detokenizer import decode_tokens
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.grammar.source import GrammarSource
 from redrafter.sampling.params import NEUTRAL, NUMBERS, SamplingParams
+from redrafter.sampling.processors import MAX_BEGIN_TOKENS, ThinkingBudget
 from redrafter.sandbox.process import SandboxedProcess
-from redrafter.scheduler.sequence import SequenceDelta
+from redrafter.scheduler.sequence import SequenceDelta, check_draft_limit
 from redrafter.serve.answers.call_forms import call_form
 from redrafter.serve.answers.choice import summarize
 from redrafter.serve.answers.formats import (
@@ -135,8 +136,27 @@ class Server:
     @property
     def thinks(self) -> bool:
         """Whether the model writes thoughts."""
+        return self.thought_marks is not None
+
+    @property
+    def thought_marks(self) -> ThoughtMarks | None:
+        """The marks around the model's thoughts, in its form of tool calls or its template; None without thoughts."""
         form = call_form(self.options.tool_call_parser, self.prompts.template.text)
-        return (form.own_thoughts or self.prompts.thoughts) is not None
+        return form.own_thoughts or self.prompts.thoughts
+
+    def thinking_budget(self, tokens: int, thinking: Thinking = "possible") -> ThinkingBudget | None:
+        """Return the budget of an answer's first thought; None where it has none, or none that a token ends.
+
+        `thinking` says how the prompt ends, as `PromptEncoder.encode_chat` returns it.
+        """
+        marks = self.thought_marks
+        if marks is None:
+            return None
+        begin, end = (self.tokenizer.encode(text, add_special_tokens=False) for text in (marks.begin, marks.end))
+        # A mark that is no token of its own may be written in other tokens than those of the mark alone.
+        if len(end) != 1 or end[0] not in self.tokenizer.added_tokens_decoder or len(begin) > MAX_BEGIN_TOKENS:
+            return None
+        return ThinkingBudget(tokens, end[0], () if thinking == "open" else tuple(begin))
 
     def check_model(self, name: str | None) -> None:
         """Raise `ApiError` unless `name` is the model, an adapter, or None for the model."""
@@ -201,10 +221,17 @@ class Server:
         # If the template ignores tools, a system message asks the model for calls as JSON objects.
         form = call_form(self.options.tool_call_parser, template.text if template.reads_tools else "")
         marks = (form.own_thoughts or self.prompts.thoughts) if self.options.reasoning_format == "auto" else None
+        budget: ThinkingBudget | None = None
+        if request.thinking_token_budget is not None:
+            budget = self.thinking_budget(request.thinking_token_budget, thinking)
+            if budget is None:
+                what = "this model writes no thoughts that end with a token of their own: leave it out"
+                raise ApiError(400, what, "thinking_token_budget", "unsupported_parameter")
         content = _grammar_source(request)
         # In a thread, since large schemas would block the event loop.
         grammar = await asyncio.to_thread(_chat_grammar, request, content, form, template.unspelled, marks, thinking)
         params = self._sampling_params(request, logprobs, request.prompt_logprobs, grammar)
+        params = replace(params, thinking=None if thinking == "over" else budget)
         choices = [
             ChatChoice(
                 ids,
@@ -336,6 +363,10 @@ class Server:
                 what = f"logit_bias names {token!r}, which is no token id below {facts.vocab_size}"
                 raise ApiError(400, what, "logit_bias")
             bias[int(token)] = value
+        try:
+            check_draft_limit(request.num_speculative_tokens, facts.draft_depth)
+        except ArgumentError as error:
+            raise ApiError(400, str(error), "num_speculative_tokens") from error
         ends = facts.end_tokens | frozenset(request.stop_token_ids or ())
         numbers = {name: pick(name) for name in NUMBERS if hasattr(request, name)}
         return SamplingParams(
@@ -347,7 +378,7 @@ class Server:
             seed=secrets.randbits(61) if request.seed is None else request.seed,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            speculate=request.speculate,
+            num_speculative_tokens=request.num_speculative_tokens if request.speculate else 0,
         )
 
     def drain(self) -> None:

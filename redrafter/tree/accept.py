@@ -37,12 +37,23 @@ class Path:
         """
         return Path(torch.nn.functional.pad(self.nodes + 1, (1, 0)), self.accepted)
 
-    def without_drafts(self, rows: Tensor) -> "Path":
-        """Return the path with only the root accepted in the rows marked in `rows`, `[B]` bool."""
-        return Path(self.nodes.masked_fill(rows[:, None], 0), self.accepted.masked_fill(rows, 0))
+
+def acceptable_nodes(tree: Tree, limits: Tensor | None = None) -> Tensor | None:
+    """Return which nodes may be accepted if the target draws them, `[B, N]` bool; None for all.
+
+    They are those that the target has verified, at most `limits` `[B]` int64 levels below the root of their row.
+    """
+    verified: Tensor | None = None
+    if tree.counts is not None:
+        # Nodes past a row's count have no keys and values, even where their parent drew their token.
+        verified = torch.arange(tree.tokens.shape[1], device=tree.counts.device) < tree.counts[:, None]
+    if limits is None or tree.levels == 0:
+        return verified
+    shallow = tree.depth <= limits[:, None]
+    return shallow if verified is None else verified & shallow
 
 
-def accept(tree: Tree, drawn: Tensor, max_depth: int) -> Path:
+def accept(tree: Tree, drawn: Tensor, max_depth: int, acceptable: Tensor | None = None) -> Path:
     """Accept the root, and every node whose parent is accepted and whose token was drawn at its parent.
 
     Siblings have different tokens, so these nodes form one path. It is read upwards from the deepest of them: whatever
@@ -52,15 +63,18 @@ def accept(tree: Tree, drawn: Tensor, max_depth: int) -> Path:
         tree: The verified tree.
         drawn: The target's own next token at every node, `[B, N]` int64.
         max_depth: K, at least the depth of every node.
+        acceptable: The nodes that may be accepted, `[B, N]` bool, from `acceptable_nodes`; None for those
+            that were verified.
     """
     rows, nodes = drawn.shape
     if max_depth == 0:  # plain decoding: the root alone
         root = torch.zeros(rows, 1, dtype=torch.long, device=drawn.device)
         return Path(root, root[:, 0])
     confirmed = tree.tokens == drawn.gather(1, tree.parents)  # [B, N]
-    if tree.counts is not None:
-        # Nodes past a row's count have no keys and values, even where their parent drew their token.
-        confirmed &= torch.arange(nodes, device=drawn.device) < tree.counts[:, None]
+    if acceptable is None:
+        acceptable = acceptable_nodes(tree)
+    if acceptable is not None:
+        confirmed &= acceptable
     # The root is the pending token, which an earlier step drew.
     confirmed[:, 0] = True
     accepted = ~(tree.ancestors & ~confirmed[:, None, :]).any(dim=-1)  # [B, N]: the node and its ancestors agree

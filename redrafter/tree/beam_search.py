@@ -63,7 +63,7 @@ def beam_search(
     depth: int,
     nodes: int,
     ids: Tensor | None = None,
-    eligible: Tensor | None = None,
+    limits: Tensor | None = None,
     shared: int | None = None,
     should_stop: Callable[[Tensor], bool] | None = None,
 ) -> Tree:
@@ -76,8 +76,9 @@ def beam_search(
         depth: K, search steps.
         nodes: Number of nodes to keep, including the root, by highest cumulative log-probability.
         ids: The target's id of each of the proposer's ids, `[V']` int64; None where they are the same.
-        eligible: Rows that take drafts, `[B]` bool, whose drafts are counted by their likelihood; None to count none.
-        shared: How many nodes of all eligible rows together to verify, as `share_nodes` describes; None to verify all
+        limits: Levels of drafts that each row takes, `[B]` int64, 0 for none. These drafts are counted by their
+            likelihood; None to count none.
+        shared: How many nodes of all rows together to verify, as `share_nodes` describes; None to verify all
             nodes that are kept.
         should_stop: Called after each search step with the beams' cumulative log-probabilities `[B, W]`; the search
             ends where it returns true. None to search all steps.
@@ -99,8 +100,8 @@ def beam_search(
             break
     lattice_tokens, score = torch.cat(tokens, 1), torch.cat(scores, 1)  # [B, N]
     count, candidates = lattice_tokens.shape[1], None
-    if eligible is not None:
-        score = eligible_scores(score, eligible)
+    if limits is not None:
+        score = eligible_scores(score, level[:count] <= limits[:, None])
         # Counted before the tree is cut: the statistics need all drafts that were searched, not the kept ones alone.
         candidates = count_likely(score[:, 1:]).unflatten(0, (len(tokens) - 1, -1)).sum(dim=1)  # [K, J]
     lattice = lattice_tokens, torch.cat(sources, 1) + first[:count], level[:count].expand(rows, -1)
@@ -115,7 +116,7 @@ def beam_search(
         kept = tree_of(kept_tokens, parents, depths, max_depth=len(tokens) - 1, width=beams)
         # The draft model has stored the whole lattice, where a kept node keeps its slot.
         tree = replace(kept, slots=slots)
-    if eligible is None:
+    if limits is None:
         return tree
     if shared is not None and shared < score.numel():
         tree = share_nodes(tree, score, shared)

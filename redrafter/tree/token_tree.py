@@ -200,9 +200,9 @@ def _take(tokens: Tensor, parents: Tensor, depth: Tensor, kept: Tensor) -> tuple
 
 
 def eligible_scores(score: Tensor, eligible: Tensor) -> Tensor:
-    """Return scores `[B, N]` with -inf in place of NaN and in rows that are not `eligible`, `[B]` bool."""
+    """Return scores `[B, N]` with -inf in place of NaN, and at nodes that are not `eligible`, `[B, N]` bool."""
     # A sort in descending order would put NaN first.
-    return score.nan_to_num(nan=-torch.inf).masked_fill(~eligible[:, None], -torch.inf)
+    return score.nan_to_num(nan=-torch.inf).masked_fill(~eligible, -torch.inf)
 
 
 def share_nodes(tree: Tree, score: Tensor, total: int) -> Tree:

@@ -67,7 +67,7 @@ def test_what_cannot_be_is_refused_by_name(llama, arguments, error, named):
 
 def drafted_step(accepted: dict[int, int], levels: int) -> DraftedStep:
     """Return a step whose rows, by the indices of their sequences, accepted so many drafts."""
-    return DraftedStep(1, 1, None, [*accepted.values()], levels=levels, indices=[*accepted])
+    return DraftedStep(1, 1, None, [*accepted.values()], levels=[levels] * len(accepted), indices=[*accepted])
 
 
 def test_a_row_whose_drafts_are_kept_is_drafted_far():

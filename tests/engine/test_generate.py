@@ -54,6 +54,41 @@ def test_a_streamer_or_what_is_only_like_one_gets_what_model_generate_would_give
     assert ours.ended
 
 
+@pytest.mark.parametrize("how", [{"do_sample": False}, {"do_sample": True, "seed": 4}])
+@pytest.mark.parametrize("limit", [0, 1, 2, [0, 1, 5, None]])
+def test_a_limit_of_drafts_changes_no_token_and_bounds_each_step(oracle, limit, how):
+    prompts = IDS[:1].expand(4, -1)
+    arguments = {"max_new_tokens": 24, "return_dict_in_generate": True, **how}
+    out = oracle.generate(prompts, num_speculative_tokens=limit, **arguments)
+    assert torch.equal(out.sequences, oracle.generate(prompts, speculate=False, **arguments).sequences)
+    for row, most in zip(out.stats.rows, limit if isinstance(limit, list) else [limit] * 4, strict=True):
+        accepted = [kept for _, kept in row.per_step]
+        assert sum(accepted) == row.accepted
+        if most is not None:
+            assert max(accepted, default=0) == (most if not how["do_sample"] else max(accepted, default=0)) <= most
+        if most == 0:
+            assert row.draft_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "says"),
+    [
+        (
+            6,
+            r"num_speculative_tokens is at most the successive drafts of this engine \(0 to 5; .*\), got 6",
+        ),
+        (-1, r"\(0 to 5; 0 for no drafts\), got -1"),
+        (True, "an int or one per output row"),
+        ([1], r"one per output row \(4\), got \[1\]"),
+    ],
+)
+def test_a_limit_of_drafts_out_of_range_is_refused_with_the_range(oracle, limit, says):
+    with pytest.raises(ArgumentError, match=says):
+        oracle.generate(IDS[:1].expand(4, -1), num_speculative_tokens=limit, **GREEDY)
+    with pytest.raises(ArgumentError, match="is at most the 0: nothing drafts, got 2"):
+        oracle.generate(IDS[:1], num_speculative_tokens=2, speculate=False, **GREEDY)
+
+
 def test_rows_are_looked_at_once_for_the_columns_of_a_streamer_and_not_for_each_row(monkeypatch):
     looks = noted(monkeypatch, ColumnStream, "_send", lambda _, stream, ready: ready)
     made = random.Random(1)

@@ -55,3 +55,20 @@ def in_their_terms(arguments: dict[str, Any], width: int) -> dict[str, Any]:
         penalties = TokenPenalties(own.get("frequency_penalty", 0.0), own.get("presence_penalty", 0.0), width)
         others["logits_processor"] = [penalties]
     return others
+
+
+class EndOfThought(LogitsProcessor):
+    """Forces token `end` after `budget` tokens of a thought, which `begin` opens behind a prompt of `width` tokens."""
+
+    def __init__(self, budget: int, end: int, begin: list[int], width: int):
+        self._budget, self._end, self._begin, self._width = budget, end, begin, width
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        for row, ids in enumerate(input_ids.tolist()):
+            written, opened = ids[self._width :], len(self._begin)
+            thought = written[opened:]
+            if written[:opened] == self._begin and len(thought) == self._budget and self._end not in thought:
+                scores[row] = -torch.inf
+                scores[row, self._end] = 0.0
+        return scores

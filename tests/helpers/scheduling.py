@@ -181,7 +181,7 @@ def nothing_is_held(scheduler: Scheduler) -> None:
 def without_drafts(sequences: list[TokenSequence]) -> list[TokenSequence]:
     """Let every other sequence verify no drafts, and return all of them."""
     for each in sequences[::2]:
-        each.params = replace(each.params, speculate=False)
+        each.params = replace(each.params, num_speculative_tokens=0)
     return sequences
 
 

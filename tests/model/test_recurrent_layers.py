@@ -212,7 +212,7 @@ def test_weights_of_those_layers_are_read_once_a_tree(one_of_few, monkeypatch):
 
 def test_nodes_that_rows_share_have_the_logits_that_they_have_in_whole_trees(one_of_few):
     score = torch.tensor([[0.0, -1, -9, -2, -9.5, -3, -9], [0.0, -8, -1, -9, -2, -9.5, -9.5]])
-    shared, results = share_nodes(TREE, eligible_scores(score, torch.tensor([True, True])), 7), []
+    shared, results = share_nodes(TREE, eligible_scores(score, torch.tensor([True, True])[:, None]), 7), []
     for tree in (TREE, shared):
         table, home = torch.tensor([[1], [2]]).int(), torch.tensor([1, 2])
         cache = PagedCache(KVCachePool(one_of_few.paged_shapes, 3), table, home)

@@ -27,7 +27,7 @@ from helpers.hf_processors import (
     reference,
     text,
 )
-from helpers.processors import TokenPenalties
+from helpers.processors import EndOfThought, TokenPenalties
 from redrafter.sampling.hf_processors import read_processors
 from redrafter.sampling.host_processors import PerNode
 from redrafter.sampling.processors import (
@@ -40,8 +40,10 @@ from redrafter.sampling.processors import (
     RowProcessor,
     RowRepetition,
     RowTemperature,
+    RowThinkingBudget,
     RowTopK,
     RowTopP,
+    ThinkingBudget,
 )
 from redrafter.tree.token_tree import chain
 
@@ -93,6 +95,10 @@ ROW_CASES: dict[str, tuple[RowProcessor, list[Make | None]]] = {
             None,
         ],
     ),
+    "budget of a thought": (
+        RowThinkingBudget(torch.tensor([ThinkingBudget(2, 7).line(), [0] * 17, ThinkingBudget(4, 9).line()])),
+        [lambda w: EndOfThought(2, 7, [], w), None, lambda w: EndOfThought(4, 9, [], w)],
+    ),
     "top k": (
         RowTopK(torch.tensor([5, 0, 500])),
         [lambda w: hf.TopKLogitsWarper(5), None, lambda w: hf.TopKLogitsWarper(500)],
@@ -127,6 +133,23 @@ def test_each_row_gets_what_hugging_face_gives_for_its_own_setting(name: str, se
             expected = scores if make is None else reference(make, scores, prefixes)
             torch.testing.assert_close(got[row], expected[row], rtol=0, atol=0)
     assert torch.equal(scores, kept)
+
+
+def test_the_end_of_a_thought_is_forced_at_the_nodes_whose_own_text_has_had_its_tokens() -> None:
+    """Tokens are of a small set, so that marks and ends occur in committed tokens, in drafts and across the two."""
+    forced = 0
+    for seed, lengths in enumerate(STARTS * 10):
+        prefixes, scores = random_inputs(seed, lengths)
+        small = replace(
+            prefixes, tokens=prefixes.tokens % 3, tree=replace(prefixes.tree, tokens=prefixes.tree.tokens % 3)
+        )
+        for budget, begin in product(range(6), ((), (1,), (2, 1))):
+            line = torch.tensor([ThinkingBudget(budget, 0, begin).line()]).expand(len(scores), -1)
+            got = RowThinkingBudget(line).process(scores, small)
+            expected = reference(lambda w, b=budget, a=begin: EndOfThought(b, 0, [*a], w), scores, small)
+            torch.testing.assert_close(got, expected, rtol=0, atol=0)
+            forced += int((got != scores).any(-1).sum())
+    assert forced > 50
 
 
 @pytest.mark.parametrize("name", ROW_CASES)

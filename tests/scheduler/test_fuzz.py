@@ -201,9 +201,10 @@ class Episode:
             if choices.random() < 0.3:  # a loop, which drafts are copied from
                 prompt = (prompt[-6:] * 10)[: choices.choice((20, 33, 50))]
             prompt = prompt[: longest - 3]
-            params = replace(
-                choices.choice(list(KINDS.values())), seed=choices.randrange(50), speculate=choices.random() < 0.85
-            )
+            params = replace(choices.choice(list(KINDS.values())), seed=choices.randrange(50))
+            if (share := choices.random()) > 0.75:
+                limit = min(1, self._served.batch.depth) if share < 0.85 else 0
+                params = replace(params, num_speculative_tokens=limit)
             new = min(choices.choice((2, 5, 20, 40, 40, 400)), longest - len(prompt))
             sequence = make_sequence(prompt, new, params)
             sequence.client, sequence.priority = choices.choice("abc"), choices.choice((0, 0, 0, 2, -1))

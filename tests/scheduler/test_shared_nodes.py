@@ -35,7 +35,7 @@ def rows(count: int, new: int = 30) -> list[TokenSequence]:
 def test_rows_that_share_nodes_write_what_each_writes_alone(shape):
     sequences = random_sequences(14, seed=3)
     for index in (2, 5):
-        sequences[index].params = replace(sequences[index].params, speculate=False)
+        sequences[index].params = replace(sequences[index].params, num_speculative_tokens=0)
     run_as_alone(sharing(*shape, max_batch_size=6), sequences, 1)
     drafted = {delta.drafted for each in sequences for delta in each.sink.deltas}
     assert len(drafted) > 3  # or all rows had as many

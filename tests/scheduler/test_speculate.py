@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
-from helpers.models import tiny_drafter, tiny_model, with_tree
+from helpers.models import VOCAB, tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import (
     KINDS,
     alone,
@@ -16,8 +17,13 @@ from helpers.scheduling import (
     scheduler,
     without_drafts,
 )
-from redrafter import DraftTarget
+from redrafter import ArgumentError, DraftTarget
+from redrafter.drafting.policy import DraftedStep
+from redrafter.engine.options import EngineOptions
 from redrafter.model.target import Target
+from redrafter.scheduler.scheduler import Scheduler
+
+NO_COPIES = EngineOptions(draft_from_text=False)
 
 
 @pytest.fixture(scope="module")
@@ -40,19 +46,90 @@ def test_a_row_without_drafts_stands_beside_rows_with_them(kind, models):
     assert any(each.stats.draft_steps for each in sequences[1::2])
 
 
+@pytest.mark.parametrize("kind", ["drafter", "draft model"])
+def test_rows_that_limit_their_drafts_differently_share_a_step_and_write_what_they_write_alone(kind, models):
+    engine = DraftTarget(*models, draft_len=3)
+    if kind == "drafter":
+        engine = with_tree(models[0].model, tiny_drafter(), 4, 3)
+    served = scheduler(engine, blocks=60, max_batch_size=6, max_num_tokens=80)
+    sequences = random_sequences(12, seed=3)
+    limits = [0, 1, 2, None]
+    for number, each in enumerate(sequences):
+        each.params = replace(each.params, num_speculative_tokens=limits[number % 4])
+    run_as_alone(served, sequences, 1)
+    for number, each in enumerate(sequences):
+        limit = limits[number % 4]
+        if limit is not None:
+            assert not any(each.stats.accepted_by_depth[limit:])
+            width = 1 if kind == "draft model" else 4
+            assert all(drafted <= limit * width for drafted, _ in each.stats.per_step)
+        assert sum(accepted for _, accepted in each.stats.per_step) == each.stats.accepted
+        assert len(each.stats.per_step) == each.stats.draft_steps
+
+
+def test_a_limit_of_drafts_is_no_verdict_on_the_drafts_below_it(models):
+    """A draft model equal to the target is always right, so rows with a limit must not shorten the others' drafts."""
+    served = scheduler(DraftTarget(models[0], models[0], draft_len=3, options=NO_COPIES))
+    recorded = noted_steps(served)
+    first = make_sequence([5, 6, 7], 12, replace(KINDS["greedy"], num_speculative_tokens=1))
+    run_as_alone(served, [first, make_sequence([8, 9], 12, KINDS["greedy"])])
+    assert first.stats.accepted >= first.stats.drafted - 1 > 0  # the last one may be past the limit of the sequence
+    assert set(recorded) == {(1, 1), (3, 3)}
+
+
+def noted_steps(served: Scheduler) -> list[tuple[int, int]]:
+    """Return a list that gets the levels that each row could accept in a step, and the drafts that it accepted."""
+    steps: list[tuple[int, int]] = []
+    record = served.batch.policy.record
+
+    def noted(step: DraftedStep) -> None:
+        steps.extend(zip(step.levels, step.accepted, strict=True))
+        record(step)
+
+    served.batch.policy.record = noted  # type: ignore[method-assign]
+    return steps
+
+
+@pytest.mark.parametrize("limit", [-1, 4])
+def test_a_limit_of_drafts_out_of_range_is_refused_with_the_range(limit, models):
+    served = scheduler(DraftTarget(*models, draft_len=3, options=NO_COPIES))
+    with pytest.raises(ArgumentError, match=rf"num_speculative_tokens.*\(0 to 3; .*got {limit}"):
+        served.submit(make_sequence([5, 6, 7], 6, replace(KINDS["greedy"], num_speculative_tokens=limit)))
+    assert served.idle
+
+
 def test_rows_that_all_want_no_drafts_step_plainly(models):
     served = scheduler(DraftTarget(*models, draft_len=3))
-    run_as_alone(served, [make_sequence([5, 6, 7], 6, replace(KINDS["sampled"], speculate=False)) for _ in range(2)])
+    run_as_alone(
+        served, [make_sequence([5, 6, 7], 6, replace(KINDS["sampled"], num_speculative_tokens=0)) for _ in range(2)]
+    )
     assert {step.proposer for step in served.batch.captured_steps.values()} == {served.engine.plain}
 
 
 def test_what_a_draft_model_may_not_have_read_is_not_found_again(models):
     served = scheduler(DraftTarget(*models, draft_len=3))
-    first = make_sequence(list(range(3, 23)), 30, replace(KINDS["greedy"], speculate=False))
+    first = make_sequence(list(range(3, 23)), 30, replace(KINDS["greedy"], num_speculative_tokens=0))
     run(served, [first])
     second = make_sequence([*first.tokens, 5], 4, KINDS["greedy"])
     run_as_alone(served, [second])
     assert second.reused == 16  # of the prompt alone
+
+
+def test_rejection_sampling_with_a_limit_of_drafts_draws_from_the_target(models):
+    """Compare the frequency of the second and the third token with those of undrafted sampling, over 2,000 rows."""
+    engine = DraftTarget(*models, draft_len=3, acceptance="rejection", options=EngineOptions(max_batch_size=2000))
+    ids = torch.tensor([[5, 6, 7]]).expand(2000, -1)
+    how = {"max_new_tokens": 3, "do_sample": True, "temperature": 0.4, "top_k": 3}
+    limited = engine.generate(ids, num_speculative_tokens=1, seed=1, return_dict_in_generate=True, **how)
+    assert max(accepted for _, accepted in limited.stats.per_step) == 1
+    counts = [
+        torch.bincount(tokens[:, -1] * VOCAB + tokens[:, -2], minlength=VOCAB**2).double()
+        for tokens in (limited.sequences, engine.generate(ids, speculate=False, seed=9000, **how))
+    ]
+    common = (counts[0] + counts[1]) > 30
+    difference = (counts[0] - counts[1])[common]
+    deviation = (counts[0] + counts[1])[common].sqrt()
+    assert (difference.abs() < 4.5 * deviation).all()
 
 
 def test_rejection_sampling_accepts_what_generate_does(models):

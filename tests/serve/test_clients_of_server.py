@@ -93,7 +93,7 @@ def test_counters_rise_by_what_the_answers_tell(program):
 
 
 def test_a_text_without_drafts_comes_to_one_token_a_step():
-    told = speculation_metrics([Stats(accepted_by_depth=[0] * 3)])
+    told = speculation_metrics(Stats(accepted_by_depth=[0] * 3))
     names = "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_spec_steps"
     assert [told[name] for name in names] == [1.0, 0.0, [0] * 4, 0]
 

@@ -48,6 +48,48 @@ def test_more_tokens_than_the_context_has_room_for_are_refused_with_the_numbers(
         assert httpx.post(url + path, json=body, timeout=300).status_code == 200
 
 
+@pytest.mark.parametrize("path", ASKED)
+def test_the_drafts_of_each_request_are_limited_in_every_protocol_and_its_text_is_the_same(url, path):
+    body, field = ASKED[path]
+
+    def ask(**more):
+        fields = body | {field: 30, "temperature": 0} | more
+        if path == "/v1/completions":
+            fields |= {"prompt": PROMPT}
+        return httpx.post(url + path, json=fields, timeout=300)
+
+    def text(answer):
+        return [part.get("text") or part.get("message") or part.get("content") for part in parts(answer)]
+
+    def parts(answer):
+        return answer.get("choices") or answer.get("output") or answer["content"]
+
+    whole = ask(return_spec_tokens_details=True).json()
+    steps = whole["metrics"]["speculative_decoding"]
+    assert max(steps["per_step_accepted"]) > 1
+    assert sum(steps["per_step_accepted"]) == steps["num_accepted_draft_tokens"]
+    assert sum(steps["per_step_drafted"]) == steps["num_draft_tokens"]
+    assert ("sglext" in whole) == ("choices" in whole)
+    for name, limit in (("num_speculative_tokens", 1), ("speculative.n_max", 1), ("num_speculative_tokens", 0)):
+        limited = ask(return_spec_tokens_details=True, **{name: limit}).json()
+        assert text(limited) == text(whole)
+        found = limited["metrics"]["speculative_decoding"]
+        assert max(found["per_step_accepted"], default=0) == limit
+        if "sglext" in limited:
+            details = limited["sglext"]["spec_tokens_details"]
+            assert details["spec_verify_ct"] == len(found["per_step_accepted"])
+            assert details["spec_num_correct_drafts"] == sum(found["per_step_accepted"])
+    refused = ask(num_speculative_tokens=99)
+    assert refused.status_code == 400
+    assert re.search(r"num_speculative_tokens .* \(0 to \d+; 0 for no drafts\), got 99", refused.text)
+    both = ask(num_speculative_tokens=1, speculate=False)
+    assert both.status_code in (400, 422)
+    assert "speculate=false takes no drafts" in both.text
+    twice = ask(**{"num_speculative_tokens": 1, "speculative.n_max": 2})
+    assert twice.status_code in (400, 422)
+    assert "per_step_accepted" not in ask().text
+
+
 def test_without_a_number_an_answer_may_take_the_rest_of_the_context(url):
     body = {"prompt": [5] * (CONTEXT - 3), "ignore_eos": True}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=300).json()

@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -125,6 +126,68 @@ def test_reasoning_tokens_are_counted_whole_and_streamed(client):
             counts.setdefault(part.choices[0].index, []).append(told)
         assert all(told == sorted(told) for told in counts.values())
         assert sum(told[-1] for told in counts.values()) == thoughts
+
+
+BUDGETED = ThoughtMarks("<think>", "<|system|>")  # whose end is a token of its own, which the model does not write
+
+
+@pytest.fixture(scope="module")
+def budgeted(server) -> "Iterator[tuple[openai.OpenAI, Server]]":
+    """A client of a server as of a model whose thoughts end with a special token, and the server."""
+    on_delta = server.engine.on_delta
+    made = Server(server.engine, server.tokenizer)
+    made.prompts.__dict__["thoughts"] = BUDGETED
+    with listening(server_app(made)) as url:
+        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0), made
+    server.engine.on_delta = on_delta
+
+
+@pytest.mark.parametrize("how", [{"temperature": 0}, {"temperature": 0.8, "seed": 8}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("budget", [0, 7])
+def test_a_thought_ends_after_its_budget_with_and_without_drafts_and_in_a_stream(budgeted, pair, how, budget):
+    client, served = budgeted
+    ids, state, _ = served.prompts.encode_chat(
+        ChatRequest.model_validate({"messages": BEGUN["messages"], "continue_final_message": True})
+    )
+    assert state == "open"
+    sampling = {"do_sample": True, "top_k": 0, **how} if how["temperature"] else {"do_sample": False}
+    written = list(ids)
+    for count, after in ((budget, [served.tokenizer.convert_tokens_to_ids(BUDGETED.end)]), (30 - budget - 1, [])):
+        if count:
+            prompt = torch.tensor([written])
+            written = pair[0].generate(prompt, max_new_tokens=count, speculate=False, **sampling)[0].tolist()
+        written += after
+    thought, content = pair[1].decode(written[len(ids) :]).split(BUDGETED.end, 1)
+    for speculate in (True, False):
+        extra = BEGUN["extra_body"] | {"thinking_token_budget": budget, "speculate": speculate}
+        answer = ask(client, max_tokens=30, extra_body=extra, **how)
+        message = answer.choices[0].message
+        assert (getattr(message, "reasoning_content", "") or "").strip() == thought.strip()
+        assert message.content.strip() == content.replace("<|eos|>", "").strip()
+        assert answer.usage.completion_tokens_details.reasoning_tokens == budget + 1
+        parts = [part.choices[0].delta for part in ask(client, max_tokens=30, extra_body=extra, stream=True, **how)]
+        assert "".join(part.content or "" for part in parts) == message.content
+        assert "".join(getattr(part, "reasoning_content", "") or "" for part in parts).strip() == thought.strip()
+
+
+def test_anthropics_budget_is_that_of_vllm(budgeted):
+    client, _ = budgeted
+    url = str(client.base_url).removesuffix("/v1/")
+    talk = [ASKED, {"role": "assistant", "content": "<think>\n"}]
+    body = {"messages": talk, "max_tokens": 30, "temperature": 0}
+    thinking = {"type": "enabled", "budget_tokens": 7}
+    message = httpx.post(f"{url}/v1/messages", json=body | {"thinking": thinking}, timeout=300).json()
+    chat = ask(client, max_tokens=30, extra_body=BEGUN["extra_body"] | {"thinking_token_budget": 7})
+    first, second = message["content"]
+    assert (first["type"], second["type"]) == ("thinking", "text")
+    assert first["thinking"] == chat.choices[0].message.reasoning_content
+    assert second["text"] == chat.choices[0].message.content
+    assert message["usage"]["output_tokens_details"]["thinking_tokens"] == 8
+
+
+def test_a_budget_of_thoughts_that_no_token_ends_is_refused(client):
+    with pytest.raises(openai.BadRequestError, match="no thoughts that end with a token of their own"):
+        ask(client, extra_body=BEGUN["extra_body"] | {"thinking_token_budget": 5})
 
 
 def test_a_thought_that_is_cut_is_all_there_is(client):

@@ -5,7 +5,7 @@ import itertools
 import torch
 
 from redrafter.sampling.noise import gumbel
-from redrafter.tree.accept import accept
+from redrafter.tree.accept import accept, acceptable_nodes
 from redrafter.tree.token_tree import chain, tree_of
 
 
@@ -39,6 +39,18 @@ def test_every_outcome_of_a_small_tree_agrees_with_walking_it():
         assert path.nodes[0, : path.accepted[0] + 1].tolist() == expected
         assert path.end.tolist() == [expected[-1]]
         assert path.accepted.tolist() == [len(expected) - 1]
+
+
+def test_no_node_below_a_rows_limit_is_kept():
+    tree = small_tree([[0, 1, 2, 1, 2]])
+    for draws in itertools.product(range(3), repeat=5):
+        drawn = torch.tensor([draws])
+        whole = slow_accept(tree, drawn, 0)
+        for limit in range(3):
+            path = accept(tree, drawn, 2, acceptable_nodes(tree, torch.tensor([limit])))
+            kept = whole[: limit + 1]
+            assert path.nodes.tolist() == [kept + [0] * (3 - len(kept))]
+            assert path.accepted.tolist() == [len(kept) - 1]
 
 
 def test_a_confirmed_node_below_an_unconfirmed_one_is_not_kept():

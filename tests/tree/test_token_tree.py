@@ -63,7 +63,7 @@ def random_trees(rows: int, nodes: int) -> tuple[Tree, torch.Tensor]:
 @pytest.mark.parametrize("total", [4, 5, 11, 39, 40])
 def test_rows_share_the_nodes_of_highest_score(total):
     tree, score = random_trees(4, 10)
-    shared = share_nodes(tree, eligible_scores(score.clone(), torch.ones(4, dtype=torch.bool)), total)
+    shared = share_nodes(tree, eligible_scores(score.clone(), torch.ones(4, dtype=torch.bool)[:, None]), total)
     assert shared.counts is not None
     assert shared.counts.sum() == shared.total == shared.size == total
     assert shared.counts.min() >= 1
@@ -84,7 +84,7 @@ def test_rows_share_the_nodes_of_highest_score(total):
 
 def test_rows_that_take_no_drafts_leave_their_nodes_to_others():
     tree, score = random_trees(3, 8)
-    shared = share_nodes(tree, eligible_scores(score, torch.tensor([False, True, False])), 10)
+    shared = share_nodes(tree, eligible_scores(score, torch.tensor([False, True, False])[:, None]), 10)
     assert shared.counts is not None
     assert shared.counts.tolist() == [1, 8, 1]
 
@@ -92,7 +92,7 @@ def test_rows_that_take_no_drafts_leave_their_nodes_to_others():
 def test_scores_that_are_no_numbers_take_no_root_away():
     tree, score = random_trees(3, 8)
     score[1, 1:] = torch.nan
-    shared = share_nodes(tree, eligible_scores(score, torch.ones(3, dtype=torch.bool)), 12)
+    shared = share_nodes(tree, eligible_scores(score, torch.ones(3, dtype=torch.bool)[:, None]), 12)
     assert shared.counts is not None
     assert shared.counts.tolist()[1] == 1
     assert shared.tokens[:, 0].tolist() == [0, 8, 16]
@@ -101,7 +101,7 @@ def test_scores_that_are_no_numbers_take_no_root_away():
 def test_a_chain_stays_a_chain_when_rows_share_nodes():
     tokens = torch.arange(8).view(2, 4)
     score = torch.tensor([[0.0, -0.1, -0.2, -5.0], [0.0, -3.0, -4.0, -6.0]])
-    shared = share_nodes(chain(tokens), eligible_scores(score, torch.ones(2, dtype=torch.bool)), 5)
+    shared = share_nodes(chain(tokens), eligible_scores(score, torch.ones(2, dtype=torch.bool)[:, None]), 5)
     assert shared.counts is not None
     assert shared.counts.tolist() == [3, 2]
     assert not shared.branches
@@ -153,6 +153,6 @@ def test_of_the_last_level_alone_nodes_are_counted_from_its_first():
 
 def test_nodes_that_are_not_verified_are_none():
     score = torch.tensor([[0.0, -1, -9, -2, -3, -9, -4], [0.0, -9, -10, -10, -10, -11, -11]])
-    shared = share_nodes(leveled(), eligible_scores(score, torch.tensor([True, True])), 6)
+    shared = share_nodes(leveled(), eligible_scores(score, torch.tensor([True, True])[:, None]), 6)
     assert shared.counts.tolist() == [5, 1]
     assert nodes(nodes_by_level(shared), 7) == [[[0], [0]], [[1, 2], []], [[3], []], [[4], []]]

@@ -192,8 +192,9 @@ class MessagesToolChoice(Strict):
 class Thinking(Strict):
     """Whether the model may think before it answers (`enabled`, `adaptive`) or must not (`disabled`).
 
-    `budget_tokens` is passed to a chat template that reads `thinking_budget`; otherwise only `max_tokens` limits
-    thoughts. With `display` set to `omitted`, thoughts are returned as an empty block.
+    After `budget_tokens` tokens of a thought its end is forced, if that is a token of its own; a chat template that
+    reads `thinking_budget` gets the number too. With `display` set to `omitted`, thoughts are returned as an empty
+    block.
     """
 
     type: Literal["enabled", "adaptive", "disabled"]

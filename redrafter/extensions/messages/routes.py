@@ -53,7 +53,8 @@ def messages_routes(server: "Server", respond: Respond) -> list[BaseRoute]:
         async def work() -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
             server.check_model(body.model)
             head = _head(body, body.model or server.model)
-            chat = as_chat(body, server.prompts.template, server.thinks)
+            bounded = server.thinking_budget(0) is not None
+            chat = as_chat(body, server.prompts.template, server.thinks, bounded=bounded)
             answer = await server.chat(chat, request.scope["facts"])
             return _whole(head, answer, body) if isinstance(answer, dict) else message_events(head, answer, body)
 
@@ -72,10 +73,12 @@ def messages_routes(server: "Server", respond: Respond) -> list[BaseRoute]:
     return routes.routes
 
 
-def as_chat(request: CountTokensRequest, template: ChatTemplate, thinks: bool = False) -> ChatRequest:
+def as_chat(
+    request: CountTokensRequest, template: ChatTemplate, thinks: bool = False, *, bounded: bool = False
+) -> ChatRequest:
     """Translate a request to a chat request, or raise `ApiError` or `RequestValidationError`.
 
-    `thinks` is True for a model that writes thoughts.
+    `thinks` is True for a model that writes thoughts, `bounded` if the server can hold it to a budget of them.
     """
     messages = _messages(request, template)
     variables = _thinking_variables(request, template, thinks) | (request.chat_template_kwargs or {})
@@ -101,6 +104,8 @@ def as_chat(request: CountTokensRequest, template: ChatTemplate, thinks: bool = 
         chat["reasoning_effort"] = output.effort
     if (form := output.format or request.output_format) is not None:
         chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
+    if bounded and request.thinking is not None and request.thinking.type != "disabled":
+        chat["thinking_token_budget"] = request.thinking.budget_tokens
     if isinstance(request, MessagesRequest):
         chat |= {"max_completion_tokens": request.max_tokens, "stop": request.stop_sequences}
         if request.stream:  # the first event reports the number of prompt tokens

@@ -69,6 +69,7 @@ class Choice(ServedSequence):
         super().__init__(prompt, stop_token_ids, Stats(accepted_by_depth=[0] * depth), find_stop, adapter)
         self._tokenizer, self._detokenizer = tokenizer, Detokenizer(tokenizer, hidden)
         self._marks_drafts = request.stream_options is not None and request.stream_options.include_drafts
+        self.details_steps = request.return_spec_tokens_details
         self._held = ""
         self._drafted = bytearray()  # 1 for each character, held back or not, that a draft wrote
         self._reported = 0  # characters that `draft_runs` has returned
@@ -181,9 +182,16 @@ class Choice(ServedSequence):
 def usage_and_metrics(choices: Sequence[Choice]) -> dict[str, Any]:
     """Return usage and metrics of an answer. A prompt with several choices counts once."""
     begun = [choice for choice in choices if choice.begun]
+    total = Stats.total([choice.stats for choice in begun])
+    metrics, details = speculation_metrics(total), {}
+    if any(choice.details_steps for choice in choices):
+        drafted, accepted = zip(*total.per_step, strict=True) if total.per_step else ((), ())
+        metrics |= {"per_step_accepted": list(accepted), "per_step_drafted": list(drafted)}
+        details = {"sglext": {"spec_tokens_details": spec_tokens_details(metrics)}}
     return {
         "usage": count_usage(choices, {tuple(choice.prompt): choice for choice in begun}.values()),
-        "metrics": {"speculative_decoding": speculation_metrics([choice.stats for choice in begun])},
+        "metrics": {"speculative_decoding": metrics},
+        **details,
     }
 
 
@@ -218,8 +226,20 @@ def summarize(choices: Sequence[Choice]) -> dict[str, Any]:
     }
 
 
-def speculation_metrics(stats: Sequence[Stats]) -> dict[str, Any]:
-    """Return speculation metrics of some sequences, under vLLM's names (vllm-project/vllm#48915).
+def spec_tokens_details(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of `speculation_metrics` under SGLang's names (`return_spec_tokens_details`)."""
+    return {
+        "spec_accept_rate": metrics["draft_acceptance_rate"],
+        "spec_accept_length": metrics["mean_acceptance_length"],
+        "spec_num_correct_drafts": metrics["num_accepted_draft_tokens"],
+        "spec_num_proposed_drafts": metrics["num_draft_tokens"],
+        "spec_verify_ct": metrics["num_spec_steps"],
+        "spec_correct_drafts_histogram": metrics["acceptance_histogram"],
+    }
+
+
+def speculation_metrics(total: Stats) -> dict[str, Any]:
+    """Return speculation metrics of one or more sequences, under vLLM's names (vllm-project/vllm#48915).
 
     Undrafted steps do not count, nor does a row's step in which the rest of the batch left it no draft.
     `mean_acceptance_length` includes the token that follows the accepted drafts; entry j of `acceptance_histogram`
@@ -227,7 +247,6 @@ def speculation_metrics(stats: Sequence[Stats]) -> dict[str, Any]:
     share of the steps with at least d accepted drafts that accepted one more; `num_copied_draft_tokens` counts drafts
     copied from the sequence, and `num_accepted_copied_tokens` the accepted ones that no drafter proposed.
     """
-    total = Stats.total(stats)
     return {
         "mean_acceptance_length": total.accepted_length or 1.0,
         "draft_acceptance_rate": total.accepted / total.drafted if total.drafted else 0.0,

@@ -192,8 +192,8 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
         frequent += [(usual, usual), (usual, GREEDY)]
     # A single row loads all kernels that more rows need.
     for rows, kind in [*itertools.product(sizes, frequent), *((1, (params,)) for params in RARE)]:
-        for speculate in (True, False):
-            write(min(rows, limits.max_batch_size), 1, [replace(each, speculate=speculate) for each in kind])
+        for limit in (None, 0):
+            write(min(rows, limits.max_batch_size), 1, [replace(each, num_speculative_tokens=limit) for each in kind])
         beside = min(rows, limits.max_batch_size - 1)
         if beside and beside_rows:
             prefill_beside(beside, [min(length, longest - 1) for length in beside_rows], kind)

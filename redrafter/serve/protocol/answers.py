@@ -92,6 +92,25 @@ class Speculation(_Answer):
     acceptance_by_depth: list[float | None]
     num_copied_draft_tokens: int
     num_accepted_copied_tokens: int
+    per_step_accepted: list[int] | None = None
+    per_step_drafted: list[int] | None = None
+
+
+class SpecTokensDetails(_Answer):
+    """The same metrics under SGLang's names."""
+
+    spec_accept_rate: float
+    spec_accept_length: float
+    spec_num_correct_drafts: int
+    spec_num_proposed_drafts: int
+    spec_verify_ct: int
+    spec_correct_drafts_histogram: list[int]
+
+
+class SglExt(_Answer):
+    """SGLang's object for details that a request asks for."""
+
+    spec_tokens_details: SpecTokensDetails
 
 
 class AnswerMetrics(_Answer):
@@ -108,6 +127,7 @@ class _GeneratedAnswer(_Answer):
     model: str
     usage: Usage
     metrics: AnswerMetrics
+    sglext: SglExt | None = None
 
 
 class PromptLogprob(_Answer):

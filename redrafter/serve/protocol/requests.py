@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, StrictBool, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, StrictBool, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
@@ -250,7 +250,18 @@ class SharedFields(Strict):
     min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None
     ignore_eos: StrictBool = False
     speculate: StrictBool = True
+    num_speculative_tokens: Annotated[int, Field(strict=True)] | None = Field(
+        None,
+        validation_alias=AliasChoices("num_speculative_tokens", "speculative.n_max"),  # the latter is llama.cpp's
+    )
+    return_spec_tokens_details: StrictBool = False
     priority: Annotated[int, Field(strict=True, ge=-MAX_INTEGER, le=MAX_INTEGER)] = 0
+
+    @model_validator(mode="after")
+    def _check_drafts(self) -> "SharedFields":
+        if not self.speculate and self.num_speculative_tokens:
+            raise ValueError("speculate=false takes no drafts: leave it out, or give num_speculative_tokens 0")
+        return self
 
 
 class _Request(SharedFields):
@@ -330,6 +341,7 @@ class ChatRequest(_Request):
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoices | None = None
     parallel_tool_calls: StrictBool | None = None
+    thinking_token_budget: Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)] | None = None
     reasoning_effort: Annotated[str, Field(min_length=1, max_length=32)] | None = None
     verbosity: Annotated[str, Field(min_length=1, max_length=32)] | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
