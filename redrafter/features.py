@@ -173,4 +173,4 @@ ENGINE_CHANGES = Feature(
 WEIGHT_UPDATES = Feature(
     "updates of weights", "make a new engine", {QUANTISED_WEIGHTS: "their format is that library's own"}
 )
-SERVING = Feature("a server", excludes={ADAPTIVE_DRAFTS: "a server drafts at one length"})
+SERVING = Feature("a shared batch", excludes={ADAPTIVE_DRAFTS: "all requests draft at one length there"})

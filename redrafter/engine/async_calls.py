@@ -8,7 +8,8 @@ import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from redrafter.cache.to_device import made_on_host
 from redrafter.engine.call import GenerateCall, GenerateOutput, StepStreamer
 from redrafter.engine.request import OwnArguments, Request, read_request, row_adapters
 from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.features import ADAPTIVE_DRAFTS, SERVING, FeatureSet
 from redrafter.model.supported import check_autocast
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.waiting_queue import Limits
@@ -80,6 +82,8 @@ class AsyncCalls:
     """Decodes the calls of an engine's `agenerate` and `astream`."""
 
     def __init__(self, engine: "Engine"):
+        if engine.adaptive:
+            FeatureSet("agenerate()", ADAPTIVE_DRAFTS).check(SERVING)
         limits, target = Limits(), engine.target
         rows = min(limits.max_batch_size, engine.options.max_batch_size)
         on_gpu = target.device.type == "cuda"  # where the memory of `generate` has room for both
@@ -196,3 +200,26 @@ class AsyncCalls:
                 for pending in failed:
                     pending.finish(error)
                 return
+
+
+class AsyncGeneration:
+    """The coroutines of an engine."""
+
+    async def agenerate(self, *prompts: Any, **arguments: Any) -> Tensor | GenerateOutput:
+        """Return what `generate` returns of the same arguments, without blocking the event loop.
+
+        Calls that run at once share a batch on a paged cache, as a server's requests do. Cancelling the coroutine ends
+        its sequences. A streamer, `max_time` and processors that no request of a server has are refused by name.
+        """
+        return await self._async_calls.generate(prompts, arguments)
+
+    def astream(self, *prompts: Any, **arguments: Any) -> AsyncIterator[int]:
+        """Return an asynchronous iterator over the new tokens of one prompt, as steps write them.
+
+        Arguments are those of `agenerate`. Closing the iterator, or cancelling what iterates, ends the sequence.
+        """
+        return self._async_calls.stream(prompts, arguments)
+
+    @cached_property
+    def _async_calls(self) -> AsyncCalls:
+        return AsyncCalls(cast("Engine", self))

@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +34,7 @@ from redrafter.engine.arguments import (
     with_stop_strings,
     without_cache,
 )
-from redrafter.engine.async_calls import AsyncCalls
+from redrafter.engine.async_calls import AsyncGeneration
 from redrafter.engine.call import ColumnStream, GenerateCall, GenerateOutput, StepStreamer, takes_columns
 from redrafter.engine.changeable import Changeable
 from redrafter.engine.idle_batches import IdleBatches
@@ -70,7 +70,7 @@ NO_MODEL = (
 PREPARES_ON_HOST = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 20)
 
 
-class Engine(Changeable):
+class Engine(Changeable, AsyncGeneration):
     """A target and the proposer that drafts for it. Threads may share an engine.
 
     Between requests it keeps only what makes the next one faster: on a GPU the captured steps, and keys and values of
@@ -91,6 +91,7 @@ class Engine(Changeable):
         draft_vocabulary: The draft model's tokens for each of the target's; None where its ids are the target's.
         rejection_sampling: Whether drafts are accepted by rejection sampling; sampled tokens then differ from undrafted
             decoding.
+        adaptive: Whether each row drafts as many tokens as its recent drafts suggest.
         pauses: Whether steps draft other trees, or pause drafting, while drafts gain less than they cost. It changes no
             token.
         clock: Clock of the calling thread that times the first steps of each kind on a CPU; None to time none.
@@ -101,6 +102,7 @@ class Engine(Changeable):
     do_sample: bool | None = None
     draft_vocabulary: VocabularyMap | None = None
     rejection_sampling = False
+    adaptive = False
 
     def __new__(cls, *parts: object, **keywords: object) -> "Engine":
         """Refuse parts that the constructor does not take, such as a model alone, and name `from_pretrained`."""
@@ -346,25 +348,6 @@ class Engine(Changeable):
             return_dict_in_generate=return_dict_in_generate,
             **generation_kwargs,
         )
-
-    async def agenerate(self, *prompts: Any, **arguments: Any) -> Tensor | GenerateOutput:
-        """Return what `generate` returns of the same arguments, without blocking the event loop.
-
-        Calls that run at once share a batch on a paged cache, as a server's requests do. Cancelling the coroutine ends
-        its sequences. A streamer, `max_time` and processors that no request of a server has are refused by name.
-        """
-        return await self._async_calls.generate(prompts, arguments)
-
-    def astream(self, *prompts: Any, **arguments: Any) -> AsyncIterator[int]:
-        """Return an asynchronous iterator over the new tokens of one prompt, as steps write them.
-
-        Arguments are those of `agenerate`. Closing the iterator, or cancelling what iterates, ends the sequence.
-        """
-        return self._async_calls.stream(prompts, arguments)
-
-    @cached_property
-    def _async_calls(self) -> AsyncCalls:
-        return AsyncCalls(self)
 
     def prepare_call(
         self,

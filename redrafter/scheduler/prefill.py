@@ -262,8 +262,7 @@ class Prefiller:
         ends = [sequence.prefilled + count for sequence, count in chunks]
         rope = [rope_length(self._target, sequence) for sequence in sequences]
         # Completed prompts need all tokens. Others need only the chunk's and the one before it, from which a draft
-        # model
-        # with recurrent states continues.
+        # model with recurrent states continues.
         complete = [end == sequence.prefill_length for sequence, end in zip(sequences, ends, strict=True)]
         first = [0 if whole else max(start - 1, 0) for whole, start in zip(complete, starts, strict=True)]
         tokens = to_device(_stack([sequence.tokens for sequence in sequences], ends, first), device)

@@ -29,6 +29,7 @@ from redrafter.train.sharding import ShardedDrafter, gather_tensor
 from redrafter.train.teacher import Teacher
 
 ADAM_BETAS = (0.9, 0.95)
+ASSUMED_STEPS = 1000  # of a training that only minutes limit, for the learning rate of its first step
 _Group = list[tuple[Tensor, ...]]  # the batches of an optimizer step
 
 
@@ -78,7 +79,9 @@ def train(
             fraction_done = clock.broadcast_fraction_done()
             if fraction_done >= 1:
                 break
-            trainer.step(group, config.peak_lr * learning_rate_factor(fraction_done, config.warmup))
+            # The middle of the step: at its start, the first one would have a rate of 0 and change nothing.
+            middle = fraction_done + 0.5 / (clock.steps or ASSUMED_STEPS)
+            trainer.step(group, config.peak_lr * learning_rate_factor(middle, config.warmup))
             if first_step is not None:
                 meter.check_finite()  # waits for the device: the first step compiles, so exclude it from the clock
                 first_step = clock.seconds - clock.state.seconds

@@ -170,9 +170,8 @@ class Clock:
 
     def broadcast_fraction_done(self) -> float:
         """Broadcast `fraction_done` from rank 0. Collective: call it on every rank."""
-        if (
-            self.minutes and self.accelerator.num_processes > 1
-        ):  # clocks differ, but all processes must run the same steps
+        # Clocks differ, but all processes must run the same steps.
+        if self.minutes and self.accelerator.num_processes > 1:
             return float(broadcast(torch.tensor(self.fraction_done, device=self.accelerator.device)))
         return self.fraction_done
 

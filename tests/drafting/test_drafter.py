@@ -294,7 +294,7 @@ def test_importing_the_package_alone_lets_a_drafters_config_be_known(tmp_path):
 def test_a_drafter_is_compiled_a_few_times_for_all_rows_beams_and_steps(changes, monkeypatch):
     counter, compile = CompileCounter(), torch.compile
     monkeypatch.setattr(torch, "compile", lambda run: compile(run, fullgraph=True, backend=counter))
-    monkeypatch.setattr(drafter_module, "_compiled", cache(lambda function: torch.compile(function)))
+    monkeypatch.setattr(drafter_module, "compile_once", cache(lambda function: torch.compile(function)))
     torch._dynamo.reset()
     target, drafter = Target(tiny_model("llama")), tiny_drafter(**changes)
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer, LogitsProcessor, pipeline
 
 from helpers.models import tiny_drafter, tiny_model, uneven_batch, with_tree
-from redrafter import ArgumentError, ReDrafter, UnsupportedError, boxed_pair
+from redrafter import ArgumentError, DraftTarget, ReDrafter, UnsupportedError, boxed_pair
 from redrafter.scheduler.scheduler import Scheduler
 
 IDS, MASK = uneven_batch()
@@ -116,6 +116,13 @@ def test_what_a_shared_batch_cannot_do_is_refused_with_what_to_type(engine):
     with pytest.raises(ArgumentError, match=r"astream\(\) writes one text, got 2 output rows"):
         asyncio.run(two())
     assert engine._calls == 0  # noqa: SLF001
+
+
+def test_an_engine_whose_rows_draft_as_their_own_drafts_suggest_shares_no_batch():
+    model = tiny_model("llama")
+    engine = DraftTarget.from_pretrained(model, model, adaptive=True)
+    with pytest.raises(UnsupportedError, match=r"adaptive drafts .*leave out --adaptive"):
+        asyncio.run(engine.agenerate(IDS[:1], **GREEDY))
 
 
 def test_an_error_of_the_device_reaches_every_call_and_later_calls_are_decoded(engine, monkeypatch):

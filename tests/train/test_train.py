@@ -233,6 +233,15 @@ def test_the_first_step_is_shown_and_counts_in_the_next_line_too():
     assert [line.split()[1] for line in lines] == ["1/4", "2/4", "3/4", "4/4"]
 
 
+def test_a_training_of_one_step_changes_the_weights():
+    model = tiny_model()
+    drafter = random_drafter(model)
+    before = drafter.lm_head.weight.clone()
+    [batch] = batches_of(torch.ones(2, 12, dtype=torch.bool))
+    train(model, drafter, [batch], TrainConfig(steps=1, draft_len=2, cpu=True), log=lambda _: None)
+    assert not torch.equal(drafter.lm_head.weight, before)
+
+
 def test_the_learning_rate_rises_and_falls():
     rates = [learning_rate_factor(step / 100, 0.1) for step in range(100)]
     assert rates[0] == 0

@@ -12,7 +12,6 @@ from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.drafting.policy import FixedTreePolicy
-from redrafter.engine.draft_target import DraftTarget
 from redrafter.engine.engine import Engine
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.features import ADAPTIVE_DRAFTS, BATCH_INVARIANCE, SERVING, FeatureSet
@@ -50,7 +49,7 @@ class ServedEngine:
     def from_pair(cls, pair: Pair, options: ServeOptions, load: LoadOptions) -> "ServedEngine":
         """Build the scheduler for a pair loaded with these options."""
         engine = pair.engine
-        if isinstance(engine, DraftTarget) and engine.adaptive:
+        if engine.adaptive:
             FeatureSet("redrafter serve", ADAPTIVE_DRAFTS).check(SERVING)
         adapters = parse_lora_modules(options.lora_modules)
         engine.load_adapters(adapters)  # before the KV cache takes the free memory

@@ -93,7 +93,6 @@ def error_answer(error: ApiError, path: str) -> JSONResponse:
 
 def add_guards(app: Starlette, policy: AccessPolicy, max_body_bytes: int) -> None:
     """Add the middleware that checks every request of an application. Bodies may have `max_body_bytes` bytes."""
-    # The middleware that is added last runs first.
     # Starlette runs the middleware added last first: logging sees every request, and keys are checked before bodies are
     # read.
     app.add_middleware(BodyLimits, max_bytes=max_body_bytes)

@@ -161,10 +161,8 @@ def create_app(
     add_token_routes(app, server)
     add_adapter_routes(app, server, allow_lora_updating)
     add_extension_routes(app, server)
-    for (
-        path,
-        reason,
-    ) in refused_paths().items():  # with all subpaths; clients do not retry after a 404 in OpenAI's format
+    # With all subpaths; clients do not retry after a 404 in OpenAI's format.
+    for path, reason in refused_paths().items():
         for route in (path, f"{path}/{{rest:path}}"):
             app.add_api_route(route, _refusal(reason), methods=["GET", "POST", "DELETE"], include_in_schema=False)
     return app
