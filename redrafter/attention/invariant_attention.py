@@ -33,6 +33,7 @@ def invariant_attention_reference(inputs: AttentionInputs) -> Tensor:
     position change nothing. All sums are in float32.
     """
     assert not inputs.first, "a model's layers attend from the first token on"
+    assert not inputs.sees_later, "a model's tokens see none after them"
     assert not inputs.chunk_size, "models that attend within chunks are refused by `batch_invariance.support_of`"
     places = _Places.from_rows(inputs.rows)
     count = len(places.end)

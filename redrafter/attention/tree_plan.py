@@ -223,7 +223,7 @@ _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor keys, SymInt key_layer, Tensor values, SymInt value_layer, "
     "Tensor length, Tensor starts, Tensor depth, Tensor ancestors, Tensor table, Tensor chunk_starts, "
     "Tensor chunk_lengths, Tensor chunk_table, float scale, SymInt window, float softcap, Tensor? sinks, "
-    "SymInt chunk_size=0, SymInt first=0) -> Tensor"
+    "SymInt chunk_size=0, SymInt first=0, bool sees_later=False) -> Tensor"
 )
 
 

@@ -202,7 +202,8 @@ class DFlashProposer(SearchProposer):
         if not reads_pages(cache):
             return BlockContext(state.length, partial(self.read_layer, cache, state.length))
         assert isinstance(cache, PagedCache), "only such a cache has pages"
-        whole, heads = PagedEntries.from_cache(cache, state.length, first=0), self.drafter.config.num_key_value_heads
+        whole = PagedEntries.from_cache(cache, state.length, first=0)._replace(sees_later=True)
+        heads = self.drafter.config.num_key_value_heads
         sides = zip(*(x.split(heads, dim=2) for x in (whole.keys, whole.values)), strict=True)
         return BlockContext(state.length, tuple(whole._replace(keys=k, values=v) for k, v in sides))
 

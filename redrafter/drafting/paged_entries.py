@@ -27,6 +27,7 @@ class PagedEntries(NamedTuple):
         length: Committed tokens of each row, and a spare entry, as `TokenRows` has them, `[B + 1]` int64.
         table: Blocks of each row in order of position, and a spare entry, `[B*M + 1]` int32.
         first: The first committed token that has an entry: 1 where an entry reads the token before.
+        sees_later: Whether nodes see nodes after them, as positions of a block do.
     """
 
     keys: Tensor
@@ -34,6 +35,7 @@ class PagedEntries(NamedTuple):
     length: Tensor
     table: Tensor
     first: int
+    sees_later: bool = False
 
     @classmethod
     def from_cache(
@@ -117,6 +119,7 @@ class PagedEntries(NamedTuple):
             sinks,
             0,
             self.first,
+            self.sees_later,
         )
         return attended.unflatten(0, query.shape[:2])
 

@@ -126,7 +126,7 @@ def _attend_kernel(
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
     HAS_SINKS: tl.constexpr, CACHED: tl.constexpr, CHAIN: tl.constexpr, LARGEST: tl.constexpr, WIDEN: tl.constexpr,
-    WIDE: tl.constexpr, FOLLOW: tl.constexpr, FIRST: tl.constexpr,
+    WIDE: tl.constexpr, FOLLOW: tl.constexpr, FIRST: tl.constexpr, LATER: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile of queries to one split of the committed tokens, or to the tree.
 
@@ -134,8 +134,8 @@ def _attend_kernel(
     row are tokens `START[row]` to `START[row + 1] - 1`. If they are a chain (`CHAIN`), each has all earlier ones as
     ancestors, and neither `DEPTH` nor `ANCESTORS` is read; otherwise these have entries for `nodes` new nodes of each
     row, and `DEPTH` is read only with a window or chunks. A split has `least` committed tokens, or the rest of the row.
-    No token sees committed tokens before `FIRST`. `WIDE` is set if a layer's cache has too many numbers for 32-bit
-    offsets.
+    No token sees committed tokens before `FIRST`, nor, without `LATER`, nodes after its own. `WIDE` is set if a layer's
+    cache has too many numbers for 32-bit offsets.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) // tiles
@@ -232,8 +232,9 @@ def _attend_kernel(
                     visible = visible & _is_near(n + depth[:, None], n + above[None, :], WINDOW, CHUNK)
                 x = tl.where(visible, _scores(q, k, scale, SOFTCAP), float("-inf"))
                 top, total, acc = _update_softmax(x, unit, v, top, total, acc)
-        # The positions of a block see later ones too: only of a chain it is known that no tile does.
-        for start in tl.range(0, end if CHAIN else count, BLOCK_S, num_stages=NODE_STAGES):
+        if LATER:  # else no node of the tile sees the nodes after it
+            end = count
+        for start in tl.range(0, end, BLOCK_S, num_stages=NODE_STAGES):
             j = start + tl.arange(0, BLOCK_S)
             held = j < count
             other = offset + j
@@ -400,7 +401,7 @@ def tree_attention(inputs: AttentionInputs) -> Tensor:
             BLOCK_M=tiling.queries, BLOCK_S=tiling.keys, CHUNK=inputs.chunk_size, SPLIT=splits > 1,
             HAS_SINKS=inputs.sinks is not None, CACHED=cached > 0, CHAIN=chain,
             WIDE=max(len(x) * x.stride(0) for x in (keys, values)) >= 1 << 31, FIRST=inputs.first,
-            num_warps=tiling.warps, num_stages=tiling.stages, **sizes,
+            LATER=inputs.sees_later, num_warps=tiling.warps, num_stages=tiling.stages, **sizes,
         )  # fmt: skip
         if splits > 1:
             block_splits, width = triton.next_power_of_2(splits), sizes["BLOCK_DV"]

@@ -78,6 +78,7 @@ class AttentionInputs:
         sinks: Score of each head's attention sink, `[Hq]`; None for none.
         chunk_size: Positions of a chunk; a token sees nothing outside of its chunk. 0 for no chunks.
         first: First committed token that any token sees. Only `tree_attention` supports values other than 0.
+        sees_later: Whether a node may see new nodes after it, as positions of a block do; only in `tree_attention`.
     """
 
     query: Tensor
@@ -92,6 +93,7 @@ class AttentionInputs:
     sinks: Tensor | None = None
     chunk_size: int = 0
     first: int = 0
+    sees_later: bool = False
 
     @classmethod
     def from_arguments(

@@ -390,6 +390,7 @@ def _parts(positions: int) -> int:
 def ordered_attention(inputs: AttentionInputs) -> Tensor:
     """Store and attend as `redrafter.attention.invariant_attention.invariant_attention_reference` does."""
     assert not inputs.first, "a model's layers attend from the first token on"
+    assert not inputs.sees_later, "a model's tokens see none after them"
     query, keys, values, sinks, of = inputs.query, inputs.keys, inputs.values, inputs.sinks, inputs.rows
     (rows, all_nodes, nodes, chunks), (heads, group) = of.sizes, inputs.heads
     blocks, dv = (of.table.shape[0] - 1) // rows, inputs.value.shape[2]

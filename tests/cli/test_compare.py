@@ -173,8 +173,8 @@ def test_rejection_promises_a_distribution_and_no_tokens(compare, runs, monkeypa
 def test_a_way_that_writes_other_tokens_fails_and_the_report_says_where(compare, runs, monkeypatch, asked):
     honest = step_module.accept
 
-    def keep_everything(tree, drawn, max_depth):
-        path = honest(tree, drawn, max_depth)
+    def keep_everything(tree, drawn, max_depth, *limits):
+        path = honest(tree, drawn, max_depth, *limits)
         if max_depth == 0:  # plain decoding
             return path
         nodes = path.nodes.new_tensor(range(max_depth + 1)).expand_as(path.nodes)

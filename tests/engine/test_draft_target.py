@@ -256,7 +256,7 @@ def test_a_tree_is_judged_by_how_deep_it_is(llama, monkeypatch):
     """Its 12 nodes are 4 drafts one below the other: when 4 are kept, none was refused."""
     free = {"cpu": -0.99}  # no cost and no doubt shortens it
     monkeypatch.setattr("redrafter.engine.draft_target.NODE_COST_FORWARDS", free)
-    levels = noted(monkeypatch, DraftLengthPolicy, "record", lambda _, policy, step: step.levels)
+    levels = noted(monkeypatch, DraftLengthPolicy, "record", lambda _, policy, step: max(step.levels))
     engine = DraftTarget.from_pretrained(llama, llama, num_beams=3, node_budget=99, adaptive=True)
     engine.generate(IDS[:1], max_new_tokens=40, do_sample=False, eos_token_id=None)
     assert len(levels) > 5

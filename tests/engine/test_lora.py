@@ -207,7 +207,7 @@ def test_an_adapter_that_is_unloaded_while_a_text_is_written_stays_until_its_end
         def put_step(self, row, tokens, accepted, ended):
             if engine.adapters:
                 engine.unload_adapter("one")
-                with pytest.raises(ArgumentError, match="texts of 1 that were unloaded continue") as refusal:
+                with pytest.raises(ArgumentError, match="sequences of 1 that were unloaded continue") as refusal:
                     engine.load_adapter("two", adapters["two"][1])
                 refusals.append(refusal)
 

@@ -284,10 +284,11 @@ class Pair:
     def sequences(self) -> list[TokenSequence]:
         """Return sequences of all kinds: some begin alike, some verify no drafts, some have adapters or images."""
         made, kinds = Random(4), list(KINDS.values())
+        limits = (0, None, min(self.engine.proposer_for(1).depth, 1))
         beginnings = [[made.randrange(3, 90) for _ in range(40)] for _ in range(5)]
         sequences, texts = [], 0
         for number in range(14 if self.feature.images else 10):
-            params = replace(kinds[number % len(kinds)], seed=number, num_speculative_tokens=(0, None, 1)[number % 3])
+            params = replace(kinds[number % len(kinds)], seed=number, num_speculative_tokens=limits[number % 3])
             if self.feature.images and number % 2:
                 layout = (UNEVEN[0], UNEVEN[2], UNEVEN[3])[number // 2 % 3]
                 sequences.append(seeing_sequence(self.engine, layout, number, params, count=50))

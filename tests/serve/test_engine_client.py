@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import aclosing, nullcontext
+from dataclasses import replace
 
 import pytest
 
@@ -87,7 +88,8 @@ def test_the_server_counts_drafts_before_a_stop_string_as_an_engine_does_that_en
     served = ServedSequence([5], frozenset(), Stats(accepted_by_depth=[0] * 4), find_stop)
     written = []
     for step in steps:
-        mine, taken = engines_own.append(step), served.take(cut_by_server.append(step))
+        # A copy for each, as `append` cuts what it is given.
+        mine, taken = engines_own.append(replace(step)), served.take(cut_by_server.append(replace(step)))
         assert (taken.tokens, taken.accepted, taken.copied, taken.finish) == (
             mine.tokens,
             mine.accepted,

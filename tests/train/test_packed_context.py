@@ -59,7 +59,7 @@ def drafted_logits(drafter: RecurrentDrafter, target: Target, text: Tensor, pend
 
     zero = torch.zeros(1, dtype=torch.long)
     proposer = RecurrentProposer(drafter, target, 1, DEPTH, 1 + DEPTH)
-    sampler = SimpleNamespace(draft_scores=draft_scores, plain=None)
+    sampler = SimpleNamespace(draft_scores=draft_scores, draft_limits=None)
     state = State(ahead[None], zero, hidden, zero == 0)
     proposer.grow(state, sampler, proposer.scores(state, sampler, None, window))
     return torch.stack(logits)
@@ -159,7 +159,7 @@ def draft_chain(drafter: RecurrentDrafter, target: Target, text: list[int]) -> l
     """Return the K tokens that are drafted after a text whose last token is pending, with nothing else known."""
     hidden, window = committed_state(drafter, target, torch.tensor([text[:-1]]))
     zero = torch.zeros(1, dtype=torch.long)
-    sampler = SimpleNamespace(draft_scores=lambda logits, *_: logits, plain=None)
+    sampler = SimpleNamespace(draft_scores=lambda logits, *_: logits, draft_limits=None)
     proposer = RecurrentProposer(drafter, target, 1, DEPTH, 1 + DEPTH)
     state = State(torch.tensor([text[-1:]]), zero, hidden, zero == 0)
     return proposer.grow(state, sampler, proposer.scores(state, sampler, None, window)).tokens[0, 1:].tolist()

@@ -13,6 +13,7 @@ import threading
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -84,7 +85,9 @@ def app(args: Mapping[str, Any]) -> "Application":
                 value = json.loads(value.lower() if value in ("True", "False") else value)
         values[name] = convert_value("the application's args", name, value, known)
     given = Namespace(**values | {"ray": True})
-    use_base_of_drafter(given)
+    model = Path(str(values.get("model") or "."))
+    if model.exists() or not model.is_absolute():  # a directory need exist on the replicas' machines only
+        use_base_of_drafter(given)
     options = read_options(ServeOptions, given)
     keys = collect_keys(options.api_key, options.api_key_file)
     load, draft = read_options(LoadOptions, given), read_options(DraftOptions, given)
