@@ -4,7 +4,7 @@ vLLM gives such a proposer the token ids of its sequences, and takes a chain of 
 what can be offered there; drafters that read hidden states cannot. It needs no import of vLLM.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from redrafter.drafting.prompt_lookup import LEAST_MATCH, MATCH_TOKENS
@@ -35,6 +35,8 @@ class CopyProposer:
         """Read the options of a `VllmConfig`; raise `ArgumentError` for those that are unknown or out of range."""
         options = {"ngram": MATCH_TOKENS, "least_match": LEAST_MATCH}
         given = dict(vllm_config.additional_config or {}).get("redrafter", {})
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            raise ArgumentError(f"additional_config['redrafter'] must be a mapping of names, got {given!r}")
         if unknown := given.keys() - options.keys():
             name = min(unknown)
             raise ArgumentError(

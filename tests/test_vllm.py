@@ -92,3 +92,11 @@ def test_vllm_loads_the_proposer_by_its_name_and_calls_it_with_what_it_takes():
     inspect.signature(proposer.propose).bind(*call.args, **keywords)
     names = [ast.unparse(argument).rsplit(".")[-1] for argument in call.args]
     assert names == [*inspect.signature(proposer.propose).parameters][: len(names)]
+
+
+def test_options_that_are_no_mapping_are_named():
+    wrong = config()
+    for value in (None, [], "ngram", {1: 2}):
+        wrong.additional_config = {"redrafter": value}
+        with pytest.raises(ArgumentError, match="must be a mapping of names"):
+            CopyProposer(wrong)

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from redrafter.cache.to_device import made_on_host
 from redrafter.engine.call import GenerateCall, GenerateOutput, StepStreamer
-from redrafter.engine.request import OwnArguments, Request, read_request, row_adapters
+from redrafter.engine.request import OwnArguments, Request, read_request, row_adapters, row_draft_limits
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.features import ADAPTIVE_DRAFTS, SERVING, FeatureSet
 from redrafter.model.supported import check_autocast
 from redrafter.scheduler.scheduler import Scheduler
+from redrafter.scheduler.sequence import check_draft_limit
 from redrafter.scheduler.waiting_queue import Limits
 
 if TYPE_CHECKING:
@@ -147,6 +148,9 @@ class AsyncCalls:
 
         def read_call(mine: OwnArguments, input_ids: Tensor, inputs: dict[str, Any]) -> Request:
             if not mine.speculate:
+                given = mine.num_speculative_tokens
+                for limit in row_draft_limits(given, len(given) if isinstance(given, Sequence) else 1):
+                    check_draft_limit(limit, depth=0)
                 mine = mine._replace(num_speculative_tokens=0)
             names = row_adapters(mine.adapter, mine.prompts or len(input_ids), len(input_ids))
             check_autocast(engine.target.device)

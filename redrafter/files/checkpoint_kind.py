@@ -42,13 +42,15 @@ def kind_of(directory: Path) -> str:
         return "drafter"
     if config.get("model_type") == APPLE_MODEL_TYPE or ("num_draft_layers" in config and "model_type" not in config):
         return "Apple drafter"
-    named = [str(name).lower() for name in (*(config.get("architectures") or ()), config.get(SPECULATORS_KEY))]
+    architectures = config.get("architectures")
+    classes = architectures if isinstance(architectures, list) else []
+    named = [str(name).lower() for name in (*classes, config.get(SPECULATORS_KEY))]
     block = {"block_size", "target_layer_ids"} <= config.keys()  # as transformers saves them
     if block or "dflash_config" in config or any("dflash" in name or "dspark" in name for name in named):
         return "DFlash drafter"
     if SPECULATORS_KEY in config:
         return "EAGLE-3 head" if config[SPECULATORS_KEY] == "eagle3" else "speculators checkpoint"
-    if "draft_vocab_size" in config or any("Eagle3" in str(name) for name in config.get("architectures") or ()):
+    if "draft_vocab_size" in config or any("Eagle3" in str(name) for name in classes):
         return "EAGLE-3 head"
     if "build_config" in config and "model_type" not in config:
         return "built TensorRT engine"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redrafter.errors import CheckpointError, UnsupportedError
+from redrafter.errors import CheckpointError, UnsupportedError, first_line
 from redrafter.files.checkpoint_kind import read_json
 from redrafter.files.dtype_names import dtype_name
 from redrafter.formats.tensors import LazyTensor
@@ -42,10 +42,18 @@ def read_quantized(
     settings = next((config[key] for key in _KEYS if config.get(key)), None)
     if settings is None and (directory / _MODELOPT_FILE).is_file():
         settings = read_json(directory / _MODELOPT_FILE).get("quantization")
+    if settings is not None and not isinstance(settings, Mapping):
+        raise CheckpointError(f"{directory} has settings of a quantisation that are no mapping: {settings!r:.200}")
     if settings is None:
         return plain, dict(tensors)
     dtypes = (x.dtype for name, x in tensors.items() if name.endswith("norm.weight") and x.dtype in _FLOATS)
-    dtype, block, read = next(dtypes, torch.bfloat16), _block_size(settings), dict[str, LazyTensor]()
+    dtype, read = next(dtypes, torch.bfloat16), dict[str, LazyTensor]()
+    try:
+        block = _block_size(settings)
+    except (AttributeError, TypeError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{directory} has settings of a quantisation that cannot be read ({first_line(error)}): {settings!r:.200}"
+        ) from error
     for name, tensor in tensors.items():
         layer, _, kind = name.rpartition(".")
         scale = next((tensors[f"{layer}.{scale}"] for scale in _SCALES if f"{layer}.{scale}" in tensors), None)
@@ -78,9 +86,9 @@ def _block_size(settings: Mapping[str, Any]) -> tuple[int, int] | None:
     weights = [group.get("weights") or {} for group in (groups.values() if isinstance(groups, Mapping) else groups)]
     sizes = [settings.get("weight_block_size"), *(group.get("block_structure") for group in weights)]
     sizes += [[1, group["group_size"]] for group in weights if group.get("group_size")]
-    known = {tuple(size) for size in sizes if size}
+    known = {tuple(map(int, size)) for size in sizes if size}
     rows, columns = known.pop() if len(known) == 1 else (0, 0)
-    return (rows, columns) if rows and columns else None
+    return (rows, columns) if rows > 0 < columns else None
 
 
 def _scaled(
@@ -105,6 +113,8 @@ def _scaled(
     def read_rows(first: int, last: int) -> Tensor:
         numbers = weight.read_rows(first, last).float()
         scales = scale.read_rows(0, scale.length).float().view(math.ceil(rows / shared[0]), -1)
+        if not scales.isfinite().all():
+            raise CheckpointError(f"{directory} has numbers that are not finite in {scale.name}")
         row = torch.arange(first, first + len(numbers)) // shared[0]
         return (numbers * scales[row][:, torch.arange(columns) // shared[1]]).to(dtype)
 

@@ -1,5 +1,6 @@
 """Model cards of drafters: the header in YAML that the Hub reads, and what a card says of use and acceptance."""
 
+import re
 import shlex
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -76,10 +77,10 @@ Parts of the steps in which at least 1, 2, ... drafts were accepted, with a tree
 
 
 def replace_acceptance(card: str, section: str) -> str:
-    """Return a card with another section on acceptance, at its end where it has none."""
-    before, found, after = card.partition(f"\n{_ACCEPTANCE}\n")
-    kept = f"\n## {rest}" if found and (rest := after.partition("\n## ")[2]) else ""
-    return f"{before.rstrip()}\n\n{section}{kept}"
+    """Return a card with another section on acceptance, at its end if it has none."""
+    found = re.search(rf"^{_ACCEPTANCE}[ \t]*$.*?(?=^##? |\Z)", card, re.MULTILINE | re.DOTALL)
+    before, kept = (card, "") if found is None else (card[: found.start()], card[found.end() :])
+    return "\n\n".join(part for part in (before.rstrip(), section.rstrip(), kept) if part).rstrip() + "\n"
 
 
 def upload_command(config: AnyDrafterConfig, directory: str) -> str:

@@ -358,8 +358,10 @@ def check_sequences(sequences: Sequence[TokenSequence], longest: int, vocabulary
 def check_draft_limit(limit: int | None, depth: int) -> None:
     """Raise `ArgumentError` for a limit of drafts that is out of the range of an engine's `depth`."""
     if limit is not None and not 0 <= limit <= depth:
-        drafts = f"successive drafts of this engine (0 to {depth}; 0 for no drafts)" if depth else "0: nothing drafts"
-        raise ArgumentError(f"num_speculative_tokens is at most the {drafts}, got {limit}")
+        allowed = "0: nothing drafts here"
+        if depth:
+            allowed = f"within the drafts of this engine (0 to {depth}; 0 for no drafts)"
+        raise ArgumentError(f"num_speculative_tokens must be {allowed}, got {limit}")
 
 
 def _check_params(params: SamplingParams, vocabulary: int) -> None:

@@ -127,3 +127,24 @@ def test_a_weight_without_its_scale_is_named(change, says, tmp_path, capsys):
     del tensors[name]
     save_file(tensors | ({} if change["scale"] is None else {name: change["scale"]}), source / "model.safetensors")
     assert says in refused(capsys, drafter=source, to="drafter", output=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    ["fp8", ["fp8"], {"config_groups": 5}, {"config_groups": {"a": 5}}, {"weight_block_size": 5}],
+    ids=str,
+)
+def test_settings_of_a_quantisation_that_cannot_be_are_named(settings, tmp_path, capsys):
+    source = eagle_dir(tmp_path / "theirs", random_head(**EAGLE_FORMS["published"]), quantization_config=settings)
+    assert "settings of a quantisation that" in refused(capsys, drafter=source, to="drafter", output=tmp_path / "out")
+
+
+def test_scales_that_are_not_finite_are_named(tmp_path, capsys):
+    source = speculators_dir(tmp_path / "theirs", random_head(**EAGLE_FORMS["published"]))
+    quantize(source, "row")
+    tensors = weights(source)
+    name = next(name for name in tensors if name.endswith("weight_scale"))
+    tensors[name][0] = torch.nan
+    save_file(tensors, source / "model.safetensors")
+    error = refused(capsys, drafter=source, to="drafter", output=tmp_path / "out")
+    assert f"numbers that are not finite in {name}" in error

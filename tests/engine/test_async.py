@@ -106,6 +106,7 @@ def test_what_a_shared_batch_cannot_do_is_refused_with_what_to_type(engine):
         ({"logits_processor": [Processor()]}, UnsupportedError, "asyncio.to_thread"),
         ({"num_beam": 2}, ArgumentError, "no argument 'num_beam'"),
         ({"num_speculative_tokens": 99}, ArgumentError, "got 99"),
+        ({"num_speculative_tokens": 3, "speculate": False}, ArgumentError, "nothing drafts here, got 3"),
     ):
         with pytest.raises(error, match=says):
             asyncio.run(engine.agenerate(IDS[:1], **GREEDY, **arguments))

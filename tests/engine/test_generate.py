@@ -75,7 +75,7 @@ def test_a_limit_of_drafts_changes_no_token_and_bounds_each_step(oracle, limit, 
     [
         (
             6,
-            r"num_speculative_tokens is at most the successive drafts of this engine \(0 to 5; .*\), got 6",
+            r"num_speculative_tokens must be within the drafts of this engine \(0 to 5; .*\), got 6",
         ),
         (-1, r"\(0 to 5; 0 for no drafts\), got -1"),
         (True, "an int or one per output row"),
@@ -85,7 +85,7 @@ def test_a_limit_of_drafts_changes_no_token_and_bounds_each_step(oracle, limit, 
 def test_a_limit_of_drafts_out_of_range_is_refused_with_the_range(oracle, limit, says):
     with pytest.raises(ArgumentError, match=says):
         oracle.generate(IDS[:1].expand(4, -1), num_speculative_tokens=limit, **GREEDY)
-    with pytest.raises(ArgumentError, match="is at most the 0: nothing drafts, got 2"):
+    with pytest.raises(ArgumentError, match="must be 0: nothing drafts here, got 2"):
         oracle.generate(IDS[:1], num_speculative_tokens=2, speculate=False, **GREEDY)
 
 

@@ -26,6 +26,7 @@ from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
 from redrafter.cli import main
 from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.drafting.proposer import State
+from redrafter.formats.model_card import replace_acceptance
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.train.config import TrainConfig
@@ -550,3 +551,18 @@ def test_help_says_what_is_done_without_options(capsys):
     assert out.startswith("usage: redrafter evaluate ")
     assert all(word in out for word in ("examples:", "(default: 0,1)", "--dtype"))
     assert "--num-beams" not in out
+
+
+def test_a_new_table_of_acceptance_keeps_what_the_user_wrote_around_it():
+    section = "## Acceptance\n\nnew\n"
+    for before, after in (("# T\n\n", "# License\n\nMIT\n"), ("", "## More\n"), ("# T\n\n", "")):
+        card = replace_acceptance(f"{before}## Acceptance \n\nold\n\n{after}", section)
+        assert card.split() == f"{before}{section}\n{after}".split()
+    assert replace_acceptance("# T\n", section) == f"# T\n\n{section}"
+
+
+def test_a_card_that_is_no_text_is_named_before_anything_is_measured(folder, tmp_path, capsys):
+    copy = shutil.copytree(folder / "drafter", tmp_path / "drafter")
+    (copy / "README.md").write_bytes(b"\xff\xfe\x00")
+    words = ["evaluate", "--model", str(folder / "base"), "--drafter", str(copy), "--card"]
+    assert "is not text in UTF-8" in fails(capsys, *words)

@@ -13,7 +13,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -31,9 +31,10 @@ from redrafter.data.suites import Suite, read_suite
 from redrafter.drafting.proposer import SearchProposer
 from redrafter.drafting.text_drafters import ReplayableDrafter, require
 from redrafter.engine.redrafter import ReDrafter
-from redrafter.errors import ArgumentError
+from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.atomic_file import write_atomically
 from redrafter.files.hub import CARD_FILE
+from redrafter.files.regular_file import read_regular
 from redrafter.formats.model_card import acceptance_section, make_header, make_introduction, replace_acceptance
 from redrafter.measure.report import describe_pair
 from redrafter.measure.suite_table import write_tables
@@ -141,6 +142,7 @@ def run_checked(args: argparse.Namespace, words: Sequence[str]) -> int:
     if suite is not None:
         # Questions of a suite are chat turns.
         require_template(pair.tokenizer, pair.name, asked.chat_template)
+    card = read_card(pair) if options.card else None  # before anything is measured
     document = evaluate(pair, options, suite) | {"command": shlex.join(["redrafter", "evaluate", *words])}
     print(*format_report(document), sep="\n")
     if options.explain:
@@ -150,24 +152,30 @@ def run_checked(args: argparse.Namespace, words: Sequence[str]) -> int:
         write_tables(suite_tables(document), facts, asked.csv, asked.markdown)
     if options.json is not None:
         write_atomically(Path(options.json), json.dumps(document, indent=1) + "\n")
-    if options.card:
-        write_card(pair, document)
+    if card is not None:
+        tree, rows = acceptance_rows(document)
+        write_atomically(card_file(pair), replace_acceptance(card, acceptance_section(tree, rows)))
     if options.plot is not None:
         plot(document, Path(options.plot))
     return 0
 
 
-def write_card(pair: Pair, document: Mapping[str, Any]) -> None:
-    """Replace the section on acceptance of a drafter's model card, which is made where there is none."""
+def card_file(pair: Pair) -> Path:
+    """Return the path of a drafter's model card."""
+    return Path(str(pair.drafting_model), CARD_FILE)
+
+
+def read_card(pair: Pair) -> str:
+    """Return the model card of a drafter, a new one if it has none. Raises `CheckpointError` if it is not text."""
     assert isinstance(pair.engine, ReDrafter)
-    file, config = Path(str(pair.drafting_model), CARD_FILE), pair.engine.drafter.config
-    if file.is_file():
-        card = file.read_text(encoding="utf-8")
-    else:
+    file, config = card_file(pair), pair.engine.drafter.config
+    if not file.exists():
         base = config.base_model or short_name(pair.name)
-        card = f"{make_header(config, base, pair.name)}\n{make_introduction(config, base)}"
-    tree, rows = acceptance_rows(document)
-    write_atomically(file, replace_acceptance(card, acceptance_section(tree, rows)))
+        return f"{make_header(config, base, pair.name)}\n{make_introduction(config, base)}"
+    try:
+        return read_regular(file).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file} is not text in UTF-8: replace it, or leave out --card") from error
 
 
 def _max_prompt_tokens(options: EvaluateOptions, context: int | None) -> int:
