@@ -26,7 +26,7 @@ class EagleEntries(NamedTuple):
     """Keys and values of entries, ready to attend to.
 
     Attributes:
-        keys: Normalised where the head does so, and rotated, `[..., S, H, d]`.
+        keys: Rotated keys, normalised if the head normalises them, `[..., S, H, d]`.
         values: `[..., S, H, d]`.
     """
 
@@ -35,7 +35,7 @@ class EagleEntries(NamedTuple):
 
 
 class PastEntries(NamedTuple):
-    """The entries of the committed tokens of B rows, copied, as attention on a CPU and over given texts reads them.
+    """Copies of the entries of the committed tokens of B rows, for a CPU, a dense cache and given texts.
 
     Attributes:
         entries: Keys and values of S entries, those past a row's end included, `[B, S, H, d]`.
@@ -50,12 +50,12 @@ class PastEntries(NamedTuple):
 
     @classmethod
     def from_entries(cls, entries: EagleEntries, length: Tensor) -> "PastEntries":
-        """Return those of rows whose first S + 1 tokens, but for the first, have these entries, `[B, S, H, d]`."""
+        """Return the past of rows with these entries of their tokens 1 to S, `[B, S, H, d]`."""
         position = torch.arange(entries.keys.shape[1], device=length.device)
         return cls(entries, _hide(position >= length[:, None] - 1)[:, None, None], length)
 
     def at(self, row: Tensor, length: Tensor) -> "PastEntries":
-        """Return those of rows `[A]` int64 after `length` committed tokens of each, `[A]` int64, as A rows."""
+        """Return the past of rows `row` `[A]` int64 after `length` `[A]` int64 committed tokens each, as A rows."""
         return PastEntries.from_entries(EagleEntries(*(part[row] for part in self.entries)), length)
 
     def attend(
@@ -90,7 +90,7 @@ class PagedPast(NamedTuple):
     length: Tensor
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, path: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Attend as `PastEntries.attend` does; a path is which drafts each beam descends from, `[B, w, n]` bool."""
+        """Attend as `PastEntries.attend` does. A path marks the drafts that a beam descends from, `[B, w, n]` bool."""
         seen = with_themselves(path, query.shape[0], query.shape[1], query.device)
         return self.entries.attend(query, key, value, seen).flatten(2), seen
 
@@ -131,11 +131,18 @@ class EagleDrafter(TrainableDrafter):
 
     def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer:
         """Return the layer that the head stores: every token's entry, and its term of the entry of the next one."""
-        config, finish, carry = self.config, *((_finish_compiled, _carry_compiled) if compiled else (_finish, _carry))
-        heads, width = config.num_key_value_heads, config.head_dim
         self.midlayer.self_attn.find_frequencies(target.device)
-        compute = partial(finish, self, target.embedding)
-        return drafter_layer(self, target, heads, width, compute, partial(carry, self), 2 * heads * width)
+        finish, carry = (_finish_compiled, _carry_compiled) if compiled else (_finish, _carry)
+        heads, width = self.config.num_key_value_heads, self.config.head_dim
+        return drafter_layer(
+            self,
+            target,
+            heads,
+            width,
+            remember=partial(finish, self, target.embedding),
+            carry=partial(carry, self),
+            extra_dim=2 * heads * width,  # terms of a key and of a value
+        )
 
     def draft_bytes(self, depth: int) -> int:
         """Return the bytes of the weights that a draft of `depth` search steps reads."""
@@ -330,7 +337,7 @@ def _attend(query: Tensor, path: EagleEntries, past: PastEntries) -> Tensor:
 class EagleProposer(SearchProposer):
     """Drafts with an EAGLE-3 head; has the attributes of `SearchProposer`.
 
-    Entries of committed tokens are in the target's cache, and are not computed again.
+    Entries of committed tokens are stored in the target's cache and not recomputed.
     """
 
     drafter: EagleDrafter
