@@ -32,7 +32,7 @@ def use_base_of_drafter(args: argparse.Namespace) -> None:
     if config is None or (kind := kind_of(Path(config).parent)) not in _DRAFTERS:
         return
     named, file = _find_name(model, read_json(Path(config)))
-    hint = f"give the model that it drafts for, and this as its drafter: BASE --drafter {model}"
+    hint = f"give the model that it drafts for as the model, and this as its drafter: --drafter {model}"
     if named is None:
         raise CheckpointError(
             f"{model} is a drafter, not a model, and names no base in config.json or {CARD_FILE}: {hint}"

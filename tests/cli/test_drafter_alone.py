@@ -83,7 +83,7 @@ def test_a_base_that_is_not_named_or_not_found_is_said_with_what_to_type(alone, 
         (place / "README.md").write_text(card)
         error = fails(capsys, "serve", str(place), "--print-config")
         assert f"{place} is a drafter, not a model, and names no base in config.json or README.md" in error
-        assert f"BASE --drafter {place}" in error
+        assert f"as its drafter: --drafter {place}" in error
     (place / "README.md").write_text("---\nbase_model: some-org/gone\n---\n")
     error = fails(capsys, "serve", str(place), "--print-config")
     assert "the base that its README.md names, some-org/gone, is neither a directory here nor a repository" in error
