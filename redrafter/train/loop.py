@@ -79,9 +79,8 @@ def train(
             fraction_done = clock.broadcast_fraction_done()
             if fraction_done >= 1:
                 break
-            # The middle of the step: at its start, the first one would have a rate of 0 and change nothing.
-            middle = fraction_done + 0.5 / (clock.steps or ASSUMED_STEPS)
-            trainer.step(group, config.peak_lr * learning_rate_factor(middle, config.warmup))
+            half_step = 0.5 / (clock.steps or ASSUMED_STEPS)
+            trainer.step(group, config.peak_lr * learning_rate_factor(fraction_done, config.warmup, half_step))
             if first_step is not None:
                 meter.check_finite()  # waits for the device: the first step compiles, so exclude it from the clock
                 first_step = clock.seconds - clock.state.seconds
@@ -116,12 +115,16 @@ def _groups(batches: Iterable[tuple[Tensor, ...]], size: int) -> Iterator[_Group
         yield group
 
 
-def learning_rate_factor(fraction_done: float, warmup: float) -> float:
+def learning_rate_factor(fraction_done: float, warmup: float, half_step: float = 0.0) -> float:
     """Return the learning rate relative to its peak: linear warmup, times a cosine decay to 0.
 
-    `fraction_done` is the completed fraction of the training, from 0 to 1, and `warmup` the fraction of the warmup.
+    Args:
+        fraction_done: Completed fraction of the training, from 0 to 1.
+        warmup: Fraction of the warmup.
+        half_step: Half of the fraction that a step completes. The warmup counts to the middle of a step: at its start,
+            the first step would have a rate of 0 and change nothing.
     """
-    rise = fraction_done / warmup if fraction_done < warmup else 1.0
+    rise = min((fraction_done + half_step) / warmup, 1.0) if warmup else 1.0
     return rise * (1 + math.cos(math.pi * fraction_done)) / 2
 
 
