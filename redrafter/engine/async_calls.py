@@ -5,27 +5,49 @@ A thread runs the rounds of a scheduler of the engine while there are calls, and
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from redrafter.cache.to_device import made_on_host
 from redrafter.engine.call import GenerateCall, GenerateOutput, StepStreamer
+from redrafter.engine.options import EngineOptions
 from redrafter.engine.request import OwnArguments, Request, read_request, row_adapters, row_draft_limits
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.features import ADAPTIVE_DRAFTS, SERVING, FeatureSet
 from redrafter.model.supported import check_autocast
+from redrafter.scheduler.paged_memory import PagedMemory
+from redrafter.scheduler.running_batch import Models
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import check_draft_limit
 from redrafter.scheduler.waiting_queue import Limits
 
-if TYPE_CHECKING:
-    from redrafter.engine.engine import Engine
+ReadCall: TypeAlias = Callable[[OwnArguments, Tensor, dict[str, Any]], Request]
+
+
+class SharedEngine(Models, Protocol):
+    """The parts of an engine that calls of coroutines use. Engines implement this protocol."""
+
+    options: EngineOptions
+    adaptive: bool
+
+    @property
+    def shared_memory(self) -> PagedMemory:
+        """The paged memory of `generate`, of this engine or of the one that lends it."""
+
+    def make_memory(self, rows: int) -> PagedMemory:
+        """Allocate a paged cache for at most `rows` rows of the longest sequence."""
+
+    def calling(self, *, speculate: bool) -> AbstractContextManager[None]:
+        """Enter a context in which a call is decoded, and no change is made."""
+
+    def prepare_call(self, decode: ReadCall, *prompts: Any, **arguments: Any) -> Request:
+        """Let transformers prepare the arguments of a call, and return what `decode` returns for them."""
 
 
 class _PendingCall:
@@ -82,13 +104,13 @@ class _TokenQueue:
 class AsyncCalls:
     """Decodes the calls of an engine's `agenerate` and `astream`."""
 
-    def __init__(self, engine: "Engine"):
+    def __init__(self, engine: SharedEngine):
         if engine.adaptive:
             FeatureSet("agenerate()", ADAPTIVE_DRAFTS).check(SERVING)
         limits, target = Limits(), engine.target
         rows = min(limits.max_batch_size, engine.options.max_batch_size)
         on_gpu = target.device.type == "cuda"  # where the memory of `generate` has room for both
-        memory = (engine.lender or engine).open_memory() if on_gpu else engine.make_memory(rows)
+        memory = engine.shared_memory if on_gpu else engine.make_memory(rows)
         self._engine = engine
         self._scheduler = Scheduler(engine, memory, Limits(max_batch_size=rows, max_queue_size=0))
         self._lock = threading.Lock()
@@ -226,4 +248,4 @@ class AsyncGeneration:
 
     @cached_property
     def _async_calls(self) -> AsyncCalls:
-        return AsyncCalls(cast("Engine", self))
+        return AsyncCalls(cast(SharedEngine, self))

@@ -181,6 +181,11 @@ class Engine(Changeable, AsyncGeneration):
             reuse=reuse,
         )
 
+    @property
+    def shared_memory(self) -> PagedMemory:
+        """The paged memory of this engine, or of the one that lends it."""
+        return (self.lender or self).open_memory()
+
     def open_memory(self) -> PagedMemory:
         """Return `memory`, which the first call allocates."""
         with self._lock:
@@ -197,12 +202,12 @@ class Engine(Changeable, AsyncGeneration):
         Its running batch is kept with its captured steps for later requests, unless an exception ends the context.
         """
         drafting: Models = self if models is None else models
-        owner, most = self.lender or self, self.options.max_batch_size
+        most = self.options.max_batch_size
         reason = self.target.varlen.reason or (self._unpaged_draft if speculate and drafting.draft_model else None)
         if reason and self.target.device.type == "cuda" and not self._warned:
             self._warned = True
             warnings.warn(f"{self.target.name} is decoded without CUDA graphs, slower: {reason}", stacklevel=6)
-        memory = None if reason else owner.open_memory()
+        memory = None if reason else self.shared_memory
         rows = min(len(request.lengths), most)
         limits = Limits(
             rows,
@@ -212,7 +217,7 @@ class Engine(Changeable, AsyncGeneration):
             paced=False,
             admit_together=max(rows // 8, min(rows // 4, 2), 1),  # measured on a GPU: docs/benchmarks.md
         )
-        with owner.batches.lent(drafting, memory, request.params, most, speculate=speculate) as batch:
+        with (self.lender or self).batches.lent(drafting, memory, request.params, most, speculate=speculate) as batch:
             scheduler = Scheduler(drafting, memory, limits, speculate=speculate, batch=batch)
             batch.reserve(max(request.limits))
             yield scheduler

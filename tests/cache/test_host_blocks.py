@@ -69,7 +69,7 @@ def test_the_hosts_memory_is_divided_as_the_devices_is():
 @pytest.mark.parametrize(
     ("num_bytes", "named"),
     [
-        (10, r"--kv-host-cache-gib\) is .* give 1.\de-06 at least"),
+        (10, r"--kv-host-cache-gib\) is .* give at least 1.\de-06"),
         (1 << 60, r"GiB of the machine's memory are free: give \d+ or less"),
     ],
 )

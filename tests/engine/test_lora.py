@@ -312,7 +312,7 @@ OTHER_LAYERS = [
     (
         lambda folder: adapted(model=tiny_model("llama", hidden_size=16)).save_pretrained(folder),
         MismatchError,
-        "reads 16 numbers and writes 48, that of LlamaForCausalLM reads 32",
+        "reads 16 numbers and writes 48; in LlamaForCausalLM it reads 32",
         "llama",
     ),
     # It reads what the cache holds.

@@ -100,7 +100,7 @@ def test_positions_of_a_block_see_later_ones_and_heads_are_a_part_of_a_store(how
     ancestors = torch.ones_like(inputs.rows.ancestors)
     both_ways = replace(inputs, rows=inputs.rows._replace(ancestors=ancestors))
     expected = tree_attention_reference(on_cpu(both_ways))
-    found = tree_attention(replace(both_ways, **part))
+    found = tree_attention(replace(both_ways, sees_later=True, **part))
     tolerance = 3e-2 if found.itemsize == 2 else 2e-5
     torch.testing.assert_close(found.cpu().float(), expected.float(), atol=tolerance, rtol=tolerance)
     for name, x in wide.items():
