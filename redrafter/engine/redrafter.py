@@ -137,14 +137,14 @@ class ReDrafter(Engine):
 
         Keyword Args:
             dtype (str | torch.dtype): The models' dtype; "auto" for the checkpoint's, which is bfloat16 for quantised
-            weights of a GGUF file.
+                weights of a GGUF file.
             device (str | torch.device | None): Device of the models; None for the device that Hugging Face chooses for
-            the target.
+                the target.
             tp_size (int): Processes that share the target, each with a shard of it and the whole drafter. All run the
-            same program, started with `torchrun --nproc-per-node tp_size`.
+                same program, started with `torchrun --nproc-per-node tp_size`.
             trust_remote_code (bool): Whether code that comes with the checkpoint may run.
             quantization (str | None): "fp8" to quantise the weights of the target's linear layers, except its head, to
-            FP8 when it is loaded, and to round the inputs of these layers; None to leave them unchanged.
+                FP8 when it is loaded, and to round the inputs of these layers; None to leave them unchanged.
             adapters (Mapping[str, str | Path] | None): LoRA adapters to load: names, and the directories that PEFT's
                 `save_pretrained` wrote.
 
