@@ -1,6 +1,5 @@
 """How a server starts and ends: 503 until the model is loaded, and an end whatever its clients do."""
 
-import json
 import shutil
 import socket
 import ssl
@@ -148,8 +147,7 @@ def test_a_certificate_that_cannot_be_used_is_named(tmp_path, certificate):
 def test_what_cannot_be_loaded_is_one_line_and_code_2():
     words = [sys.executable, "-m", "redrafter", "serve", "/no/such/model", "--port", "0", "--log-format", "json"]
     run = subprocess.run(words, capture_output=True, text=True, timeout=300)
-    first, *_, last = map(json.loads, run.stderr.splitlines())  # a slow load says that it goes on
     assert run.returncode == 2
-    assert "loading /no/such/model" in first["message"]
-    assert last["level"] == "error"
-    assert "/no/such/model" in last["message"]
+    # Names are checked with the options, before a log in any format begins.
+    [line] = run.stderr.splitlines()
+    assert line == "redrafter: error: /no/such/model is not a directory: it does not exist"
