@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from redrafter.cache.kv_cache import KVCache
-from redrafter.cache.paged import PagedCache
 from redrafter.drafting.decoder_parts import Sines, of_beams, rope_of
 from redrafter.drafting.dflash_config import DFlashConfig
 from redrafter.drafting.dflash_layers import (
@@ -26,7 +25,7 @@ from redrafter.drafting.dflash_layers import (
     ReadLayer,
     Selector,
 )
-from redrafter.drafting.drafter_model import drafter_layer, layer_bytes
+from redrafter.drafting.drafter_model import compile_once, drafter_layer, for_any_tokens, layer_bytes
 from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.paged_entries import PagedEntries, reads_pages
 from redrafter.drafting.proposer import SearchProposer, State
@@ -199,13 +198,12 @@ class DFlashProposer(SearchProposer):
 
     def read_context(self, state: State, cache: KVCache) -> BlockContext:
         """Return the keys and values of the rows' committed tokens where they are, or a function that copies them."""
-        if not reads_pages(cache):
-            return BlockContext(state.length, partial(self.read_layer, cache, state.length))
-        assert isinstance(cache, PagedCache), "only such a cache has pages"
-        whole = PagedEntries.from_cache(cache, state.length, first=0)._replace(sees_later=True)
-        heads = self.drafter.config.num_key_value_heads
-        sides = zip(*(x.split(heads, dim=2) for x in (whole.keys, whole.values)), strict=True)
-        return BlockContext(state.length, tuple(whole._replace(keys=k, values=v) for k, v in sides))
+        if reads_pages(cache):
+            whole = PagedEntries.from_cache(cache, state.length, first=0, sees_later=True)
+            heads = self.drafter.config.num_key_value_heads
+            sides = zip(*(x.split(heads, dim=2) for x in (whole.keys, whole.values)), strict=True)
+            return BlockContext(state.length, tuple(whole._replace(keys=k, values=v) for k, v in sides))
+        return BlockContext(state.length, partial(self.read_layer, cache, state.length))
 
     def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: BlockContext) -> Expand:
         """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""
@@ -308,17 +306,9 @@ def _remember(
     return drafter.remember(drafter.fuse_hidden(hidden), Sines.at(positions, *rope))
 
 
-@cache
-def _compiled_remember() -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return `_remember` compiled, once for all drafters."""
-    return torch.compile(_remember)
-
-
 def _remember_compiled(
     drafter: DFlashDrafter, rope: tuple[Tensor, float], ids: Tensor, positions: Tensor, hidden: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute `_remember`, compiled for any number of tokens."""
-    by_token = ids.contiguous(), positions.contiguous(), hidden
-    for x in by_token:
-        torch._dynamo.maybe_mark_dynamic(x, 0)
-    return _compiled_remember()(drafter, rope, *by_token)
+    made: tuple[Tensor, Tensor] = compile_once(_remember)(drafter, rope, *for_any_tokens(ids, positions, hidden))
+    return made

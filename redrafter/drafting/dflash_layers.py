@@ -63,7 +63,7 @@ class BlockAttention(AttentionProducts):
         query = self.finish_query(self.by_head(self.q_proj(x)), place.sines)  # [B, Q, h, d]
         new = self.remember(x, place.sines)
         if isinstance(context, PagedContext):
-            attended = context.entries.attend_rows(query, *new, context.rows, window=self.window or 0)
+            attended = context.entries.attend(query, *new, context.rows, window=self.window or 0)
             return self.o_proj(attended.flatten(2))
         return self.o_proj(self._attend_densely(query, new, place, context))
 

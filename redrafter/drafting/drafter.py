@@ -18,7 +18,7 @@ from torch.nn.functional import rms_norm, silu
 from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.context_attention import ContextAttention, ContextWindow, PackedContext
 from redrafter.drafting.drafter_config import DrafterConfig
-from redrafter.drafting.drafter_model import compile_once, drafter_layer, layer_bytes, partial_linear
+from redrafter.drafting.drafter_model import compile_once, drafter_layer, for_any_tokens, layer_bytes, partial_linear
 from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.drafting.shortlist import Shortlist
@@ -483,8 +483,6 @@ def _remember_compiled(
     drafter: RecurrentDrafter, embedding: nn.Module, ids: Tensor, positions: Tensor, hidden: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute `_remember`, compiled for any number of tokens."""
-    by_token = ids.contiguous(), positions.contiguous(), hidden
-    for x in by_token:
-        torch._dynamo.maybe_mark_dynamic(x, 0)
+    by_token = for_any_tokens(ids, positions, hidden)
     made: tuple[Tensor, Tensor] = compile_once(_remember)(drafter, embedding, *by_token)
     return made

@@ -285,3 +285,17 @@ def compile_once(function: Callable[..., Any], **options: Any) -> Callable[..., 
     its own in any case.
     """
     return torch.compile(function, options=options or None)
+
+
+def for_any_tokens(ids: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what a stored layer computes T tokens from, marked so that one compilation serves any T.
+
+    Args:
+        ids: The tokens, `[T]` int64.
+        positions: Their positions, `[T]` int64.
+        hidden: What the drafter reads of each token, `[T, F]`.
+    """
+    by_token = ids.contiguous(), positions.contiguous(), hidden
+    for x in by_token:
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+    return by_token

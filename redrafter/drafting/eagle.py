@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.decoder_parts import AttentionProducts, GatedMLP, of_beams
 from redrafter.drafting.drafter_config import EagleConfig
-from redrafter.drafting.drafter_model import compile_once, drafter_layer, layer_bytes, partial_linear
+from redrafter.drafting.drafter_model import compile_once, drafter_layer, for_any_tokens, layer_bytes, partial_linear
 from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.paged_entries import PagedEntries, reads_pages, with_themselves
 from redrafter.drafting.proposer import SearchProposer, State
@@ -92,7 +92,7 @@ class PagedPast(NamedTuple):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, path: Tensor | None) -> tuple[Tensor, Tensor]:
         """Attend as `PastEntries.attend` does. A path marks the drafts that a beam descends from, `[B, w, n]` bool."""
         seen = with_themselves(path, query.shape[0], query.shape[1], query.device)
-        return self.entries.attend(query, key, value, seen).flatten(2), seen
+        return self.entries.attend(query, key, value, self.entries.rows(seen)).flatten(2), seen
 
 
 class _Layer(nn.Module):
@@ -345,7 +345,7 @@ class EagleProposer(SearchProposer):
     @cached_property
     def scratch_slots(self) -> int:
         """Slots after a row's committed tokens that a step writes to: verification, or before it the search."""
-        return max(self.nodes, 1 + (self.depth - 1) * self.beams)
+        return max(self.nodes, self.searched)
 
     def read_context(self, state: State, cache: KVCache) -> PastEntries | PagedPast:
         """Return the entries of the rows' committed tokens."""
@@ -449,8 +449,6 @@ def _finish_compiled(
     head: EagleDrafter, embedding: nn.Module, ids: Tensor, positions: Tensor, carried: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute `_finish`, compiled for any number of tokens."""
-    by_token = ids.contiguous(), positions.contiguous(), carried
-    for x in by_token:
-        torch._dynamo.maybe_mark_dynamic(x, 0)
+    by_token = for_any_tokens(ids, positions, carried)
     made: tuple[Tensor, Tensor] = compile_once(_finish, combo_kernels=True)(head, embedding, *by_token)
     return made

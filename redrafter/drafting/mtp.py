@@ -9,7 +9,7 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -22,7 +22,7 @@ from redrafter.cache.kv_cache import KVCache, LayerShape
 from redrafter.cache.paged import PagedCache
 from redrafter.drafting.decoder_parts import of_beams
 from redrafter.drafting.drafter_config import AnyDrafterConfig
-from redrafter.drafting.drafter_model import DrafterModel, layer_bytes
+from redrafter.drafting.drafter_model import DrafterModel, compile_once, for_any_tokens, layer_bytes
 from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.mtp_attention import RUNNING_PAST, DraftedEntries, Made, PagedMTPPast, Past, Recording
 from redrafter.drafting.paged_entries import PagedEntries, reads_pages, with_themselves
@@ -254,12 +254,7 @@ class MTPProposer(SearchProposer):
     @cached_property
     def scratch_slots(self) -> int:
         """Slots after a row's committed tokens that a step writes to: those of nodes, and of all that was searched."""
-        return max(self.nodes, self._searched)
-
-    @property
-    def _searched(self) -> int:
-        """Entries that a search makes of a row: of the pending token, and of each level but the last."""
-        return 1 + (self.depth - 1) * self.beams
+        return max(self.nodes, self.searched)
 
     def propose(
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
@@ -304,12 +299,11 @@ class MTPProposer(SearchProposer):
         # The entry of a position is stored with the token after it, which it reads too.
         slots = (length - count).clamp(min=1)[:, None] + torch.arange(count, device=length.device)  # [B, S]
         stored = cache.read_drafter_layer(slots)
-        keys, values = (pad(x.transpose(1, 2), (0, 0, 0, self._searched)) for x in stored)
+        keys, values = (pad(x.transpose(1, 2), (0, 0, 0, self.searched)) for x in stored)
         return slots, Past(keys, values, slots < length[:, None])
 
-    def _advance_in_pages(self, cache: KVCache, length: Tensor) -> Advance:
+    def _advance_in_pages(self, cache: PagedCache, length: Tensor) -> Advance:
         """Return what makes the entries of a level in a paged cache, in which those of committed tokens are."""
-        assert isinstance(cache, PagedCache), "only such a cache has pages"
         layer, table, count = self.drafter, self.target.embedding, len(length)
         step = _step_compiled if self.compiled and layer.is_compilable else _step
         levels = torch.arange(self.depth, device=length.device)
@@ -375,19 +369,13 @@ def _remember(
     return keys, values
 
 
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function compiled, once for all layers."""
-    return torch.compile(function)
-
-
 def _run_compiled(
     layer: MTPDrafter, function: Callable[..., Any], uncompiled: Callable[..., Any], *arguments: Any
 ) -> Any:
     """Call a function of an MTP layer compiled, or another one that computes the same where that is not possible."""
     if layer.is_compilable:
         try:
-            return _compiled(function)(layer, *arguments)
+            return compile_once(function)(layer, *arguments)
         except Exception as error:
             if not isinstance(error, torch._dynamo.exc.TorchDynamoException):
                 raise
@@ -410,8 +398,6 @@ def _remember_compiled(
     layer: MTPDrafter, table: nn.Module, ids: Tensor, positions: Tensor, before: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute `_remember`, compiled for any number of tokens."""
-    by_token = ids.contiguous(), positions.contiguous(), before
-    for x in by_token:
-        torch._dynamo.maybe_mark_dynamic(x, 0)
+    by_token = for_any_tokens(ids, positions, before)
     made: tuple[Tensor, Tensor] = _run_compiled(layer, _remember, MTPDrafter.remember, table, *by_token)
     return made

@@ -102,7 +102,7 @@ def attend_to_past(
     if isinstance(past, PagedMTPPast):
         dtype = past.entries.keys.dtype
         query, key, value = (x.transpose(1, 2).to(dtype) for x in (query, key, value))  # [B, w, H, d] each
-        out = past.entries.attend_rows(
+        out = past.entries.attend(
             query, key, value, past.rows, scale=scaling, window=past.window, softcap=softcap or 0.0, sinks=s_aux
         )
         return out, None

@@ -39,49 +39,19 @@ class PagedEntries(NamedTuple):
 
     @classmethod
     def from_cache(
-        cls, cache: PagedCache, length: Tensor, heads: slice = slice(None), first: int = 1
+        cls, cache: PagedCache, length: Tensor, heads: slice = slice(None), first: int = 1, *, sees_later: bool = False
     ) -> "PagedEntries":
         """Return the entries of rows with `length` `[B]` int64 committed tokens, of some of the layer's heads."""
         keys, values = (store[None, :, heads] for store in cache.stores(-1)[:2])
-        return cls(keys, values, _with_spare(length), _with_spare(cache.table.flatten()), first)
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        seen: Tensor,
-        *,
-        scale: float | None = None,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        depth: Tensor | None = None,
-    ) -> Tensor:
-        """Store the entries of w new nodes of each row after n earlier ones, and attend from them.
-
-        A node attends to all committed tokens, and to the nodes that it sees.
-
-        Args:
-            query: `[B, w, h, d]`.
-            key: `[B, w, H, d]`.
-            value: `[B, w, H, dv]`.
-            seen: Which of the nodes each new one attends to, `[B, w, n + w]` bool.
-            scale: Multiplier of the products of queries and keys; None for the root of 1/d.
-            window: Positions that a node sees, back from its own; 0 for all.
-            softcap: Bound of the scores; 0 for none.
-            sinks: A score that each head may spend on nothing, `[h]`; None for none.
-            depth: Depth of each node below the root, `[B, n + w]` int64, which a window needs; None without one.
-
-        Returns:
-            The attended values, `[B, w, h, dv]`.
-        """
-        assert depth is not None or not window, "a window is counted by depth"
-        rows = self.rows(seen, depth)
-        return self.attend_rows(query, key, value, rows, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return cls(keys, values, _with_spare(length), _with_spare(cache.table.flatten()), first, sees_later)
 
     def rows(self, seen: Tensor, depth: Tensor | None = None) -> TokenRows:
-        """Return new nodes of each row as attention takes them; the arguments are those of `attend`."""
+        """Return new nodes of each row as attention takes them. Layers and levels may share the result.
+
+        Args:
+            seen: Which of the row's nodes each of w new ones attends to, after n earlier ones, `[B, w, n + w]` bool.
+            depth: Depth of each node below the root, `[B, n + w]` int64, which a window needs; None without one.
+        """
         rows, beams, nodes = seen.shape
         starts = torch.arange(rows + 1, device=seen.device) * beams
         # Without a window the kernel reads its size alone, so it is not filled.
@@ -90,7 +60,7 @@ class PagedEntries(NamedTuple):
         ancestors = _with_spare(seen.flatten())
         return TokenRows(self.length, starts, depths, ancestors, self.table, no_chunks, no_chunks, self.table)
 
-    def attend_rows(
+    def attend(
         self,
         query: Tensor,
         key: Tensor,
@@ -102,9 +72,23 @@ class PagedEntries(NamedTuple):
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Do what `attend` does, for nodes that `rows` describes, which several layers or levels may share.
+        """Store the entries of w new nodes of each row, and attend from them.
 
-        The first two dimensions of queries, keys and values may be any that have as many nodes.
+        A node attends to all committed tokens, and to the nodes that it sees. The first two dimensions of queries, keys
+        and values may be any with as many nodes.
+
+        Args:
+            query: `[B, w, h, d]`.
+            key: `[B, w, H, d]`.
+            value: `[B, w, H, dv]`.
+            rows: The nodes, as `rows` returns them.
+            scale: Multiplier of the products of queries and keys; None for the root of 1/d.
+            window: Positions that a node sees, back from its own; 0 for all. It needs the depths of `rows`.
+            softcap: Bound of the scores; 0 for none.
+            sinks: Score of each head's attention sink, `[h]`; None for none.
+
+        Returns:
+            The attended values, `[B, w, h, dv]`.
         """
         attended: Tensor = tree_attention(
             *(x.flatten(0, 1) for x in (query, key, value)),

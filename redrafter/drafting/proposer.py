@@ -98,7 +98,7 @@ class Proposer(Protocol):
 
     @property
     def without_text(self) -> "Proposer | None":
-        """The same proposer without drafts copied from the text; None if it copies none."""
+        """Return the same proposer without drafts copied from the sequence; None if it copies none."""
 
     @property
     def sizes(self) -> dict[str, int] | None:
@@ -193,6 +193,11 @@ class SearchProposer(Generic[Context]):
     def scratch_slots(self) -> int:
         """Slots after a row's committed tokens that a step writes to."""
         return self.nodes
+
+    @property
+    def searched(self) -> int:
+        """Tokens of a row that a search reads: the pending one, and the drafts of all levels but the last."""
+        return 1 + (self.depth - 1) * self.beams
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -150,7 +150,7 @@ class Engine(Changeable, AsyncGeneration):
 
     @property
     def _corrects_times(self) -> bool:
-        """Whether the times of all steps correct their costs: on a GPU, and not where ranks must agree."""
+        """Return whether the times of all steps correct their costs: on a GPU, and not where ranks must agree."""
         return self.target.device.type == "cuda" and self.target.ranks.size == 1
 
     @cached_property

@@ -22,7 +22,7 @@ MASKED_ATTENTIONS = ("eager", "sdpa")  # implementations that take a 4-D mask
 
 @dataclass(frozen=True)
 class Support:
-    """Whether a model can be decoded in some way, and if not, the reason.
+    """States whether a model can be decoded in some way, and if not, the reason.
 
     Attributes:
         reason: Reason why it cannot, as the end of a sentence; None if it can.

@@ -1,4 +1,4 @@
-"""How the tokens of a sequence are drawn, in a call of `generate` and in a server's request."""
+"""The parameters that define how the tokens of a sequence are drawn, in `generate` and in a server."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from redrafter.sampling.processors import CUTS, EDITS, OwnProcessor, RowProcesso
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of a sequence are drawn, under the names that `generate` uses.
+    """Defines how the tokens of a sequence are drawn, under the names that `generate` uses.
 
     The defaults sample at temperature 1 and leave every other logits processor off.
 

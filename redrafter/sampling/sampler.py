@@ -60,7 +60,7 @@ def finite_draws(logits: Tensor, drawn: Tensor, *, sampled: bool = False) -> Ten
 
 @dataclass(frozen=True)
 class Sampler:
-    """How `B` rows draw. Greedy decoding and sampling share the code: an argmax, of scores or of scores plus noise.
+    """Draws the tokens of `B` rows. Greedy decoding and sampling share an argmax, of scores or of scores plus noise.
 
     The drafter applies no processors, but drafts better with the temperature that `processors` divide by.
     """

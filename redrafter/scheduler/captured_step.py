@@ -237,6 +237,8 @@ class LaunchedStep:
         proposer: Proposer | None = None,
         *,
         needs_logits: bool = True,
+        timer: "Timer | None" = None,
+        correct: Callable[[float], object] | None = None,
     ) -> "LaunchedStep":
         """Copy what will be needed from a step's output, which the next step may overwrite.
 
@@ -276,6 +278,8 @@ class LaunchedStep:
             grafted=output.grafted,
             size=len(tokens),
             proposer=proposer,
+            timer=timer,
+            correct=correct,
         )
 
     @cached_property

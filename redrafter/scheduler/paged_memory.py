@@ -28,9 +28,8 @@ from redrafter.scheduler.sequence import TokenSequence
 from redrafter.tree.token_tree import chain
 
 _LOG = logging.getLogger(__name__)
-PLANNED_ROW_TOKENS = (
-    32768  # of the sequence in each row that the cache is sized for; a longer one takes blocks of others
-)
+# Tokens of the sequence in each row that the cache is sized for. A longer one takes blocks of others.
+PLANNED_ROW_TOKENS = 32768
 MOST_ROWS = 64  # rows of such sequences that the paged cache is sized for, where memory allows
 MAX_RECOMPILES = 64  # of one function, before torch.compile gives up on it
 EXTRA_SLOTS = 256  # of a row beyond its sequence: the tree, and the overshoot of a last step

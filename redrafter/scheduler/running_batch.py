@@ -58,7 +58,7 @@ class Models(Protocol):
 
     @property
     def rejection_sampling(self) -> bool:
-        """Whether sampled drafts are accepted by rejection sampling."""
+        """Return whether sampled drafts are accepted by rejection sampling."""
 
     def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
         """Return the policy that chooses the drafts of steps of these batch sizes."""
@@ -318,9 +318,9 @@ class RunningBatch:
         else:
             packed = step.replay()
         needs = self._requirements is None or self._requirements.logits
-        launched = LaunchedStep.from_output(tuple(self.rows), step.output, packed, step.proposer, needs_logits=needs)
-        if timer is not None:
-            launched = replace(launched, timer=timer, correct=correct)
+        launched = LaunchedStep.from_output(
+            tuple(self.rows), step.output, packed, step.proposer, needs_logits=needs, timer=timer, correct=correct
+        )
         return launched, step.output
 
     def prepare_step(self, chunks: Sequence[Chunk] = ()) -> CapturedStep:

@@ -134,9 +134,9 @@ def compiled(pages, monkeypatch):
         whole = torch.compile(function, backend="eager", fullgraph=True)
         return lambda *arguments: calls.append(function.__name__) or whole(*arguments)
 
-    monkeypatch.setattr(mtp, "_compiled", traced)
+    monkeypatch.setattr(mtp, "compile_once", traced)
     monkeypatch.setattr(dflash, "_compiled_fill", lambda: traced(vars(dflash)["_fill_paged"]))
-    monkeypatch.setattr(dflash, "_compiled_remember", lambda: traced(vars(dflash)["_remember"]))
+    monkeypatch.setattr(dflash, "compile_once", traced)
     return calls
 
 
@@ -165,7 +165,7 @@ def test_a_layer_that_cannot_be_compiled_is_run_as_it_is_and_says_so(compiled, m
     def fails(*_: Any) -> None:
         raise torch._dynamo.exc.Unsupported("no code of that kind")
 
-    monkeypatch.setattr(mtp, "_compiled", lambda function: fails)
+    monkeypatch.setattr(mtp, "compile_once", lambda function: fails)
     engine, proposer = engine_with("mimo")
     with pytest.warns(UserWarning, match=r"cannot be compiled \(no code of that kind\): its drafts are slower"):
         assert drafted(paged(engine), proposer)

@@ -66,7 +66,7 @@ def test_beams_attend_to_committed_tokens_and_to_their_own_paths(first, lengths,
             path = torch.stack([path[row, sources[row]] for row in range(rows)])
         path = with_themselves(path, rows, beams, length.device)
         drafted = [torch.cat(pair, dim=1) for pair in zip(drafted, new, strict=True)]
-        found = entries.attend(query, *new, path)
+        found = entries.attend(query, *new, entries.rows(path))
         for row, n in enumerate(lengths):
             slots = cache.slots(torch.arange(first, n, device=DEVICE)[None].expand(rows, -1)).view(rows, -1)[row]
             keys, values = (torch.cat([s[slots], x[row]]) for s, x in zip(stored, drafted, strict=True))
@@ -82,7 +82,8 @@ def test_committed_entries_are_neither_copied_nor_changed(attending):
     entries = PagedEntries.from_cache(cache, length, heads=slice(1, 2))
     assert entries.keys.untyped_storage().data_ptr() == cache.stores(-1)[0].untyped_storage().data_ptr()
     one = torch.randn(2, 1, 1, SIZE, device=DEVICE)
-    entries.attend(torch.randn(2, 1, GROUP, SIZE, device=DEVICE), one, one, with_themselves(None, 2, 1, length.device))
+    rows = entries.rows(with_themselves(None, 2, 1, length.device))
+    entries.attend(torch.randn(2, 1, GROUP, SIZE, device=DEVICE), one, one, rows)
     written = cache.slots(length[:, None])
     for pool, old in zip(cache.pools, before, strict=True):
         changed = (pool != old).any(-1)  # [layers, slots, heads]
@@ -101,5 +102,6 @@ def test_a_window_is_counted_from_the_depth_of_a_node(attending):
     visible = torch.cat([torch.zeros(2, n, dtype=torch.bool, device=DEVICE), seen[0]], dim=1)
     visible[0, n - 3 :], visible[1, n - 2 :] = True, True
     visible[0, n + 1] = False
-    found = entries.attend(query, key, value, seen, window=window, depth=torch.tensor([[0, 1]], device=DEVICE))
+    rows = entries.rows(seen, torch.tensor([[0, 1]], device=DEVICE))
+    found = entries.attend(query, key, value, rows, window=window)
     torch.testing.assert_close(found[0], plain(query[0], keys, values, visible), atol=2e-5, rtol=2e-5)
