@@ -87,7 +87,7 @@ class ContextAttention(nn.Module):
             position: Their positions, `[...]` int64.
         """
         joined = torch.cat([_norm(hidden, self.eps), _norm(embedding, self.eps)], dim=-1)  # [..., 2D]
-        key, value = (x.unflatten(-1, (-1, self.size)) for x in (self.key(joined), self.value(joined)))
+        key, value = (torch.unflatten(x, -1, (-1, self.size)) for x in (self.key(joined), self.value(joined)))
         return _rotate(_norm(key, self.eps), position), value
 
     def forward(self, state: Tensor, window: ContextWindow) -> Tensor:
@@ -130,7 +130,7 @@ class ContextAttention(nn.Module):
 
     def _queries(self, state: Tensor, position: Tensor) -> Tensor:
         """Return the queries of states `[..., D]` at positions that broadcast to `[...]`, `[..., h, d]`."""
-        query = self.query(_norm(state, self.eps)).unflatten(-1, (-1, self.size))
+        query = torch.unflatten(self.query(_norm(state, self.eps)), -1, (-1, self.size))
         return _rotate(_norm(query, self.eps) * self.scale, position)
 
 

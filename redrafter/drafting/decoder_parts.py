@@ -75,7 +75,7 @@ class AttentionProducts(FusedParts):
 
     def by_head(self, x: Tensor) -> Tensor:
         """Return a product `[..., h d]` by heads, `[..., h, d]`."""
-        return x.unflatten(-1, (-1, self.config.head_dim))
+        return torch.unflatten(x, -1, (-1, self.config.head_dim))
 
     def finish_query(self, query: Tensor, position: "Tensor | Sines") -> Tensor:
         """Normalise queries `[..., h, d]` if the layer does so, and rotate them by positions that broadcast.
@@ -146,7 +146,7 @@ class Sines(NamedTuple):
 def rotate(x: Tensor, sines: Sines) -> Tensor:
     """Rotate heads `[..., h, d]` by the sines of their positions, in float32, and return them in their dtype."""
     cosine, sine = (part[..., None, :] for part in sines)  # [..., 1, 1, d / 2]
-    halves, sign = x.float().unflatten(-1, (2, -1)), torch.arange(-1, 2, 2, device=x.device)[:, None]
+    halves, sign = torch.unflatten(x.float(), -1, (2, -1)), torch.arange(-1, 2, 2, device=x.device)[:, None]
     # Not a concatenation of two halves, which a compiler would compute in two kernels.
     return (halves * cosine + halves.flip(-2) * (sine * sign)).flatten(-2).to(x.dtype)
 

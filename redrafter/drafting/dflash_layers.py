@@ -121,7 +121,9 @@ class Convolution(nn.Module):
 
     def around(self, sublayer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Apply a sublayer to `[B, Q, D]` between both convolutions."""
-        kernels = self.kernel_projection(x).unflatten(-1, (2, self.taps, -1)).repeat_interleave(self.group, dim=-1)
+        kernels = torch.unflatten(self.kernel_projection(x), -1, (2, self.taps, -1)).repeat_interleave(
+            self.group, dim=-1
+        )
         before, after = (kernels + self.base_kernel).unbind(2)  # [B, Q, taps, D] each
         return self._convolve(sublayer(self._convolve(x, before)), after)
 

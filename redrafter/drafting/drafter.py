@@ -224,7 +224,7 @@ class RecurrentDrafter(TrainableDrafter):
         if self.fuse is None:
             return hidden
         size = self.config.hidden_size
-        last, outputs = hidden[..., :size], hidden[..., size:].unflatten(-1, (-1, size))  # [..., layers, D]
+        last, outputs = hidden[..., :size], torch.unflatten(hidden[..., size:], -1, (-1, size))  # [..., layers, D]
         precise = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         normed = rms_norm(precise, (size,), eps=self.config.rms_norm_eps).to(hidden)
         return last + self.fuse(torch.cat([last, normed.flatten(-2)], dim=-1))

@@ -282,7 +282,8 @@ def compile_once(function: Callable[..., Any], **options: Any) -> Callable[..., 
     """Return a function compiled with options of torch's compiler, once for all proposers.
 
     Its callers mark which sizes vary: with `dynamic=True` numbers of a config would vary too. A size of 1 has code of
-    its own in any case.
+    its own in any case. Such a function calls `torch.unflatten`: Dynamo cannot trace the method of tensors where the
+    program has called `torch.set_default_device`.
     """
     return torch.compile(function, options=options or None)
 

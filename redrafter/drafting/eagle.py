@@ -171,7 +171,7 @@ class EagleDrafter(TrainableDrafter):
         if self.input_norm is not None:
             outputs = self.input_norm(outputs)
         if self.fc_norm is not None:
-            parts = outputs.unflatten(-1, (len(self.fc_norm), -1)).unbind(-2)
+            parts = torch.unflatten(outputs, -1, (len(self.fc_norm), -1)).unbind(-2)
             outputs = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         fused: Tensor = self.fc(outputs)
         return fused

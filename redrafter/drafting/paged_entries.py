@@ -105,7 +105,7 @@ class PagedEntries(NamedTuple):
             self.first,
             self.sees_later,
         )
-        return attended.unflatten(0, query.shape[:2])
+        return torch.unflatten(attended, 0, query.shape[:2])
 
 
 def reads_pages(cache: KVCache) -> TypeGuard[PagedCache]:

@@ -161,6 +161,13 @@ def test_a_compiler_traces_drafts_and_entries_whole(name, compiled):
     assert all(torch.equal(*trees) for trees in zip(pages, copies, strict=True))
 
 
+def test_a_compiler_traces_drafts_where_the_program_has_chosen_a_default_device(compiled):
+    engine, proposer = engine_with("DFlash")
+    with torch.device("cpu"):
+        assert drafted(paged(engine), proposer)
+    assert len(set(compiled)) == 2
+
+
 def test_a_layer_that_cannot_be_compiled_is_run_as_it_is_and_says_so(compiled, monkeypatch):
     def fails(*_: Any) -> None:
         raise torch._dynamo.exc.Unsupported("no code of that kind")

@@ -29,7 +29,7 @@ def meta_by_default():
     """Let torch make tensors without data where no device is named, as `set_default_device("cuda")` puts them there."""
     torch.set_default_device("meta")
     yield
-    torch.set_default_device("cpu")
+    torch.set_default_device(None)  # "cpu" would leave a mode, under which a compiler traces other code
 
 
 SAMPLED = GREEDY | {"do_sample": True, "seed": 5, "top_p": 0.8, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
