@@ -21,6 +21,7 @@ from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.forward_batch import Prompts
 from redrafter.model.target import Target
+from redrafter.scheduler.gathering import PromptGathering
 from redrafter.scheduler.logprobs import score_prompt
 from redrafter.scheduler.paged_memory import tables_of
 from redrafter.scheduler.row_caches import CachePair, RowCaches
@@ -223,10 +224,12 @@ class Prefiller:
         self._target, self._draft_model, self._limits = target, draft_model, limits
         # A CPU reads rows one after the other, so padding costs it nothing.
         self.padded = target.device.type != "cpu" and not target.varlen.ok
+        self._newest = 0  # arrival of the newest prompt that a step could read
         self.restart_pace()
 
     def restart_pace(self) -> None:
-        """Forget how long forwards took."""
+        """Forget how long forwards took, and how often prompts arrived."""
+        self._gathering = PromptGathering()
         self.pace = PrefillPace(self._limits.max_num_tokens, self._target.device.type)
 
     def choose(self, sequences: Sequence[TokenSequence], step_tokens: int) -> list[list[Chunk]]:
@@ -346,9 +349,23 @@ class Prefiller:
         most = min(room * TOKENS_PER_CHUNK, self._limits.max_num_tokens)
         return len(sequences) <= room and _left(sequences) <= most
 
-    def choose_mixed(self, sequences: Sequence[TokenSequence], step_tokens: int) -> list[Chunk]:
-        """Choose the prompt chunks that one step reads together with the rows' trees."""
-        room = choose_room(len(sequences), _left(sequences), ROOMS if step_tokens else ROOMS_ALONE)
+    def choose_mixed(self, sequences: Sequence[TokenSequence], rows: int, step_tokens: int) -> list[Chunk]:
+        """Choose the prompt chunks that one step reads together with the rows' trees. Call this once per step.
+
+        Args:
+            sequences: Sequences whose prompts steps read; they may have none left for this one.
+            rows: Rows that decode.
+            step_tokens: Nodes of their trees.
+        """
+        arrived = [each.admission.arrival for each in sequences if each.admission.arrival > self._newest]
+        self._newest = max(arrived, default=self._newest)
+        self._gathering.count(len(arrived))
+        if not sequences:
+            return []
+        left, room = _left(sequences), choose_room(len(sequences), _left(sequences), ROOMS if rows else ROOMS_ALONE)
+        fills = len(sequences) >= ROOMS[-1] or left >= ROOMS[-1] * TOKENS_PER_CHUNK
+        if not fills and self._gathering.waits(len(sequences), rows, step_tokens, room * TOKENS_PER_CHUNK):
+            return []
         # However many tokens the trees have, some of a prompt are read, or it would wait for rows to end.
         budget = min(room * TOKENS_PER_CHUNK, max(self._limits.max_num_tokens - step_tokens, BLOCK_SIZE))
         [chunks] = choose_chunks(sequences, budget, padded=False, chunked=True)

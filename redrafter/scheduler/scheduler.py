@@ -344,7 +344,7 @@ class Scheduler:
         lock = nullcontext() if self._memory is None else self._memory.lock
         # Other schedulers share the graphs' memory, so outputs are copied before the lock is released.
         with self._ending(lambda: [s for s in (*rows, *reading) if not s.ended]), lock:
-            chunks = self.prefiller.choose_mixed(mixed, self.batch.step_nodes) if mixed else []
+            chunks = self.prefiller.choose_mixed(mixed, len(rows), self.batch.step_nodes)
             # After the choice: only the chosen sequences are affected by an error.
             reading = [sequence for sequence, _ in chunks]
             step, output = self.batch.step(chunks)

@@ -273,6 +273,14 @@ def test_a_short_prompt_completes_beside_a_chunk_that_is_longer_than_all_buffers
     run_as_alone(served, [make_sequence([3 + n % 90 for n in range(length)], 8, GREEDY) for length in (600, 10, 353)])
 
 
+def test_a_warm_up_also_reads_prompts_in_large_steps_without_drafts(engine, monkeypatch):
+    monkeypatch.setattr("redrafter.serve.engine_process.engine.MANY_ROWS", 4)
+    served = scheduler(engine, max_batch_size=4)
+    warm_up(served)
+    keys = served.batch.captured_steps
+    assert {key.rows for key in keys if key.proposer == id(engine.plain) and key.rows > 1 and key.chunks} == {4}
+
+
 @pytest.mark.parametrize("usual", [{}, {"top_p": 0.8}, {"top_k": 12, "repetition_penalty": 1.2}], ids=str)
 @pytest.mark.parametrize(
     "limits", [{"max_batch_size": 16}, {"max_batch_size": 3}, {"max_batch_size": 1, "max_queue_size": 2}], ids=str

@@ -11,6 +11,7 @@ from redrafter.app.engines import PLAIN, can_draft
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.checkpoints.tokenizers import end_tokens
+from redrafter.drafting.loss_budget import MANY_ROWS
 from redrafter.drafting.policy import FixedTreePolicy
 from redrafter.engine.engine import Engine
 from redrafter.engine.redrafter import ReDrafter
@@ -191,11 +192,13 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
         frequent += [(usual, usual), (usual, GREEDY)]
     # A single row loads all kernels that more rows need.
     for rows, kind in [*itertools.product(sizes, frequent), *((1, (params,)) for params in RARE)]:
-        for limit in (None, 0):
-            write(min(rows, limits.max_batch_size), 1, [replace(each, num_speculative_tokens=limit) for each in kind])
         beside = min(rows, limits.max_batch_size - 1)
-        if beside and beside_rows:
-            prefill_beside(beside, [min(length, longest - 1) for length in beside_rows], kind)
+        for limit in (None, 0):
+            limited = [replace(each, num_speculative_tokens=limit) for each in kind]
+            write(min(rows, limits.max_batch_size), 1, limited)
+            # While a large batch reads prompts, drafts may cost more than they gain: without drafts it also reads them.
+            if beside and beside_rows and (limit is None or rows >= MANY_ROWS):
+                prefill_beside(beside, [min(length, longest - 1) for length in beside_rows], limited)
     for length in sorted({*PROMPT_TOKENS, *alone}):
         if length < longest:
             write(1, length, frequent[0])
