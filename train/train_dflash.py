@@ -85,7 +85,8 @@ def block_loss(drafter: DFlashDrafter, model: Any, text: Tensor, hidden: Tensor,
         part = slice(layer * heads, (layer + 1) * heads)
         return LayerContext(keys[:, :, part], values[:, :, part], place.expand(len(keys), -1))
 
-    block = drafter(before[:, :1], length.flatten(), read, model.get_input_embeddings())[:, -drafts:]
+    opened = drafter.open_block(before[:, :1], hidden, model.get_input_embeddings())
+    block = drafter.fill(opened, length.flatten(), read)[:, -drafts:]
     made, state = drafter.logits(block, head), None
     losses = [made]
     if drafter.markov_head is not None:

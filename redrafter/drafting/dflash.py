@@ -4,55 +4,28 @@ All positions of the block are drafted at once, so a tree is searched in the sco
 selector makes the scores of a beam depend on its last token.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from redrafter.cache.kv_cache import KVCache
-from redrafter.drafting.decoder_parts import Sines, of_beams, rope_of
+from redrafter.drafting.block_drafter import BlockContext, BlockDrafter, BlockProposer
+from redrafter.drafting.decoder_parts import of_beams
 from redrafter.drafting.dflash_config import DFlashConfig
 from redrafter.drafting.dflash_layers import (
     BlockLayer,
-    BlockPlace,
-    LayerContext,
     MarkovHead,
-    PagedContext,
-    ReadLayer,
     Selector,
 )
-from redrafter.drafting.drafter_model import compile_once, drafter_layer, for_any_tokens, layer_bytes
+from redrafter.drafting.drafter_model import layer_bytes
 from redrafter.drafting.drafter_types import register_drafter
-from redrafter.drafting.paged_entries import PagedEntries, reads_pages
-from redrafter.drafting.proposer import SearchProposer, State
-from redrafter.drafting.text_drafters import ReadAt, ReplayableDrafter
-from redrafter.errors import ArgumentError
-from redrafter.model.forward_batch import DrafterLayer
-from redrafter.model.layer_compiler import LayerCompiler
-from redrafter.model.target import Target
-from redrafter.model.varlen_forward import COMPILE_OPTIONS, CUTS
+from redrafter.drafting.proposer import State
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.beam_search import Expand
 
 
-class BlockContext(NamedTuple):
-    """Holds the inputs of a block of B rows, in addition to its pending tokens.
-
-    Attributes:
-        length: Committed tokens of each row, `[B]` int64.
-        layers: What each layer attends to before the block, in a paged cache; or a function that reads it.
-    """
-
-    length: Tensor
-    layers: tuple[PagedEntries, ...] | ReadLayer
-
-
 @register_drafter("DFlash drafter", "redrafter_dflash")
-class DFlashDrafter(ReplayableDrafter):
+class DFlashDrafter(BlockDrafter):
     """A drafter of blocks; it uses the target's embedding table and head, unless it has its own."""
 
     config_class = DFlashConfig
@@ -75,29 +48,9 @@ class DFlashDrafter(ReplayableDrafter):
         self.post_init()
 
     @property
-    def stack(self) -> Sequence["BlockLayer"]:
-        """The layers, in order."""
-        return list(self.layers)  # type: ignore[arg-type]
-
-    @property
     def fingerprint_layer(self) -> nn.Module:
         """The product of the target's hidden states, whose norms identify the drafter: the head may be the target's."""
         return self.fc
-
-    def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer:
-        """Return the layer that the drafter stores: keys and values of all its layers, as heads of one layer."""
-        heads = self.config.num_layers * self.config.num_key_value_heads
-        rope = rope_of(self.config, target.device)  # of which a compiled function cannot copy anything to the device
-        compute = partial(_remember_compiled if compiled else _remember, self, rope)
-        return drafter_layer(self, target, heads, self.config.head_dim, compute)
-
-    def check_search(self, target: Target, depth: int) -> None:
-        """Raise `ArgumentError` if a block drafts fewer tokens than `depth`."""
-        if depth > self.config.drafts:
-            raise ArgumentError(
-                f"draft_len_per_beam={depth} is more than the {self.config.drafts} tokens that a block of this drafter "
-                "holds"
-            )
 
     def draft_bytes(self, depth: int) -> int:
         """Return the bytes of the weights that a draft of `depth` search steps reads, without the target's head."""
@@ -124,63 +77,11 @@ class DFlashDrafter(ReplayableDrafter):
         fused: Tensor = self.hidden_norm(self.fc(hidden[..., self.config.hidden_size :]))
         return fused
 
-    def remember(self, hidden: Tensor, position: Tensor | Sines) -> tuple[Tensor, Tensor]:
-        """Compute keys and values of committed tokens, `[..., L H, d]` each: the heads of all layers in order.
-
-        Args:
-            hidden: Their hidden states as `fuse_hidden` returns them, `[..., D]`.
-            position: Their positions, `[...]` int64, or the sines of these.
-        """
-        sides = zip(*(layer.self_attn.remember(hidden, position) for layer in self.stack), strict=True)
-        keys, values = (torch.cat(side, dim=-2) for side in sides)
-        return keys, values
-
-    def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> ReadAt:
-        """Return a function that reads the keys and values before positions of sequences."""
-        position, heads = torch.arange(tokens.shape[1], device=tokens.device), self.config.num_key_value_heads
-        keys, values = self.remember(self.fuse_hidden(hidden), position.expand_as(tokens))  # [B, T, L H, d]
-
-        def at(row: Tensor, length: Tensor) -> BlockContext:
-            def read_layer(layer: int) -> LayerContext:
-                part = slice(layer * heads, (layer + 1) * heads)
-                return LayerContext(keys[row, :, part], values[row, :, part], position.expand(len(row), -1))
-
-            return BlockContext(length, read_layer)
-
-        return at
-
-    def context_bytes(self, length: int, beams: int) -> int:
-        """Return the bytes of a layer's copies of a sequence's entries, and of a block's scores."""
-        config = self.config
-        stored = 4 * config.num_key_value_heads * config.head_dim * self.dtype.itemsize
-        scores = 12 * config.block_size * config.num_attention_heads
-        return length * (stored + scores) + 4 * config.drafts * config.vocab_size
-
-    def forward(
-        self,
-        pending: Tensor,
-        length: Tensor,
-        read: ReadLayer,
-        table: nn.Module,
-        rope: tuple[Tensor, float] | None = None,
-    ) -> Tensor:
-        """Fill a block of each row, and return the hidden states of all its positions, `[B, Q, D]`.
-
-        Args:
-            pending: The pending token of each row, `[B, 1]` int64.
-            length: Committed tokens of each row, `[B]` int64.
-            read: Returns what the layer of a number attends to before the block.
-            table: The target's embedding table.
-            rope: What `rope_of` returns, which a compiled caller looks up before; None to look it up here.
-        """
+    def open_block(self, pending: Tensor, hidden: Tensor, table: nn.Module) -> Tensor:
+        """Return the embeddings of the pending token and of masks; see `BlockDrafter.open_block`."""
         block = pad(pending, (0, self.config.block_size - 1), value=self.config.mask_token_id)  # [B, Q]
-        x = (table if self.embed_tokens is None else self.embed_tokens)(block) * self.config.embedding_scale
-        position = length[:, None] + torch.arange(block.shape[1], device=block.device)
-        place = BlockPlace(position, Sines.at(position, *(rope or rope_of(self.config, length.device))))
-        for number, layer in enumerate(self.stack):
-            x = layer(x, place, read(number))
-        hidden: Tensor = self.norm(x)
-        return hidden
+        embedded: Tensor = (table if self.embed_tokens is None else self.embed_tokens)(block)
+        return embedded * self.config.embedding_scale
 
     def logits(self, hidden: Tensor, head: nn.Module) -> Tensor:
         """Return the logits of positions `[..., D]`, over the drafter's vocabulary; `head` is the target's."""
@@ -191,25 +92,15 @@ class DFlashDrafter(ReplayableDrafter):
 
 
 @dataclass(frozen=True)
-class DFlashProposer(SearchProposer):
-    """Drafts with a block drafter; has the attributes of `SearchProposer`."""
+class DFlashProposer(BlockProposer):
+    """Drafts with a DFlash drafter; has the attributes of `SearchProposer`."""
 
     drafter: DFlashDrafter
-
-    def read_context(self, state: State, cache: KVCache) -> BlockContext:
-        """Return the keys and values of the rows' committed tokens where they are, or a function that copies them."""
-        if reads_pages(cache):
-            whole = PagedEntries.from_cache(cache, state.length, first=0, sees_later=True)
-            heads = self.drafter.config.num_key_value_heads
-            sides = zip(*(x.split(heads, dim=2) for x in (whole.keys, whole.values)), strict=True)
-            return BlockContext(state.length, tuple(whole._replace(keys=k, values=v) for k, v in sides))
-        return BlockContext(state.length, partial(self.read_layer, cache, state.length))
 
     def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: BlockContext) -> Expand:
         """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""
         drafter, markov, selector = self.drafter, self.drafter.markov_head, self.drafter.candidate_selector
-        fill = _fill_compiled if self.compiled else _fill
-        hidden = fill(drafter, self.target.embedding, state.pending, context)
+        hidden = self.fill(state, context)
         carried: Tensor | None = None  # [B, w, r], the state of a recurrent Markov head on each beam
         # The pending token's own position drafts nothing here, but starts the recurrence of the Markov head.
         if not drafter.config.sample_from_anchor:
@@ -233,82 +124,5 @@ class DFlashProposer(SearchProposer):
 
         return expand
 
-    def read_layer(self, cache: KVCache, length: Tensor, layer: int) -> LayerContext:
-        """Return the entries that a layer attends to, of rows with `length` `[B]` int64 committed tokens."""
-        window, heads = self.drafter.stack[layer].self_attn.window, self.drafter.config.num_key_value_heads
-        size = cache.window if window is None else min(window, cache.window)
-        position = torch.arange(size, device=length.device).expand(len(length), -1)
-        if size < cache.window:
-            position = position + (length - size)[:, None]
-        part = slice(layer * heads, (layer + 1) * heads)
-        return LayerContext(*cache.read_drafter_layer(position.clamp(min=0), part), position)
-
 
 DFlashDrafter.proposer_class = DFlashProposer
-
-
-def _fill(drafter: DFlashDrafter, table: nn.Module, pending: Tensor, context: BlockContext) -> Tensor:
-    """Fill a block of each row, as `DFlashDrafter.forward` does."""
-    length, layers = context
-    if callable(layers):
-        return drafter(pending, length, layers, table)
-    return _fill_paged(drafter, table, pending, length, layers, rope_of(drafter.config, length.device))
-
-
-def _fill_paged(
-    drafter: DFlashDrafter,
-    table: nn.Module,
-    pending: Tensor,
-    length: Tensor,
-    layers: tuple[PagedEntries, ...],
-    rope: tuple[Tensor, float],
-) -> Tensor:
-    """Fill a block of each row, whose layers attend to entries in a paged cache."""
-    size = drafter.config.block_size
-    seen = torch.ones(size, size, dtype=torch.bool, device=length.device)
-    depth = torch.arange(size, device=length.device).expand(len(length), -1)
-    sees_later = [layer.self_attn.sees_later for layer in drafter.stack]
-    by_direction = {
-        later: layers[0].rows((seen if later else seen.tril()).expand(len(length), -1, -1), depth)
-        for later in (False, True)
-        if later in sees_later
-    }
-
-    def read_entries(number: int) -> PagedContext:
-        return PagedContext(layers[number], by_direction[sees_later[number]])
-
-    hidden: Tensor = drafter(pending, length, read_entries, table, rope)
-    return hidden
-
-
-@cache
-def _compiled_fill() -> Callable[..., Tensor]:
-    """Return `_fill_paged` compiled, once for all proposers, and layers that are alike once for all of these."""
-    from torch._inductor.compile_fx import compile_fx  # takes seconds to import
-
-    inductor: Any = partial(compile_fx, config_patches=COMPILE_OPTIONS)
-    return torch.compile(_fill_paged, fullgraph=True, backend=LayerCompiler(CUTS, inductor))
-
-
-def _fill_compiled(drafter: DFlashDrafter, table: nn.Module, pending: Tensor, context: BlockContext) -> Tensor:
-    """Fill a block of each row as `_fill` does, compiled for any number of rows where entries are in a paged cache."""
-    length, layers = context
-    if callable(layers):
-        return _fill(drafter, table, pending, context)
-    for x in (pending, length, layers[0].length, layers[0].table):
-        torch._dynamo.maybe_mark_dynamic(x, 0)
-    return _compiled_fill()(drafter, table, pending, length, layers, rope_of(drafter.config, length.device))
-
-
-def _remember(
-    drafter: DFlashDrafter, rope: tuple[Tensor, float], ids: Tensor, positions: Tensor, hidden: Tensor
-) -> tuple[Tensor, Tensor]:
-    return drafter.remember(drafter.fuse_hidden(hidden), Sines.at(positions, *rope))
-
-
-def _remember_compiled(
-    drafter: DFlashDrafter, rope: tuple[Tensor, float], ids: Tensor, positions: Tensor, hidden: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute `_remember`, compiled for any number of tokens."""
-    made: tuple[Tensor, Tensor] = compile_once(_remember)(drafter, rope, *for_any_tokens(ids, positions, hidden))
-    return made

@@ -5,13 +5,14 @@ from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from redrafter.drafting.context_attention import BACKENDS
 from redrafter.drafting.decoder_parts import AttentionProducts, GatedMLP, Sines
-from redrafter.drafting.dflash_config import DFlashConfig
+from redrafter.drafting.dflash_config import BlockConfig, DFlashConfig
 from redrafter.drafting.paged_entries import PagedEntries
 from redrafter.kernels.attention_inputs import TokenRows
 
@@ -42,6 +43,21 @@ class PagedContext(NamedTuple):
     rows: TokenRows
 
 
+class GridContext(NamedTuple):
+    """Entries that one layer attends to from blocks after all tokens of B texts at once, as training does.
+
+    Attributes:
+        keys: Keys of all T tokens, `[B, T, H, d]`.
+        values: Their values, `[B, T, H, d]`.
+        bias: Added to the scores of the block after each token, float32: -inf for tokens that it does not see, else 0;
+            `[B, T, 1, T]`, or `[B, T, Q, T]` where positions of a block see different tokens.
+    """
+
+    keys: Tensor
+    values: Tensor
+    bias: Tensor
+
+
 ReadLayer: TypeAlias = Callable[[int], LayerContext | PagedContext]
 """Returns what the layer of a number attends to before the block."""
 
@@ -49,7 +65,7 @@ ReadLayer: TypeAlias = Callable[[int], LayerContext | PagedContext]
 class BlockAttention(AttentionProducts):
     """Attention of a block's positions to the committed tokens and to each other."""
 
-    def __init__(self, config: DFlashConfig, layer: int):
+    def __init__(self, config: BlockConfig, layer: int):
         super().__init__(config.hidden_size, config, normed=True)
         self.window = config.sliding_window if layer in config.sliding_layers else None
         self.sees_later = config.sees_later(layer)
@@ -58,10 +74,15 @@ class BlockAttention(AttentionProducts):
         """Return keys and values of tokens with hidden states `[..., D]` at positions `[...]`, `[..., H, d]` each."""
         return self.finish_key(self.by_head(self.k_proj(hidden)), position), self.by_head(self.v_proj(hidden))
 
-    def forward(self, x: Tensor, place: "BlockPlace", context: LayerContext | PagedContext) -> Tensor:
-        """Attend from blocks `[B, Q, D]` at a place to what is before them, and to the blocks themselves."""
+    def forward(self, x: Tensor, place: "BlockPlace", context: LayerContext | PagedContext | GridContext) -> Tensor:
+        """Attend from blocks `[B, Q, D]` at a place to what is before them, and to the blocks themselves.
+
+        With a `GridContext`, blocks are `[B, T, Q, D]`.
+        """
         query = self.finish_query(self.by_head(self.q_proj(x)), place.sines)  # [B, Q, h, d]
         new = self.remember(x, place.sines)
+        if isinstance(context, GridContext):
+            return self.o_proj(self._attend_grid(query, new, context))
         if isinstance(context, PagedContext):
             attended = context.entries.attend(query, *new, context.rows, window=self.window or 0)
             return self.o_proj(attended.flatten(2))
@@ -90,6 +111,31 @@ class BlockAttention(AttentionProducts):
             )  # [B, H, g Q, d]
         return read.unflatten(2, (copies, -1)).permute(0, 3, 1, 2, 4).flatten(2)
 
+    def _attend_grid(self, query: Tensor, new: tuple[Tensor, Tensor], context: GridContext) -> Tensor:
+        """Attend from the blocks after all tokens of texts, and return the attended values, `[B, T, Q, h d]`."""
+        size, dtype = query.shape[2], query.dtype
+        query = query.unflatten(3, (context.keys.shape[2], -1)) * query.shape[-1] ** -0.5  # [B, T, Q, H, g, d]
+        by_row = rearrange(query, "b t q h g d -> b h (t q g) d")
+        far = by_row @ rearrange(context.keys, "b s h d -> b h d s").to(dtype)  # [B, H, T Q g, T]
+        far = rearrange(far, "b h (t q g) s -> b h t q g s", t=query.shape[1], q=size).float()
+        far = far + context.bias[:, None, :, :, None]
+        near = torch.einsum("btqhgd,btkhd->bhtqgk", query, new[0].to(dtype)).float()
+        # One softmax over both parts: the text's and the block's entries share their sum of weights.
+        scores = torch.cat([far, near + self._block_bias(size, query.device)[:, None]], dim=-1)
+        far, near = scores.softmax(dim=-1).to(dtype).split([scores.shape[-1] - size, size], dim=-1)
+        read = far.flatten(2, 4) @ rearrange(context.values, "b s h d -> b h s d").to(dtype)  # [B, H, T Q g, d]
+        read = rearrange(read, "b h (t q g) d -> b t q h g d", t=query.shape[1], q=size)
+        read = read + torch.einsum("bhtqgk,btkhd->btqhgd", near, new[1].to(dtype))
+        return read.flatten(3)
+
+    def _block_bias(self, size: int, device: torch.device) -> Tensor:
+        """Return what is added to scores between the positions of a block: -inf where one is not seen, `[Q, Q]`."""
+        distance = torch.arange(size, device=device)[:, None] - torch.arange(size, device=device)
+        hidden = torch.zeros_like(distance, dtype=torch.bool) if self.sees_later else distance < 0
+        if self.window is not None:
+            hidden = hidden | (distance >= self.window)
+        return torch.zeros_like(distance, dtype=torch.float32).masked_fill(hidden, -torch.inf)
+
 
 class BlockPlace(NamedTuple):
     """The positions of a block in each row.
@@ -109,7 +155,7 @@ class Convolution(nn.Module):
     A tap's weight is a constant of each channel plus a term computed from the sublayer's input for each group of them.
     """
 
-    def __init__(self, config: DFlashConfig):
+    def __init__(self, config: BlockConfig):
         super().__init__()
         assert config.conv_kernel_size is not None
         assert config.conv_group_size is not None
@@ -136,7 +182,7 @@ class Convolution(nn.Module):
 class BlockLayer(nn.Module):
     """A decoder layer."""
 
-    def __init__(self, config: DFlashConfig, layer: int):
+    def __init__(self, config: BlockConfig, layer: int):
         super().__init__()
         width, eps, convolved = config.hidden_size, config.rms_norm_eps, config.conv_kernel_size is not None
         self.input_layernorm = nn.RMSNorm(width, eps)
@@ -146,7 +192,7 @@ class BlockLayer(nn.Module):
         self.attention_conv = Convolution(config) if convolved else None
         self.mlp_conv = Convolution(config) if convolved else None
 
-    def forward(self, x: Tensor, place: BlockPlace, context: LayerContext | PagedContext) -> Tensor:
+    def forward(self, x: Tensor, place: BlockPlace, context: LayerContext | PagedContext | GridContext) -> Tensor:
         """Apply the layer; the arguments are those of its attention."""
         attend = partial(self.self_attn, place=place, context=context)
         for norm, sublayer, convolution in (

@@ -79,6 +79,11 @@ class AnyDrafterConfig(PretrainedConfig):
         """Name of what it does, as repositories of the Hub are tagged."""
         return self.model_type.removeprefix("redrafter_")
 
+    @property
+    def max_draft_len(self) -> int | None:
+        """The most tokens that it can draft on a beam; None for any number."""
+        return None
+
     @classmethod
     def names_of(cls, kind: object) -> list[str]:
         """Return the names of our fields of a type, such as `int | None`."""

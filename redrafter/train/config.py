@@ -12,6 +12,7 @@ from redrafter.app.paths import check_paths
 from redrafter.app.program import import_libraries, run_command
 from redrafter.drafting.recurrent_form import (
     CONTEXT_HEAD_DIM,
+    HEADS,
     SHORTLIST_RANK,
     check_context_heads,
     check_shortlist_rank,
@@ -52,9 +53,19 @@ SIZED_OPTIONS = (
 FORM_OPTIONS = (
     *SIZED_OPTIONS,
     *("form", "rnn", "draft_vocab_size", "context_head_dim", "head_shortlist", "head_shortlist_rank"),
+    *("head", "causal"),
 )
-# The options of `FORM_OPTIONS` that each form supports.
-FORMS = {"recurrent": FORM_OPTIONS, "eagle3": ("form", "target_layers", "draft_vocab_size")}
+# Options of a drafter's form that only a parallel drafter has.
+PARALLEL_OPTIONS = ("head", "causal")
+# The options that each form supports.
+FORMS = {
+    "recurrent": tuple(name for name in FORM_OPTIONS if name not in PARALLEL_OPTIONS),
+    "parallel": (
+        *("form", "num_layers", "target_layers", "context_window", "head_rank", "head_shortlist", "draft_vocab_size"),
+        *PARALLEL_OPTIONS,
+    ),
+    "eagle3": ("form", "target_layers", "draft_vocab_size"),
+}
 
 
 def layers(text: str) -> tuple[int, ...]:
@@ -121,8 +132,9 @@ class TrainConfig:
     save_dtype: str = option("float32", "dtype of the saved drafter", choices=DTYPES, type=dtype_word)
     form: str = option(
         "recurrent",
-        "form of a new drafter: recurrent, this project's; or eagle3, an EAGLE-3 head, which other engines serve too: "
-        "of the options of a form it takes --target-layers and --draft-vocab-size, and its layer has the base's sizes",
+        "form of a new drafter: recurrent, this project's; parallel, decoder layers of the base's sizes that compute "
+        "all drafts in one pass, and a recurrent head; or eagle3, an EAGLE-3 head, which other engines serve too: of "
+        "the options of a form it takes --target-layers and --draft-vocab-size, and its layer has the base's sizes",
         choices=tuple(FORMS),
     )
     recurrence: str | None = option(
@@ -131,7 +143,19 @@ class TrainConfig:
         "its form below default to the published form, which alone Apple's and TensorRT-LLM's formats can hold",
         choices=("gated", "apple"),
     )
-    num_layers: int | None = option(None, "residual layers of a new drafter (default: 3; published form: 2)")
+    num_layers: int | None = option(
+        None,
+        "residual layers of a new drafter (default: 3; published form: 2), or decoder layers of a parallel one (2)",
+    )
+    head: str = option(
+        "recurrent",
+        "what a draft of a parallel drafter depends on, in addition to its position: recurrent, all drafts before it; "
+        "markov, the one before it; none, nothing",
+        choices=HEADS,
+    )
+    causal: bool = option(
+        True, "let positions of a parallel drafter see only earlier ones, so that shorter drafts cost less"
+    )
     exit_dim: int | None = option(
         None, "width of a new drafter's layers and head (default: twice the base's hidden size, at most 8192)"
     )
@@ -147,7 +171,8 @@ class TrainConfig:
     context_window: int | None = option(
         None,
         "pairs of a token of the text and the one after it that a new drafter attends to at each draft step, the "
-        "nearest ones; 0 for none (default: 512, or --length, if that is less; published form: 0)",
+        "nearest ones; 0 for none (default: 512, or --length, if that is less; published form: 0); of a parallel one, "
+        "the positions that its layers see (default: all)",
     )
     context_heads: int | None = option(
         None, "query heads of that attention (default: one for every 256 of the hidden size, at least 4)"
@@ -269,7 +294,7 @@ class TrainConfig:
         if self.recipe is not None and not RECIPES[self.recipe].options.keys().isdisjoint(FORM_OPTIONS):
             others = {
                 "--drafter": self.drafter is not None,
-                "--form eagle3": self.form == "eagle3",
+                f"--form {self.form}": self.form != "recurrent",
                 "--recurrence apple": self.recurrence == "apple",
                 "--no-rnn": not self.rnn,
             }

@@ -1,6 +1,6 @@
 """Create untrained drafters for a base, with sizes derived from it unless options set them.
 
-`FORMS` maps each form, a recurrent drafter or an EAGLE-3 head, to its functions.
+`FORMS` maps each form, such as a recurrent drafter or an EAGLE-3 head, to its functions.
 """
 
 import math
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from redrafter.app.flags import flag
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.drafter_config import (
     DEFAULT_ROPE,
@@ -21,8 +22,12 @@ from redrafter.drafting.drafter_config import (
 )
 from redrafter.drafting.drafter_types import make_drafter
 from redrafter.drafting.eagle import EagleDrafter
+from redrafter.drafting.parallel import ParallelDrafter
+from redrafter.drafting.parallel_config import ParallelConfig
 from redrafter.drafting.recurrent_form import CONTEXT_HEADS, CONTEXT_KV_HEADS
+from redrafter.drafting.shortlist import low_rank_factors
 from redrafter.drafting.text_drafters import TrainableDrafter, require
+from redrafter.errors import ArgumentError
 from redrafter.model.supported import config_width
 from redrafter.model.target import context_of
 from redrafter.train.config import TrainConfig
@@ -155,16 +160,11 @@ def _prepare_recurrent(drafter: RecurrentDrafter, model: PreTrainedModel, draft_
     if drafter.config.rnn:
         # Embeddings are often far smaller than hidden states. Without scaled weights the drafter would learn slowly
         # from which token to continue.
-        width, ids = drafter.config.hidden_size, torch.arange(min(1024, drafter.config.vocab_size))
-        with torch.no_grad():
-            embeddings = model.get_input_embeddings()(
-                ids.to(model.device)
-            ).float()  # call the module, which may scale them
-            rms = float(embeddings.square().mean().sqrt().clamp(min=1e-6))
-            if drafter.config.recurrence == "gated":
-                drafter.rnn_gate.weight[:, :width] *= 1 / rms  # the columns that read the embedding
-            else:
-                nn.init.normal_(drafter.rnn_w.weight, std=1 / rms / width**0.5)
+        width, rms = drafter.config.hidden_size, _embedding_rms(model)
+        if drafter.config.recurrence == "gated":
+            drafter.rnn_gate.weight[:, :width] *= 1 / rms  # the columns that read the embedding
+        else:
+            nn.init.normal_(drafter.rnn_w.weight, std=1 / rms / width**0.5)
 
 
 def _recurrent_options(drafter: DrafterConfig) -> dict[str, Any]:
@@ -199,26 +199,33 @@ def _size_eagle(base: PretrainedConfig, config: TrainConfig) -> dict[str, Any]:
 
 def _eagle_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None) -> EagleConfig:
     """Return the architecture of a head whose layer has the base's sizes, or defaults for unusual ones."""
-    width = config_width(base)
-    heads = _size(base, "num_attention_heads", max(width // 64, 1))
-    kv_heads, head_dim = _size(base, "num_key_value_heads", heads), _size(base, "head_dim", 2 * (width // heads // 2))
-    rope = getattr(base, "rope_parameters", None)
-    theta = rope.get("rope_theta") if isinstance(rope, dict) else None
     return EagleConfig(
-        vocab_size=base.vocab_size,
-        hidden_size=width,
-        intermediate_size=_size(base, "intermediate_size", 4 * width),
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads if heads % kv_heads == 0 else heads,
-        head_dim=max(head_dim, 2),
-        rms_norm_eps=getattr(base, "rms_norm_eps", 1e-6),
-        rope=DEFAULT_ROPE | ({"rope_theta": theta} if isinstance(theta, float | int) else {}),
-        max_position_embeddings=context_of(base) or 2048,
+        **_layer_sizes(base),
         target_layers=config.target_layers,
         norm_before_residual=True,
         draft_vocab_size=draft_vocab_size,
         draft_len_per_beam=config.draft_len,
     )
+
+
+def _layer_sizes(base: PretrainedConfig) -> dict[str, Any]:
+    """Return the fields of `LayerConfig` of layers with the base's sizes, or with defaults for unusual ones."""
+    width = config_width(base)
+    heads = _size(base, "num_attention_heads", max(width // 64, 1))
+    kv_heads, head_dim = _size(base, "num_key_value_heads", heads), _size(base, "head_dim", 2 * (width // heads // 2))
+    rope = getattr(base, "rope_parameters", None)
+    theta = rope.get("rope_theta") if isinstance(rope, dict) else None
+    return {
+        "vocab_size": base.vocab_size,
+        "hidden_size": width,
+        "intermediate_size": _size(base, "intermediate_size", 4 * width),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads if heads % kv_heads == 0 else heads,
+        "head_dim": max(head_dim, 2),
+        "rms_norm_eps": getattr(base, "rms_norm_eps", 1e-6),
+        "rope": DEFAULT_ROPE | ({"rope_theta": theta} if isinstance(theta, float | int) else {}),
+        "max_position_embeddings": context_of(base) or 2048,
+    }
 
 
 def _size(base: PretrainedConfig, name: str, default: int) -> int:
@@ -245,7 +252,85 @@ def _eagle_options(drafter: EagleConfig) -> dict[str, Any]:
     return {"form": "eagle3", "target_layers": tuple(drafter.target_layers or ())}
 
 
+# Parallel drafters
+
+
+def _size_parallel(base: PretrainedConfig, config: TrainConfig) -> dict[str, Any]:
+    width, depth = config_width(base), getattr(base, "num_hidden_layers", 0)
+    rank = min(max(width // 4, 512), 1024, width)
+    return {"num_layers": 2, "target_layers": _spread_layers(depth) or (0,), "head_rank": rank}
+
+
+def _parallel_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None) -> ParallelConfig:
+    """Return the architecture of a drafter whose layers have the base's sizes."""
+    assert config.num_layers is not None, "size_form chose it"
+    assert config.target_layers is not None, "size_form chose it"
+    assert config.head_rank is not None, "size_form chose it"
+    for name in ("context_window", "num_layers", "head_rank"):
+        if getattr(config, name) == 0:
+            raise ArgumentError(f"{flag(name)} must be at least 1 with --form parallel: leave it out for the default")
+    if not config.target_layers:
+        raise ArgumentError("--target-layers none is not for --form parallel, which reads one layer at least")
+    return ParallelConfig(
+        **_layer_sizes(base),
+        num_layers=config.num_layers,
+        block_size=config.draft_len,
+        target_layers=config.target_layers,
+        sliding_layers=() if config.context_window is None else tuple(range(config.num_layers)),
+        sliding_window=None if config.context_window is None else config.context_window + 1,
+        causal="all" if config.causal else "none",
+        head=config.head,
+        head_rank=config.head_rank,
+        head_shortlist=config.head_shortlist,
+        draft_vocab_size=draft_vocab_size,
+        draft_len_per_beam=config.draft_len,
+    )
+
+
+def _prepare_parallel(drafter: ParallelDrafter, model: PreTrainedModel, draft_ids: Tensor | None) -> None:
+    """Initialise a new drafter to score positions by the base's head. Collective if the base is sharded."""
+    _set_to_zero(drafter.fuse)  # start with the last hidden state only
+    nn.init.normal_(drafter.slots, std=0.5)
+    for layer in drafter.stack:
+        for product in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            product.weight *= 0.1  # keep random outputs small compared with the residual
+    head = drafter.head
+    if head.kind != "none":
+        width = drafter.config.hidden_size
+        head.gate.weight[:, :width] *= 1 / _embedding_rms(model)
+        for product in (head.state_proj, head.inner_proj):
+            product.weight *= 0.1
+    scores, rank = gather_tensor(model.get_output_embeddings().weight), drafter.config.head_rank
+    if scores.shape == (drafter.config.vocab_size, drafter.config.hidden_size) and scores.dtype.itemsize > 1:
+        ids = slice(None) if draft_ids is None else draft_ids.to(scores.device)
+        project, weight = low_rank_factors(scores[ids].float(), rank)
+        head.position_proj.weight.copy_(project)
+        drafter.lm_head.weight.copy_(weight)
+
+
+def _embedding_rms(model: PreTrainedModel) -> float:
+    """Return the root mean square of some of a base's embeddings, which are often far smaller than hidden states."""
+    ids = torch.arange(min(1024, model.config.get_text_config(decoder=True).vocab_size))
+    with torch.no_grad():
+        embeddings = model.get_input_embeddings()(ids.to(model.device)).float()  # the module, which may scale them
+        return float(embeddings.square().mean().sqrt().clamp(min=1e-6))
+
+
+def _parallel_options(drafter: ParallelConfig) -> dict[str, Any]:
+    window = drafter.sliding_window
+    return {
+        "form": "parallel",
+        "num_layers": drafter.num_layers,
+        "target_layers": tuple(drafter.target_layers),
+        "head_rank": drafter.head_rank,
+        "context_window": None if window is None else window - 1,
+        "head": drafter.head,
+        "causal": drafter.causal == "all",
+    }
+
+
 FORMS = {
     "recurrent": Form(DrafterConfig, _size_recurrent, _recurrent_config, _prepare_recurrent, _recurrent_options),
+    "parallel": Form(ParallelConfig, _size_parallel, _parallel_config, _prepare_parallel, _parallel_options),
     "eagle3": Form(EagleConfig, _size_eagle, _eagle_config, _prepare_eagle, _eagle_options),
 }

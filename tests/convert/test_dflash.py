@@ -96,5 +96,6 @@ def test_a_drafter_of_transformers_computes_what_its_own_class_computes(kinds, t
             part = slice(layer * heads, (layer + 1) * heads)
             return LayerContext(keys[:, :, part], values[:, :, part], place)
 
-        hidden = found(text[None, -1:], torch.tensor([40]), read, model.get_input_embeddings())
+        opened = found.open_block(text[None, -1:], features[None, -1], model.get_input_embeddings())
+        hidden = found.fill(opened, torch.tensor([40]), read)
     torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)

@@ -17,19 +17,21 @@ from helpers.features import pair, written_alone
 from helpers.generation import noted, same_as_model, same_undrafted
 from helpers.models import DRAFTER_ALONE, paged, prompts_of, tiny_model, with_tree
 from helpers.mtp import FORMS, checked_layers, mtp_tensors, random_mtp
+from helpers.parallel import PARALLEL_FORMS, random_parallel_drafter
 from helpers.right_drafts import RightDrafts
 from helpers.scheduling import run, scheduler
-from redrafter import DFlashDrafter, ReDrafter, kernels
+from redrafter import DFlashDrafter, ParallelDrafter, ReDrafter, kernels
 from redrafter.cache import block_manager
 from redrafter.cache.paged import PagedCache
-from redrafter.drafting import dflash, mtp, paged_entries
+from redrafter.drafting import block_drafter, mtp, paged_entries, parallel
 from redrafter.drafting.dflash import DFlashProposer
 from redrafter.drafting.mtp import MTPProposer
+from redrafter.drafting.parallel import ParallelProposer
 from redrafter.kernels.attention_inputs import AttentionInputs
 from redrafter.model.target import Target
 from redrafter.tree.sizes import TreeShape
 
-PROPOSERS = ("dflash", "mtp")
+PROPOSERS = ("block_drafter", "mtp")
 
 
 @pytest.fixture
@@ -121,10 +123,20 @@ def test_blocks_draft_by_the_kernel_what_they_draft_over_copies(form, kernel):
     assert all(torch.equal(*trees) for trees in zip(pages, copies, strict=True))
 
 
+@pytest.mark.parametrize("form", ["recurrent", "sliding", "bidirectional"])
+def test_parallel_drafters_draft_by_the_kernel_what_they_draft_over_copies(form, kernel):
+    engine = with_tree(tiny_model("llama"), random_parallel_drafter(**PARALLEL_FORMS[form]), 3, 3)
+    copies = drafted(engine, ParallelProposer)
+    assert not kernel
+    pages = drafted(paged(engine), ParallelProposer)
+    assert kernel
+    assert all(torch.equal(*trees) for trees in zip(pages, copies, strict=True))
+
+
 @pytest.fixture
 def compiled(pages, monkeypatch):
     """Let drafts and entries be compiled, as on a GPU: by Dynamo alone, which must trace each function whole."""
-    for drafter in (DFlashDrafter, mtp.MTPDrafter):
+    for drafter in (DFlashDrafter, ParallelDrafter, mtp.MTPDrafter):
         proposer, layer = drafter.proposer, drafter.stored_layer
         monkeypatch.setattr(drafter, "proposer", lambda *given, made=proposer: made(*given[:-1], True))
         monkeypatch.setattr(drafter, "stored_layer", lambda self, target, _, made=layer: made(self, target, True))
@@ -135,8 +147,9 @@ def compiled(pages, monkeypatch):
         return lambda *arguments: calls.append(function.__name__) or whole(*arguments)
 
     monkeypatch.setattr(mtp, "compile_once", traced)
-    monkeypatch.setattr(dflash, "_compiled_fill", lambda: traced(vars(dflash)["_fill_paged"]))
-    monkeypatch.setattr(dflash, "compile_once", traced)
+    monkeypatch.setattr(block_drafter, "_compiled_fill", lambda: traced(vars(block_drafter)["_fill_paged"]))
+    for module in (block_drafter, parallel):
+        monkeypatch.setattr(module, "compile_once", traced)
     return calls
 
 
@@ -144,20 +157,29 @@ def engine_with(name: str) -> tuple[ReDrafter, type]:
     """Return an engine that drafts trees of some kind, and the class of its proposer."""
     if name in DFLASH_FORMS:
         return with_tree(tiny_model("llama"), random_block_drafter(**DFLASH_FORMS[name]), 3, 3), DFlashProposer
+    if name == "parallel":
+        return with_tree(tiny_model("llama"), random_parallel_drafter(), 3, 3), ParallelProposer
     target = Target(FORMS[name].model())
     target.model.generation_config.eos_token_id = None
     return ReDrafter(target, random_mtp(target, FORMS[name]), TreeShape(3, 3, 10), options=DRAFTER_ALONE), MTPProposer
 
 
 @pytest.mark.parametrize(
-    "name", ["mimo", "DFlash", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "DFlash2"))]
+    "name",
+    [
+        "mimo",
+        "DFlash",
+        "parallel",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "DFlash2")),
+    ],
 )
 def test_a_compiler_traces_drafts_and_entries_whole(name, compiled):
     engine, proposer = engine_with(name)
     copies = drafted(engine, proposer)
-    assert set(compiled) == {"_remember"}  # only where drafts read pages, they are compiled
+    head = {"_begin", "_advance"} if name == "parallel" else set()  # which reads no entries
+    assert set(compiled) == {"_remember"} | head  # only where drafts read pages, the rest is compiled
     pages = drafted(paged(engine), proposer)
-    assert len(set(compiled)) == 2
+    assert len(set(compiled)) == 2 + len(head)
     assert all(torch.equal(*trees) for trees in zip(pages, copies, strict=True))
 
 

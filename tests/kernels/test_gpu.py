@@ -230,7 +230,7 @@ def test_drafts_over_pages_are_those_over_copies(name, compile, monkeypatch):
     found = []
     for pages in (True, False):
         if not pages:
-            monkeypatch.setattr("redrafter.drafting.dflash.reads_pages", lambda _: False)
+            monkeypatch.setattr("redrafter.drafting.block_drafter.reads_pages", lambda _: False)
             monkeypatch.setattr("redrafter.drafting.mtp.reads_pages", lambda _: False)
         engine = drafting_over_pages(name, (3, 3, 10), compile=compile)
         with monkeypatch.context() as patch:

@@ -1,0 +1,256 @@
+"""The base of drafters that compute all positions of a block in one pass, and their proposer.
+
+The layers attend to keys and values of the committed tokens, which are computed when the target computes the tokens and
+stored as heads of one layer, and to the block itself. A subclass defines what enters the block, and scores its output.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from redrafter.cache.kv_cache import KVCache
+from redrafter.drafting.decoder_parts import Sines, rope_of
+from redrafter.drafting.dflash_config import BlockConfig
+from redrafter.drafting.dflash_layers import (
+    BlockLayer,
+    BlockPlace,
+    LayerContext,
+    PagedContext,
+    ReadLayer,
+)
+from redrafter.drafting.drafter_model import compile_once, drafter_layer, for_any_tokens
+from redrafter.drafting.paged_entries import PagedEntries, reads_pages
+from redrafter.drafting.proposer import SearchProposer, State
+from redrafter.drafting.text_drafters import ReadAt, ReplayableDrafter
+from redrafter.errors import ArgumentError
+from redrafter.model.forward_batch import DrafterLayer
+from redrafter.model.layer_compiler import LayerCompiler
+from redrafter.model.target import Target
+from redrafter.model.varlen_forward import COMPILE_OPTIONS, CUTS
+
+
+class BlockContext(NamedTuple):
+    """Holds the inputs of a block of B rows, in addition to its pending tokens.
+
+    Attributes:
+        length: Committed tokens of each row, `[B]` int64.
+        layers: What each layer attends to before the block, in a paged cache; or a function that reads it.
+    """
+
+    length: Tensor
+    layers: tuple[PagedEntries, ...] | ReadLayer
+
+
+class BlockDrafter(ReplayableDrafter):
+    """The layers of a drafter of blocks.
+
+    Attributes:
+        layers: The decoder layers, in order.
+        norm: The norm after them.
+    """
+
+    config: BlockConfig
+    layers: nn.ModuleList
+    norm: nn.RMSNorm
+
+    @property
+    def stack(self) -> Sequence[BlockLayer]:
+        """The layers, in order."""
+        return list(self.layers)  # type: ignore[arg-type]
+
+    def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer:
+        """Return the layer that the drafter stores: keys and values of all its layers, as heads of one layer."""
+        heads = self.config.num_layers * self.config.num_key_value_heads
+        rope = rope_of(self.config, target.device)  # of which a compiled function cannot copy anything to the device
+        compute = partial(_remember_compiled if compiled else _remember, self, rope)
+        return drafter_layer(self, target, heads, self.config.head_dim, compute)
+
+    def check_search(self, target: Target, depth: int) -> None:
+        """Raise `ArgumentError` if a block drafts fewer tokens than `depth`."""
+        if depth > self.config.drafts:
+            raise ArgumentError(
+                f"draft_len_per_beam={depth} is more than the {self.config.drafts} tokens that a block of this drafter "
+                "holds"
+            )
+
+    def fuse_hidden(self, hidden: Tensor) -> Tensor:
+        """Fuse what the drafter reads of the target's hidden states `[..., F]`, `[..., D]`."""
+        raise NotImplementedError
+
+    def open_block(self, pending: Tensor, hidden: Tensor, table: nn.Module) -> Tensor:
+        """Return the input of the first layer at all positions of a block, `[..., Q, D]`.
+
+        Args:
+            pending: The pending token of each row, `[..., 1]` int64.
+            hidden: The target's hidden state that produced it, `[..., F]`.
+            table: The target's embedding table.
+        """
+        raise NotImplementedError
+
+    def remember(self, hidden: Tensor, position: Tensor | Sines) -> tuple[Tensor, Tensor]:
+        """Compute keys and values of committed tokens, `[..., L H, d]` each: the heads of all layers in order.
+
+        Args:
+            hidden: Their hidden states as `fuse_hidden` returns them, `[..., D]`.
+            position: Their positions, `[...]` int64, or the sines of these.
+        """
+        sides = zip(*(layer.self_attn.remember(hidden, position) for layer in self.stack), strict=True)
+        keys, values = (torch.cat(side, dim=-2) for side in sides)
+        return keys, values
+
+    def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> ReadAt:
+        """Return a function that reads the keys and values before positions of sequences."""
+        position, heads = torch.arange(tokens.shape[1], device=tokens.device), self.config.num_key_value_heads
+        keys, values = self.remember(self.fuse_hidden(hidden), position.expand_as(tokens))  # [B, T, L H, d]
+
+        def at(row: Tensor, length: Tensor) -> BlockContext:
+            def read_layer(layer: int) -> LayerContext:
+                part = slice(layer * heads, (layer + 1) * heads)
+                return LayerContext(keys[row, :, part], values[row, :, part], position.expand(len(row), -1))
+
+            return BlockContext(length, read_layer)
+
+        return at
+
+    def context_bytes(self, length: int, beams: int) -> int:
+        """Return the bytes of a layer's copies of a sequence's entries, and of a block's scores."""
+        config = self.config
+        stored = 4 * config.num_key_value_heads * config.head_dim * self.dtype.itemsize
+        scores = 12 * config.block_size * config.num_attention_heads
+        return length * (stored + scores) + 4 * config.drafts * config.vocab_size
+
+    def fill(self, x: Tensor, length: Tensor, read: ReadLayer, rope: tuple[Tensor, float] | None = None) -> Tensor:
+        """Apply the layers to a block of each row, and return the hidden states of all its positions, `[B, Q, D]`.
+
+        Args:
+            x: What `open_block` returned, `[B, Q, D]`.
+            length: Committed tokens of each row, `[B]` int64.
+            read: Returns what the layer of a number attends to before the block.
+            rope: What `rope_of` returns, which a compiled caller looks up before; None to look it up here.
+        """
+        position = length[:, None] + torch.arange(x.shape[1], device=x.device)
+        place = BlockPlace(position, Sines.at(position, *(rope or rope_of(self.config, length.device))))
+        for number, layer in enumerate(self.stack):
+            x = layer(x, place, read(number))
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+
+@dataclass(frozen=True)
+class BlockProposer(SearchProposer[BlockContext]):
+    """Drafts with a block drafter; has the attributes of `SearchProposer`."""
+
+    drafter: BlockDrafter
+
+    @property
+    def positions(self) -> int:
+        """Positions of a block that drafts depend on: all of it, or where none sees later ones, the first ones."""
+        config = self.drafter.config
+        return self.depth + config.block_size - config.drafts if config.causal == "all" else config.block_size
+
+    @cached_property
+    def scratch_slots(self) -> int:
+        """Slots after a row's committed tokens that a step writes to: verification, or before it the block."""
+        return max(self.nodes, self.positions)
+
+    def read_context(self, state: State, cache: KVCache) -> BlockContext:
+        """Return the keys and values of the rows' committed tokens where they are, or a function that copies them."""
+        if reads_pages(cache):
+            later = any(layer.self_attn.sees_later for layer in self.drafter.stack)
+            whole = PagedEntries.from_cache(cache, state.length, first=0, sees_later=later)
+            heads = self.drafter.config.num_key_value_heads
+            sides = zip(*(x.split(heads, dim=2) for x in (whole.keys, whole.values)), strict=True)
+            return BlockContext(state.length, tuple(whole._replace(keys=k, values=v) for k, v in sides))
+        return BlockContext(state.length, partial(self.read_layer, cache, state.length))
+
+    def fill(self, state: State, context: BlockContext) -> Tensor:
+        """Fill a block of each row, and return the hidden states of all its positions, `[B, Q, D]`."""
+        fill = _fill_compiled if self.compiled else _fill
+        return fill(self.drafter, self.target.embedding, state.pending, state.hidden, context, self.positions)
+
+    def read_layer(self, cache: KVCache, length: Tensor, layer: int) -> LayerContext:
+        """Return the entries that a layer attends to, of rows with `length` `[B]` int64 committed tokens."""
+        window, heads = self.drafter.stack[layer].self_attn.window, self.drafter.config.num_key_value_heads
+        size = cache.window if window is None else min(window, cache.window)
+        position = torch.arange(size, device=length.device).expand(len(length), -1)
+        if size < cache.window:
+            position = position + (length - size)[:, None]
+        part = slice(layer * heads, (layer + 1) * heads)
+        return LayerContext(*cache.read_drafter_layer(position.clamp(min=0), part), position)
+
+
+def _fill(
+    drafter: BlockDrafter, table: nn.Module, pending: Tensor, hidden: Tensor, context: BlockContext, size: int
+) -> Tensor:
+    """Fill the first `size` positions of a block of each row."""
+    length, layers = context
+    if callable(layers):
+        return drafter.fill(drafter.open_block(pending, hidden, table)[:, :size], length, layers)
+    rope = rope_of(drafter.config, length.device)
+    return _fill_paged(drafter, table, pending, hidden, length, layers, rope, size)
+
+
+def _fill_paged(
+    drafter: BlockDrafter,
+    table: nn.Module,
+    pending: Tensor,
+    hidden: Tensor,
+    length: Tensor,
+    layers: tuple[PagedEntries, ...],
+    rope: tuple[Tensor, float],
+    size: int,
+) -> Tensor:
+    """Fill the first positions of a block of each row, whose layers attend to entries in a paged cache."""
+    seen = torch.ones(size, size, dtype=torch.bool, device=length.device)
+    depth = torch.arange(size, device=length.device).expand(len(length), -1)
+    sees_later = [layer.self_attn.sees_later for layer in drafter.stack]
+    by_direction = {
+        later: layers[0].rows((seen if later else seen.tril()).expand(len(length), -1, -1), depth)
+        for later in (False, True)
+        if later in sees_later
+    }
+
+    def read_entries(number: int) -> PagedContext:
+        return PagedContext(layers[number], by_direction[sees_later[number]])
+
+    return drafter.fill(drafter.open_block(pending, hidden, table)[:, :size], length, read_entries, rope)
+
+
+@cache
+def _compiled_fill() -> Callable[..., Tensor]:
+    """Return `_fill_paged` compiled, once for all proposers, and layers that are alike once for all of these."""
+    from torch._inductor.compile_fx import compile_fx  # takes seconds to import
+
+    inductor: Any = partial(compile_fx, config_patches=COMPILE_OPTIONS)
+    return torch.compile(_fill_paged, fullgraph=True, backend=LayerCompiler(CUTS, inductor))
+
+
+def _fill_compiled(
+    drafter: BlockDrafter, table: nn.Module, pending: Tensor, hidden: Tensor, context: BlockContext, size: int
+) -> Tensor:
+    """Fill a block of each row as `_fill` does, compiled for any number of rows where entries are in a paged cache."""
+    length, layers = context
+    if callable(layers):
+        return _fill(drafter, table, pending, hidden, context, size)
+    for x in (pending, hidden, length, layers[0].length, layers[0].table):
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+    rope = rope_of(drafter.config, length.device)
+    return _compiled_fill()(drafter, table, pending, hidden, length, layers, rope, size)
+
+
+def _remember(
+    drafter: BlockDrafter, rope: tuple[Tensor, float], ids: Tensor, positions: Tensor, hidden: Tensor
+) -> tuple[Tensor, Tensor]:
+    return drafter.remember(drafter.fuse_hidden(hidden), Sines.at(positions, *rope))
+
+
+def _remember_compiled(
+    drafter: BlockDrafter, rope: tuple[Tensor, float], ids: Tensor, positions: Tensor, hidden: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute `_remember`, compiled for any number of tokens."""
+    made: tuple[Tensor, Tensor] = compile_once(_remember)(drafter, rope, *for_any_tokens(ids, positions, hidden))
+    return made

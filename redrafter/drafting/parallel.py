@@ -1,0 +1,310 @@
+"""The parallel drafter: layers that compute all drafts of a block in one pass, and a recurrent head over them.
+
+Only the head is serial. At each level of a search it computes a gated cell and small products for every beam; the
+layers, and the parts of the head that depend on a position alone, are computed once.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad, rms_norm, silu
+from torch.utils.checkpoint import checkpoint
+
+from redrafter import kernels
+from redrafter.drafting.block_drafter import BlockContext, BlockDrafter, BlockProposer
+from redrafter.drafting.decoder_parts import Sines, of_beams, rope_of
+from redrafter.drafting.dflash_layers import BlockLayer, BlockPlace, GridContext
+from redrafter.drafting.drafter_model import compile_once, layer_bytes, partial_linear
+from redrafter.drafting.drafter_types import register_drafter
+from redrafter.drafting.parallel_config import ParallelConfig
+from redrafter.drafting.proposer import State
+from redrafter.drafting.shortlist import head_rows
+from redrafter.drafting.text_drafters import GivenTexts, TrainableDrafter
+from redrafter.sampling.sampler import Sampler
+from redrafter.tree.beam_search import Candidates, Expand
+
+
+class HeadStart(NamedTuple):
+    """The terms of a head's products that do not depend on drafts, computed once for K positions.
+
+    Attributes:
+        rough: `P p` of each position, `[..., K, R]`.
+        inner: Term of the head's inner product, with its bias, `[..., K, D]`; None in a head without a state.
+        gate: Term of the cell's product, with its bias, `[..., 1, 2D]`; None likewise.
+    """
+
+    rough: Tensor
+    inner: Tensor | None
+    gate: Tensor | None
+
+
+class RecurrentHead(nn.Module):
+    """The serial part of the drafter; `ParallelConfig` states its equations."""
+
+    def __init__(self, config: ParallelConfig):
+        super().__init__()
+        width, rank, self.kind = config.hidden_size, config.head_rank, config.head
+        self.position_proj = nn.Linear(width, rank, bias=False)
+        if self.kind != "none":
+            self.gate = nn.Linear(3 * width, 2 * width)
+            self.state_proj = nn.Linear(width, rank, bias=False)
+            self.inner = nn.Linear(2 * width, width)
+            self.inner_proj = nn.Linear(width, rank, bias=False)
+
+    def begin(self, positions: Tensor, hidden: Tensor) -> HeadStart:
+        """Compute what all beams share, of positions `[..., K, D]` and fused hidden states `[..., D]`."""
+        rough = partial_linear(self.position_proj, positions, slice(None), with_bias=False)
+        if self.kind == "none":
+            return HeadStart(rough, None, None)
+        width = hidden.shape[-1]
+        inner = partial_linear(self.inner, positions, slice(width), with_bias=True)
+        gate = partial_linear(self.gate, hidden, slice(-width, None), with_bias=True)
+        return HeadStart(rough, inner, gate[..., None, :])
+
+    def step(self, embedding: Tensor, state: Tensor | None, start: HeadStart, k: int) -> tuple[Tensor, Tensor | None]:
+        """Compute the input of `lm_head` at position k of w beams.
+
+        Args:
+            embedding: The target's embedding of the token before the position, `[..., w, D]`.
+            state: The recurrent state, `[..., w, D]`; None at the first position.
+            start: Result of `begin`.
+            k: Number of the position, from 0.
+
+        Returns:
+            The input, `[..., w, R]`, and the new state, `[..., w, D]`; None in a head without a state.
+        """
+        rough = start.rough[..., k, None, :]
+        if start.inner is None or start.gate is None:
+            return rough.expand(*embedding.shape[:-1], -1), None
+        state = None if self.kind == "markov" else state
+        inputs = embedding if state is None else torch.cat([embedding, state], dim=-1)
+        product = partial_linear(self.gate, inputs, slice(inputs.shape[-1]), with_bias=False) + start.gate
+        gate, new = product.chunk(2, dim=-1)
+        before = 0 if state is None else state
+        state = before + gate.sigmoid() * (silu(new) - before)  # (1 - g) s + g SiLU(c), with one product fewer
+        width = state.shape[-1]
+        inner = partial_linear(self.inner, state, slice(width, None), with_bias=False) + start.inner[..., k, None, :]
+        direct = partial_linear(self.state_proj, state, slice(None), with_bias=False)
+        return rough + direct + partial_linear(self.inner_proj, silu(inner), slice(None), with_bias=False), state
+
+
+@register_drafter("parallel drafter", "redrafter_parallel")
+class ParallelDrafter(BlockDrafter, TrainableDrafter):
+    """A parallel backbone with a recurrent head; the target's embedding table is shared and not stored."""
+
+    config_class = ParallelConfig
+    config: ParallelConfig
+    identity_fields = (
+        "model_type",
+        "hidden_size",
+        "vocab_size",
+        "num_layers",
+        "block_size",
+        "head",
+        "draft_vocab_size",
+    )
+
+    def __init__(self, config: ParallelConfig):
+        """Make a drafter with random weights; see `DrafterModel`."""
+        super().__init__(config)
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.fuse = nn.Linear((1 + len(config.target_layers)) * width, width)
+        self.entry_norm = nn.RMSNorm(width, eps)
+        self.open = nn.Linear(2 * width, width, bias=False)
+        self.slots = nn.Parameter(torch.zeros(config.block_size, width))
+        self.layers = nn.ModuleList(BlockLayer(config, layer) for layer in range(config.num_layers))
+        self.norm = nn.RMSNorm(width, eps)
+        self.head = RecurrentHead(config)
+        self.lm_head = nn.Linear(config.head_rank, config.draft_vocab_size or config.vocab_size, bias=False)
+        self.post_init()
+
+    def draft_bytes(self, depth: int) -> int:
+        """Return the bytes of the weights that a draft of `depth` search steps reads."""
+        head, width = self.head, self.config.hidden_size
+        levels = 1 if self.config.head_shortlist or self.config.head == "none" else depth
+        again = (levels - 1) * layer_bytes(self.lm_head)
+        if self.config.head != "none":
+            serial = layer_bytes(head.gate, 2 / 3) + layer_bytes(head.inner, 1 / 2)
+            again += (depth - 1) * (serial + layer_bytes(head.state_proj) + layer_bytes(head.inner_proj))
+            again -= width * 2 * width * head.gate.weight.element_size()  # the first level has no state
+        return sum(weight.nbytes for weight in self.parameters()) + again
+
+    def fuse_hidden(self, hidden: Tensor) -> Tensor:
+        """Fuse the target's last hidden state with the outputs of `target_layers`, which are RMS-normalised first.
+
+        Args:
+            hidden: The last hidden state, after the final norm, and then the outputs of the layers, `[..., F]`.
+
+        Returns:
+            What positions and entries read, `[..., D]`, normalised.
+        """
+        size = self.config.hidden_size
+        last, outputs = hidden[..., :size], torch.unflatten(hidden[..., size:], -1, (-1, size))
+        joined = torch.cat([last, _norm(outputs, self.config.rms_norm_eps).flatten(-2)], dim=-1)
+        fused: Tensor = self.entry_norm(last + self.fuse(joined))
+        return fused
+
+    def open_block(self, pending: Tensor, hidden: Tensor, table: nn.Module) -> Tensor:
+        """Return the slots, each with the pending token and the hidden state; see `BlockDrafter.open_block`."""
+        return self._open(self.fuse_hidden(hidden), table(pending)[..., 0, :])
+
+    def _open(self, fused: Tensor, embedding: Tensor) -> Tensor:
+        """Return the same of fused hidden states and embeddings `[..., D]`."""
+        joined = torch.cat([fused, _norm(embedding, self.config.rms_norm_eps)], dim=-1)
+        opened: Tensor = self.open(joined)[..., None, :] + self.slots
+        return opened
+
+    def unroll(self, texts: GivenTexts) -> Tensor:
+        """Draft blocks after all tokens of the texts at once; see `TrainableDrafter.unroll`."""
+        config, steps = self.config, texts.position.shape[1]
+        rows, length = texts.tokens.shape
+        fused = self.fuse_hidden(texts.features)  # [B, T, D]
+        index = torch.arange(length, device=fused.device)
+        keys, values = self.remember(fused, index.expand(rows, -1))
+        position = index[:, None] + 1 + torch.arange(steps, device=fused.device)  # [T, K]
+        place = BlockPlace(position, Sines.at(position, *rope_of(config, fused.device)))
+        following = pad(texts.embedding, (0, 0, 0, 1))[:, 1:]  # the pending token after each
+        x, heads = self._open(fused, following)[:, :, :steps], config.num_key_value_heads
+        biases: dict[int | None, Tensor] = {}
+        for number, layer in enumerate(self.stack):
+            window = layer.self_attn.window
+            if window not in biases:
+                biases[window] = _grid_bias(texts.segment, rows, position, window)
+            part = slice(number * heads, (number + 1) * heads)
+            context = GridContext(keys[:, :, part], values[:, :, part], biases[window])
+            # The scores of all positions would take most of a GPU's memory, so they are recomputed.
+            recompute = x.is_cuda and torch.is_grad_enabled()
+            x = checkpoint(layer, x, place, context, use_reentrant=False) if recompute else layer(x, place, context)
+        positions = self.norm(x).flatten(0, 1).index_select(0, texts.anchors)  # [A, K, D]
+        start = self.head.begin(positions, fused.flatten(0, 1).index_select(0, texts.anchors))
+        flat, state, made = texts.embedding.flatten(0, 1), None, []
+        for k in range(steps):
+            out, state = self.head.step(flat[texts.position[:, k], None], state, start, k)
+            made.append(out[:, 0])
+        if config.head_shortlist is not None:
+            made += start.rough.unbind(1)  # proposals are trained too: `trained_heads` separates them
+        return torch.stack(made, dim=1)
+
+    def trained_heads(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return the head, and with a shortlist its proposals, which share the weight."""
+        parts = x.chunk(1 if self.config.head_shortlist is None else 2, dim=1)
+        return [(part, self.lm_head.weight) for part in parts]
+
+    def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
+        """Return about how many bytes `unroll` keeps on a GPU; see `TrainableDrafter.unroll_bytes`."""
+        config, positions = self.config, rows * length
+        states = 4 * steps * config.hidden_size * (config.num_layers + 8)
+        layer = 4 * steps * (4 * config.hidden_size + 3 * config.intermediate_size)  # of one: others are recomputed
+        scores = 14 * config.num_attention_heads * steps * length
+        return {"the drafter's states": positions * (states + layer), "its attention to the texts": positions * scores}
+
+
+def _norm(x: Tensor, eps: float) -> Tensor:
+    """RMS-normalise the last dimension in float32, without a weight, which the following product can absorb."""
+    precise = x.to(torch.promote_types(x.dtype, torch.float32))
+    return rms_norm(precise, x.shape[-1:], eps=eps).to(x)
+
+
+def _grid_bias(segment: Tensor | None, rows: int, position: Tensor, window: int | None) -> Tensor:
+    """Return the bias of a `GridContext`: a block sees the tokens of its text up to the one that it follows.
+
+    Args:
+        segment: Number of the text that each token belongs to within its row, `[B, T]`; None for one text a row.
+        rows: B, rows.
+        position: Positions of the block after each token, `[T, Q]` int64.
+        window: Positions that one sees, back from its own; None for all.
+    """
+    index = torch.arange(len(position), device=position.device)
+    seen = (index <= index[:, None])[:, None]  # [T, 1, T]
+    if window is not None:
+        seen = seen & (index > position[:, :, None] - window)  # [T, Q, T]
+    seen = seen.expand(rows, -1, -1, -1)
+    if segment is not None:
+        seen = seen & (segment[:, :, None] == segment[:, None])[:, :, None]
+    return torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, -torch.inf)
+
+
+@dataclass(frozen=True)
+class ParallelProposer(BlockProposer):
+    """Drafts with a parallel drafter; has the attributes of `SearchProposer`."""
+
+    drafter: ParallelDrafter
+
+    def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: BlockContext) -> Expand:
+        """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""
+        drafter, names = self.drafter, self.drafter.draft_ids
+        begin, advance = (_begin_compiled, _advance_compiled) if self.compiled else (_begin, _advance)
+        start = begin(drafter, self.fill(state, context)[:, : self.depth], state.hidden)
+        proposed = None if drafter.config.head_shortlist is None else self._propose_ids(start.rough, sampler, noise)
+        carried: Tensor | None = None  # [B, w, D], the recurrent state of each beam
+
+        def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor | Candidates:
+            nonlocal carried
+            carried = None if carried is None else of_beams(carried, sources)
+            x, carried = advance(drafter, self.target.embedding(tokens), carried, start, k)
+            if proposed is None:
+                return sampler.draft_scores(drafter.score(x), noise, k, names)
+            ids = proposed[:, k, None]  # [B, 1, C]
+            exact = x @ head_rows(drafter.lm_head, ids[:, 0], x.dtype).transpose(1, 2)  # [B, w, C]
+            scores = sampler.draft_scores(exact, noise, k, ids if names is None else names[ids])
+            return Candidates(scores, ids.expand_as(scores))
+
+        return expand
+
+    def _propose_ids(self, rough: Tensor, sampler: Sampler, noise: Tensor | None) -> Tensor:
+        """Return the likeliest ids of each position by its own term of the head, `[B, K, C]`, for all beams alike.
+
+        The scores have the target's noise too: the drawn token may be unlikely by the logits alone.
+        """
+        drafter, names = self.drafter, self.drafter.draft_ids
+        count = max(drafter.config.head_shortlist or 0, self.beams)
+        logits, fast = drafter.score(rough), kernels.TRITON and rough.is_cuda
+        by_position = []
+        for k in range(logits.shape[1]):
+            here, drawn = logits[:, k, None], None if noise is None else noise[:, k]
+            if fast and 4 * count <= logits.shape[-1]:
+                temperature = None if noise is None else sampler.temperature
+                ids = kernels.best_of_parts(here, count, temperature=temperature, noise=drawn, names=names)
+            else:
+                scores = sampler.draft_scores(here, noise, k, names)
+                ids = scores.topk(min(count, here.shape[-1]), dim=-1, sorted=False).indices
+            by_position.append(ids)
+        return torch.cat(by_position, dim=1)
+
+
+ParallelDrafter.proposer_class = ParallelProposer
+
+
+def _begin(drafter: ParallelDrafter, positions: Tensor, hidden: Tensor) -> HeadStart:
+    return drafter.head.begin(positions, drafter.fuse_hidden(hidden))
+
+
+def _advance(
+    drafter: ParallelDrafter, embedding: Tensor, carried: Tensor | None, start: HeadStart, k: int
+) -> tuple[Tensor, Tensor | None]:
+    return drafter.head.step(embedding, carried, start, k)
+
+
+def _begin_compiled(drafter: ParallelDrafter, positions: Tensor, hidden: Tensor) -> HeadStart:
+    """Compute `_begin`, compiled for any number of rows."""
+    for x in (positions, hidden):
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+    made: HeadStart = compile_once(_begin)(drafter, positions, hidden)
+    return made
+
+
+def _advance_compiled(
+    drafter: ParallelDrafter, embedding: Tensor, carried: Tensor | None, start: HeadStart, k: int
+) -> tuple[Tensor, Tensor | None]:
+    """Compute `_advance`, compiled for any number of rows and beams, and for any position."""
+    inner = None if start.inner is None else start.inner[:, k : k + 1]
+    here = start._replace(rough=start.rough[:, k : k + 1], inner=inner)
+    for x, beams in ((embedding, True), (carried, True), *((part, False) for part in here)):
+        if x is not None:
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+            if beams:
+                torch._dynamo.maybe_mark_dynamic(x, 1)
+    made: tuple[Tensor, Tensor | None] = compile_once(_advance)(drafter, embedding, carried, here, 0)
+    return made
