@@ -33,6 +33,7 @@ from redrafter.model.target import context_of
 from redrafter.train.config import TrainConfig
 from redrafter.train.sharding import gather_tensor
 
+FIRST_SHARE = 0.25  # of the base's logits in the first ones of a parallel drafter, whose positions are random at first
 MAX_EXIT_DIM = 8192  # a residual layer of 16,384 would have 268M parameters
 
 
@@ -304,7 +305,7 @@ def _prepare_parallel(drafter: ParallelDrafter, model: PreTrainedModel, draft_id
     if scores.shape == (drafter.config.vocab_size, drafter.config.hidden_size) and scores.dtype.itemsize > 1:
         ids = slice(None) if draft_ids is None else draft_ids.to(scores.device)
         project, weight = low_rank_factors(scores[ids].float(), rank)
-        head.position_proj.weight.copy_(project)
+        head.position_proj.weight.copy_(FIRST_SHARE * project)
         drafter.lm_head.weight.copy_(weight)
 
 
