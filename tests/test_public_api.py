@@ -41,6 +41,8 @@ def test_public_names_are_exactly_those_listed():
         "Grammar",
         "MismatchError",
         "NotFiniteError",
+        "ParallelConfig",
+        "ParallelDrafter",
         "PromptLookup",
         "ReDrafter",
         "ReDrafterError",
