@@ -81,6 +81,11 @@ class DFlashConfig(LayerConfig):
         """The tokens that a block drafts."""
         return self.block_size - (not self.sample_from_anchor)
 
+    @property
+    def max_draft_len(self) -> int:
+        """The tokens that a block drafts."""
+        return self.drafts
+
     def sees_later(self, layer: int) -> bool:
         """Return whether positions see later ones of their block in a layer."""
         return self.causal == "none" or (self.causal == "sliding" and layer not in self.sliding_layers)

@@ -79,6 +79,16 @@ class AnyDrafterConfig(PretrainedConfig):
         """Name of what it does, as repositories of the Hub are tagged."""
         return self.model_type.removeprefix("redrafter_")
 
+    @property
+    def num_draft_ids(self) -> int:
+        """V', the number of ids that it can draft."""
+        return self.draft_vocab_size or self.vocab_size
+
+    @property
+    def max_draft_len(self) -> int | None:
+        """The most tokens that a search can draft after another; None for no limit."""
+        return None
+
     @classmethod
     def names_of(cls, kind: object) -> list[str]:
         """Return the names of our fields of a type, such as `int | None`."""
