@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
 from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.decoder_parts import Sines, of_beams, rope_of
@@ -19,6 +20,7 @@ from redrafter.drafting.dflash_config import DFlashConfig
 from redrafter.drafting.dflash_layers import (
     BlockLayer,
     BlockPlace,
+    GivenContext,
     LayerContext,
     MarkovHead,
     PagedContext,
@@ -29,14 +31,18 @@ from redrafter.drafting.drafter_model import compile_once, drafter_layer, for_an
 from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.paged_entries import PagedEntries, reads_pages
 from redrafter.drafting.proposer import SearchProposer, State
-from redrafter.drafting.text_drafters import ReadAt, ReplayableDrafter
-from redrafter.errors import ArgumentError
+from redrafter.drafting.text_drafters import GivenTexts, ReadAt, TrainableDrafter
+from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.layer_compiler import LayerCompiler
 from redrafter.model.target import Target
 from redrafter.model.varlen_forward import COMPILE_OPTIONS, CUTS
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.beam_search import Expand
+
+# Positions of blocks that a training fills at once: enough for the products of a GPU. More would only take more memory,
+# which holds all layers of one such part.
+POSITIONS_AT_ONCE = 4096
 
 
 class BlockContext(NamedTuple):
@@ -52,7 +58,7 @@ class BlockContext(NamedTuple):
 
 
 @register_drafter("DFlash drafter", "redrafter_dflash")
-class DFlashDrafter(ReplayableDrafter):
+class DFlashDrafter(TrainableDrafter):
     """A drafter of blocks; it uses the target's embedding table and head, unless it has its own."""
 
     config_class = DFlashConfig
@@ -68,8 +74,7 @@ class DFlashDrafter(ReplayableDrafter):
         self.layers = nn.ModuleList(BlockLayer(config, layer) for layer in range(config.num_layers))
         self.norm = nn.RMSNorm(width, eps)
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
-        ids = config.draft_vocab_size or config.vocab_size
-        self.lm_head = nn.Linear(width, ids, bias=False) if config.own_head else None
+        self.lm_head = nn.Linear(width, config.num_draft_ids, bias=False) if config.own_head else None
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.candidate_selector = Selector(config) if config.selector_rank else None
         self.post_init()
@@ -156,6 +161,113 @@ class DFlashDrafter(ReplayableDrafter):
         scores = 12 * config.block_size * config.num_attention_heads
         return length * (stored + scores) + 4 * config.drafts * config.vocab_size
 
+    def check_unroll(self, steps: int) -> None:
+        """Raise an error for more steps than a block drafts, or a bound of the logits; see `TrainableDrafter`."""
+        if steps > self.config.drafts:
+            raise ArgumentError(
+                f"--draft-len {steps} is more than the {self.config.drafts} tokens that a block of this drafter holds"
+            )
+        if self.config.logit_softcap is not None:
+            raise UnsupportedError(
+                f"a block drafter with logit_softcap={self.config.logit_softcap} cannot be trained: the loss has no "
+                "such bound; train a new one with --form dflash"
+            )
+
+    def unroll(self, texts: GivenTexts) -> Tensor:
+        """Fill a block at each anchor, as the search does; see `TrainableDrafter.unroll`.
+
+        Blocks attend to the committed tokens before their anchor and to themselves. They are filled in parts, and
+        filled again for the gradients on a GPU, so that the memory does not grow with the number of anchors.
+
+        Returns:
+            The hidden states of the positions that draft, `[A, K, D]`, followed by the inputs of the Markov head's and
+            the selector's product.
+        """
+        tokens, (rows, length) = texts.tokens, texts.tokens.shape
+        index, device = torch.arange(length, device=tokens.device), tokens.device
+        sines = Sines.at(index, *rope_of(self.config, device))
+        keys, values = self.remember(self.fuse_hidden(texts.features), sines)  # [B, T, L H, d]
+        # Blocks are filled at the same columns of all rows. Finding those with an anchor would make the host wait for a
+        # GPU, where most columns have one.
+        found = tokens.is_cuda or not len(texts.anchors)
+        columns = index if found else (texts.anchors % length).unique()  # [P]
+        filled = []
+        for part in columns.split(max(POSITIONS_AT_ONCE // (rows * self.config.block_size), 1)):
+            arguments = texts, keys, values, part
+            if tokens.is_cuda:
+                filled.append(checkpoint(self._fill_columns, *arguments, use_reentrant=False))
+            else:
+                filled.append(self._fill_columns(*arguments))
+        place = texts.anchors // length * len(columns) + torch.searchsorted(columns, texts.anchors % length)
+        hidden = torch.cat(filled, dim=1).flatten(0, 1).index_select(0, place)  # [A, Q, D]
+        before, state = tokens.flatten()[texts.position], None  # [A, K], the token before each draft
+        first = 0 if self.config.sample_from_anchor else 1
+        drafted = hidden[:, first:][:, : before.shape[1]]  # [A, K, D]
+        parts = [drafted * self.config.logit_scale]
+        if (markov := self.markov_head) is not None:
+            if first:
+                _, state = markov.advance(before[:, :1], hidden[:, 0], None)
+            inputs = []
+            for k in range(before.shape[1]):
+                x, state = markov.advance(before[:, k, None], drafted[:, k], state)
+                inputs.append(x)
+            parts.append(torch.cat(inputs, dim=1))
+        if self.candidate_selector is not None:
+            parts.append(self.candidate_selector.join(before, drafted))
+        return torch.cat(parts, dim=-1)
+
+    def _fill_columns(self, texts: GivenTexts, keys: Tensor, values: Tensor, columns: Tensor) -> Tensor:
+        """Fill blocks whose anchors are at columns `[c]` int64 of each text, and return their states, `[B, c, Q, D]`.
+
+        Args:
+            texts: The texts.
+            keys: Keys of their tokens in all layers, `[B, T, L H, d]`.
+            values: Values likewise.
+            columns: Columns of the anchors.
+        """
+        assert texts.table is not None
+        (rows, length), segment, heads = texts.tokens.shape, texts.segment, self.config.num_key_value_heads
+        committed = (torch.arange(length, device=columns.device) <= columns[:, None]).expand(rows, -1, -1)  # [B, c, T]
+        if segment is not None:
+            committed = committed & (segment[:, columns, None] == segment[:, None])
+        pending = texts.tokens[:, (columns + 1).clamp(max=length - 1)]  # [B, c]
+
+        def read_layer(layer: int) -> GivenContext:
+            part = slice(layer * heads, (layer + 1) * heads)
+            return GivenContext(keys[:, :, part], values[:, :, part], committed)
+
+        hidden: Tensor = self(pending.flatten()[:, None], (columns + 1).repeat(rows), read_layer, texts.table)
+        return hidden.unflatten(0, (rows, -1))
+
+    def trained_heads(self, x: Tensor) -> list[tuple[Tensor | None, ...]]:
+        """Return the head with the terms of the Markov head and of the selector; see `TrainableDrafter.trained_heads`.
+
+        The candidates of a selector are chosen without its term, so the logits without it are a second head.
+        """
+        width, rank = self.config.hidden_size, self.config.markov_rank or 0
+        head: tuple[Tensor | None, ...] = x[..., :width], None if self.lm_head is None else self.lm_head.weight
+        if self.markov_head is not None:
+            head += (x[..., width : width + rank], self.markov_head.markov_w2.weight)
+        if self.candidate_selector is None:
+            return [head]
+        return [(*head, x[..., width + rank :], self.candidate_selector.successor_codebook), head]
+
+    def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
+        """Return about how many bytes `unroll` keeps on a GPU; see `TrainableDrafter.unroll_bytes`."""
+        config, layers, count = self.config, self.config.num_layers, self.config.block_size
+        attended = config.num_attention_heads * config.head_dim
+        stored = 2 * layers * config.num_key_value_heads * config.head_dim  # keys and values of a token
+        kept = 4 * (2 * stored + (count + 3 * steps) * config.hidden_size)
+        together = min(max(POSITIONS_AT_ONCE, rows * count), rows * length * count)
+        layer = 4 * (10 * config.hidden_size + 4 * config.intermediate_size + 4 * attended)
+        # Of each layer: a mask as booleans and as numbers, and keys and values by query head.
+        seen = length + together // rows
+        masks = layers * seen * (5 * together + 8 * rows * attended)
+        return {
+            "the drafter's states": rows * length * kept + together * layers * layer,
+            "its attention to the texts": masks,
+        }
+
     def forward(
         self,
         pending: Tensor,
@@ -174,7 +286,9 @@ class DFlashDrafter(ReplayableDrafter):
             rope: What `rope_of` returns, which a compiled caller looks up before; None to look it up here.
         """
         block = pad(pending, (0, self.config.block_size - 1), value=self.config.mask_token_id)  # [B, Q]
-        x = (table if self.embed_tokens is None else self.embed_tokens)(block) * self.config.embedding_scale
+        # The target's table is frozen, and a training has float32 drafters for targets of any dtype.
+        x = table(block).detach().to(self.norm.weight.dtype) if self.embed_tokens is None else self.embed_tokens(block)
+        x = x * self.config.embedding_scale
         position = length[:, None] + torch.arange(block.shape[1], device=block.device)
         place = BlockPlace(position, Sines.at(position, *(rope or rope_of(self.config, length.device))))
         for number, layer in enumerate(self.stack):

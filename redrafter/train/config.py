@@ -36,6 +36,8 @@ MAX_VALUES: dict[str, float] = dict.fromkeys(
         "lora_rank",
         "context_heads",
         "context_head_dim",
+        "markov_rank",
+        "selector_rank",
         "draft_len",
         "batch_size",
     ),
@@ -46,15 +48,21 @@ MAX_VALUES |= {"length": 1 << 24, "context_window": 1 << 24, "seed": 1 << 62}
 # Options of a new drafter's form that `init_drafter.size_form` derives from the base if they are None.
 SIZED_OPTIONS = (
     *("recurrence", "num_layers", "exit_dim", "target_layers", "head_rank"),
-    *("context_window", "context_heads", "context_kv_heads"),
+    *("context_window", "context_heads", "context_kv_heads", "markov_rank", "selector_rank"),
 )
 # Options that define the form of a new drafter; a drafter to train further already has one.
 FORM_OPTIONS = (
     *SIZED_OPTIONS,
     *("form", "rnn", "draft_vocab_size", "context_head_dim", "head_shortlist", "head_shortlist_rank"),
 )
-# The options of `FORM_OPTIONS` that each form supports.
-FORMS = {"recurrent": FORM_OPTIONS, "eagle3": ("form", "target_layers", "draft_vocab_size")}
+# The options of `FORM_OPTIONS` that each form supports. A selector knows all ids.
+FORMS = {
+    "recurrent": tuple(name for name in FORM_OPTIONS if name not in ("markov_rank", "selector_rank")),
+    "eagle3": ("form", "target_layers", "draft_vocab_size"),
+    "dflash": ("form", "num_layers", "target_layers", "draft_vocab_size"),
+    "dspark": ("form", "num_layers", "target_layers", "draft_vocab_size", "markov_rank"),
+    "dflash2": ("form", "num_layers", "target_layers", "selector_rank"),
+}
 
 
 def layers(text: str) -> tuple[int, ...]:
@@ -121,8 +129,10 @@ class TrainConfig:
     save_dtype: str = option("float32", "dtype of the saved drafter", choices=DTYPES, type=dtype_word)
     form: str = option(
         "recurrent",
-        "form of a new drafter: recurrent, this project's; or eagle3, an EAGLE-3 head, which other engines serve too: "
-        "of the options of a form it takes --target-layers and --draft-vocab-size, and its layer has the base's sizes",
+        "form of a new drafter: recurrent, this project's; eagle3, an EAGLE-3 head; or dflash, dspark or dflash2, "
+        "which fill a block of --draft-len tokens in one pass. Other engines serve the last four too: their layers "
+        "have the base's sizes, and of the options of a form they take --target-layers and --draft-vocab-size (not "
+        "dflash2), those of blocks also --num-layers",
         choices=tuple(FORMS),
     )
     recurrence: str | None = option(
@@ -131,7 +141,11 @@ class TrainConfig:
         "its form below default to the published form, which alone Apple's and TensorRT-LLM's formats can hold",
         choices=("gated", "apple"),
     )
-    num_layers: int | None = option(None, "residual layers of a new drafter (default: 3; published form: 2)")
+    num_layers: int | None = option(
+        None,
+        "residual layers of a new drafter (default: 3; published form: 2), or decoder layers of one that fills blocks "
+        "(default: 3)",
+    )
     exit_dim: int | None = option(
         None, "width of a new drafter's layers and head (default: twice the base's hidden size, at most 8192)"
     )
@@ -140,7 +154,8 @@ class TrainConfig:
         None,
         "decoder layers of the base, counted from 0, whose outputs a new drafter reads in addition to the last hidden "
         "state, "
-        "or none (default: those at a quarter, a half and three quarters of its depth; published form: none)",
+        "or none (default: those at a quarter, a half and three quarters of its depth; published form: none; for "
+        "blocks, the last but one too)",
         type=layers,
         metavar="N,...",
     )
@@ -169,6 +184,14 @@ class TrainConfig:
         "512, and the head scores only those (default: one stage, which scores all ids)",
     )
     head_shortlist_rank: int = option(SHORTLIST_RANK, "rank of those rough scores")
+    markov_rank: int | None = option(
+        None,
+        "with --form dspark: rank of the term for the token before a draft (default: a quarter of the hidden size, at "
+        "most 256)",
+    )
+    selector_rank: int | None = option(
+        None, "with --form dflash2: rank of the selector of candidates (default: likewise)"
+    )
     draft_vocab_size: int | None = option(
         None, "token ids that a new drafter knows, the most frequent of the data (default: all)"
     )
@@ -248,10 +271,11 @@ class TrainConfig:
     def __post_init__(self) -> None:
         optional = ("length", "steps", "epochs", "minutes", "exit_dim", "draft_vocab_size", "head_shortlist", "chunk")
         heads = ("context_heads", "context_kv_heads", "context_head_dim")
+        ranks = ("head_shortlist_rank", "markov_rank", "selector_rank")
         intervals = ("log_every", "validate_every", "save_every", "keep")
         sizes = ("batch_size", "watch_rows", "accumulate", "draft_len", "lora_rank", "validate_tokens")
         values, defaults = vars(self), {item.name: item.default for item in fields(self)}
-        for name in (*sizes, *intervals, *heads, "head_shortlist_rank", "decay", "lr", "max_grad_norm", *optional):
+        for name in (*sizes, *intervals, *heads, *ranks, "decay", "lr", "max_grad_norm", *optional):
             if not (values[name] is None or 0 < values[name] < math.inf):
                 raise ArgumentError(f"{flag(name)} must be positive, got {values[name]}")
         counts = ("num_layers", "context_window", "head_rank", "watch_replay", "validate_prompts")
@@ -269,7 +293,7 @@ class TrainConfig:
         if self.recipe is not None and not RECIPES[self.recipe].options.keys().isdisjoint(FORM_OPTIONS):
             others = {
                 "--drafter": self.drafter is not None,
-                "--form eagle3": self.form == "eagle3",
+                f"--form {self.form}": self.form != "recurrent",
                 "--recurrence apple": self.recurrence == "apple",
                 "--no-rnn": not self.rnn,
             }

@@ -296,9 +296,10 @@ def steps_taken(accepted: Sequence[int]) -> Iterator[int]:
 
 def candidates(drafter: ReplayableDrafter, draft_len: int) -> list[TreeShape]:
     """Return the trees to compare for a drafter that was trained for `draft_len` steps: up to twice as deep."""
-    vocabulary = drafter.config.draft_vocab_size or drafter.config.vocab_size
-    widths = [width for width in WIDTHS if width <= vocabulary]
-    pairs = [(width, depth) for width in widths for depth in range(2, max(2 * draft_len, 2) + 1)]
+    widths = [width for width in WIDTHS if width <= drafter.config.num_draft_ids]
+    deepest = max(2 * draft_len, 2)
+    deepest = min(deepest, drafter.config.max_draft_len or deepest)
+    pairs = [(width, depth) for width in widths for depth in range(min(2, deepest), deepest + 1)]
     return [TreeShape(beams, depth, min(MEASURED_NODES, 1 + beams * depth)) for beams, depth in pairs]
 
 
