@@ -265,7 +265,7 @@ def candidates(
     the drafter's vocabulary are left out.
     """
     # A search cannot keep more beams than there are ids.
-    vocabulary = own.drafter.config.draft_vocab_size or own.drafter.config.vocab_size
+    vocabulary = own.drafter.config.num_draft_ids
     widths, search = [width for width in beams if width <= vocabulary], (own.beams, own.depth)
     tried = dict.fromkeys(trees(widths, lengths, NODE_BUDGETS))
     if own.beams in widths and own.depth in lengths:

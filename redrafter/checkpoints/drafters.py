@@ -130,7 +130,7 @@ def check_fits_base(
 
 def check_beams(config: AnyDrafterConfig, beams: int | None) -> None:
     """Raise `ArgumentError` if there are more beams than tokens: each beam begins with another one."""
-    vocabulary = config.draft_vocab_size or config.vocab_size
+    vocabulary = config.num_draft_ids
     if beams is not None and beams > vocabulary:
         raise ArgumentError(f"num_beams={beams} is more than the drafter's vocabulary of {vocabulary} ids")
 

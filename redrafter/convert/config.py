@@ -23,12 +23,12 @@ from redrafter.options import option
 from redrafter.tree.sizes import TreeShape
 
 OUTPUT_FORMATS = ("redrafter", "trtllm", "apple", "drafter", "speculators")
-OUTPUT_KINDS = {  # the result of `kind_of` for each output format
-    "redrafter": "merged checkpoint",
-    "trtllm": "TensorRT-LLM ReDrafter checkpoint",
-    "apple": "Apple drafter",
-    "drafter": "drafter",
-    "speculators": "EAGLE-3 head",
+OUTPUT_KINDS = {  # the results of `kind_of` for each output format
+    "redrafter": ("merged checkpoint",),
+    "trtllm": ("TensorRT-LLM ReDrafter checkpoint",),
+    "apple": ("Apple drafter",),
+    "drafter": ("drafter",),
+    "speculators": ("EAGLE-3 head", "DFlash drafter"),
 }
 _OPTION_FORMATS = {  # output formats that support an option, for options that not all formats support
     "base_model_checkpoint_dir": ("redrafter", "trtllm", "drafter", "speculators"),
@@ -67,7 +67,8 @@ class ConvertConfig:
     to: str = option(
         "redrafter",
         "output format: a merged checkpoint of redrafter, a TensorRT-LLM checkpoint, a drafter in Apple's format, a "
-        "drafter of redrafter, or an EAGLE-3 head as vllm-project/speculators, vLLM and llama.cpp read it",
+        "drafter of redrafter, or an EAGLE-3 head or DFlash drafter as vllm-project/speculators and vLLM read it, and "
+        "llama.cpp a head",
         choices=OUTPUT_FORMATS,
     )
     dtype: str | None = option(
@@ -188,14 +189,15 @@ def check_output(config: ConvertConfig) -> Path:
         real_output, real_source = Path(os.path.realpath(output)), Path(os.path.realpath(source))
         if real_output == real_source or real_output in real_source.parents or real_source in real_output.parents:
             raise ArgumentError(f"the output {output} and its source {source} must not hold one another")
-    kind = OUTPUT_KINDS[config.to]
-    check_output_folder(output, config.overwrite, flag="--output-dir", what=kind, replaceable=partial(_holds, kind))
+    kinds = OUTPUT_KINDS[config.to]
+    what, replaceable = " or ".join(kinds), partial(_holds, kinds)
+    check_output_folder(output, config.overwrite, flag="--output-dir", what=what, replaceable=replaceable)
     return output
 
 
-def _holds(kind: str, path: Path) -> bool:
+def _holds(kinds: Sequence[str], path: Path) -> bool:
     with suppress(ReDrafterError):  # a broken checkpoint is of no kind
-        return kind_of(path) == kind
+        return kind_of(path) in kinds
     return False
 
 

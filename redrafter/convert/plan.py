@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning
 from redrafter.convert.config import ConvertConfig
+from redrafter.drafting.dflash_config import DFlashConfig
 from redrafter.drafting.drafter_config import AnyDrafterConfig, DrafterConfig, EagleConfig
 from redrafter.drafting.shortlist import low_rank_factors
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
@@ -224,11 +225,11 @@ def plan_apple(drafter: SourceDrafter, base: SourceBase | None, config: ConvertC
 
 
 def plan_speculators(drafter: SourceDrafter, base: SourceBase | None, config: ConvertConfig) -> ConversionPlan:
-    """Plan a directory of an EAGLE-3 head as vllm-project/speculators writes it and vLLM serves it."""
-    if not isinstance(drafter.config, EagleConfig):
+    """Plan a directory of an EAGLE-3 head or a block drafter as vllm-project/speculators writes and vLLM serves it."""
+    if not isinstance(drafter.config, EagleConfig | DFlashConfig):
         raise UnsupportedError(
             f"speculators' format cannot hold a {drafter.config.kind}; `redrafter train --form eagle3` makes a head "
-            "for it"
+            "for it, and --form dflash, dspark or dflash2 a drafter of blocks"
         )
     name, architecture, notes = drafter.config.base_model, None, tuple[str, ...]()
     if base is not None:
@@ -242,10 +243,15 @@ def plan_speculators(drafter: SourceDrafter, base: SourceBase | None, config: Co
     depth = None if base is None else getattr(base.config.get_text_config(decoder=True), "num_hidden_layers", None)
     # vLLM collects hidden states before each layer, so it never sees the last one's output.
     if layers is not None and depth is not None and layers[-1] == depth - 1:
-        notes += (f"the head reads the output of the base's last layer, {layers[-1]}, which vLLM does not give",)
-    tensors = eagle.to_speculators_tensors(_cast_floats(drafter.tensors, config.dtype), drafter.config)
-    dtype, length = dtype_name(tensors["lm_head.weight"].dtype), drafter.fill(config.defaults).shape.draft_len_per_beam
-    content = eagle.to_speculators_config(drafter.config, name, architecture, dtype, length or 1)
+        notes += (f"the drafter reads the output of the base's last layer, {layers[-1]}, which vLLM does not give",)
+    cast = _cast_floats(drafter.tensors, config.dtype)
+    dtype, length = dtype_name(cast["fc.weight"].dtype), drafter.fill(config.defaults).shape.draft_len_per_beam or 1
+    if isinstance(drafter.config, DFlashConfig):
+        tensors = dflash.to_speculators_tensors(cast, drafter.config)
+        content = dflash.to_speculators_config(drafter.config, name, architecture, dtype, length)
+    else:
+        tensors = eagle.to_speculators_tensors(cast, drafter.config)
+        content = eagle.to_speculators_config(drafter.config, name, architecture, dtype, length)
     return ConversionPlan(
         weights={WEIGHTS_FILE: tensors},
         texts={CARD_FILE: _make_card(drafter, _config_with_base(drafter.config, base), base, "speculators")},

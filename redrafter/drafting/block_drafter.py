@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.decoder_parts import Sines, rope_of
@@ -18,6 +19,7 @@ from redrafter.drafting.dflash_config import BlockConfig
 from redrafter.drafting.dflash_layers import (
     BlockLayer,
     BlockPlace,
+    GivenContext,
     LayerContext,
     PagedContext,
     ReadLayer,
@@ -25,12 +27,16 @@ from redrafter.drafting.dflash_layers import (
 from redrafter.drafting.drafter_model import compile_once, drafter_layer, for_any_tokens
 from redrafter.drafting.paged_entries import PagedEntries, reads_pages
 from redrafter.drafting.proposer import SearchProposer, State
-from redrafter.drafting.text_drafters import ReadAt, ReplayableDrafter
+from redrafter.drafting.text_drafters import GivenTexts, ReadAt, TrainableDrafter
 from redrafter.errors import ArgumentError
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.layer_compiler import LayerCompiler
 from redrafter.model.target import Target
 from redrafter.model.varlen_forward import COMPILE_OPTIONS, CUTS
+
+# Positions of blocks that a training fills at once: enough for the products of a GPU. More would only take more memory,
+# which holds all layers of one such part.
+POSITIONS_AT_ONCE = 4096
 
 
 class BlockContext(NamedTuple):
@@ -45,7 +51,7 @@ class BlockContext(NamedTuple):
     layers: tuple[PagedEntries, ...] | ReadLayer
 
 
-class BlockDrafter(ReplayableDrafter):
+class BlockDrafter(TrainableDrafter):
     """The layers of a drafter of blocks.
 
     Attributes:
@@ -122,6 +128,77 @@ class BlockDrafter(ReplayableDrafter):
         stored = 4 * config.num_key_value_heads * config.head_dim * self.dtype.itemsize
         scores = 12 * config.block_size * config.num_attention_heads
         return length * (stored + scores) + 4 * config.drafts * config.vocab_size
+
+    def check_unroll(self, steps: int) -> None:
+        """Raise `ArgumentError` for more steps than a block drafts; see `TrainableDrafter`."""
+        if steps > self.config.drafts:
+            raise ArgumentError(
+                f"--draft-len {steps} is more than the {self.config.drafts} tokens that a block of this drafter holds"
+            )
+
+    def fill_given(self, texts: GivenTexts) -> Tensor:
+        """Fill a block at each of the A anchors of given texts, as the search does, `[A, Q, D]`.
+
+        Blocks attend to the committed tokens before their anchor and to themselves. They are filled in parts, and
+        filled again for the gradients on a GPU, so that the memory does not grow with the number of anchors.
+        """
+        tokens, (rows, length) = texts.tokens, texts.tokens.shape
+        index, device = torch.arange(length, device=tokens.device), tokens.device
+        sines = Sines.at(index, *rope_of(self.config, device))
+        keys, values = self.remember(self.fuse_hidden(texts.features), sines)  # [B, T, L H, d]
+        # Blocks are filled at the same columns of all rows. Finding those with an anchor would make the host wait for a
+        # GPU, where most columns have one.
+        found = tokens.is_cuda or not len(texts.anchors)
+        columns = index if found else (texts.anchors % length).unique()  # [P]
+        filled = []
+        for part in columns.split(max(POSITIONS_AT_ONCE // (rows * self.config.block_size), 1)):
+            arguments = texts, keys, values, part
+            if tokens.is_cuda:
+                filled.append(checkpoint(self._fill_columns, *arguments, use_reentrant=False))
+            else:
+                filled.append(self._fill_columns(*arguments))
+        place = texts.anchors // length * len(columns) + torch.searchsorted(columns, texts.anchors % length)
+        return torch.cat(filled, dim=1).flatten(0, 1).index_select(0, place)
+
+    def _fill_columns(self, texts: GivenTexts, keys: Tensor, values: Tensor, columns: Tensor) -> Tensor:
+        """Fill blocks whose anchors are at columns `[c]` int64 of each text, and return their states, `[B, c, Q, D]`.
+
+        Args:
+            texts: The texts.
+            keys: Keys of their tokens in all layers, `[B, T, L H, d]`.
+            values: Values likewise.
+            columns: Columns of the anchors.
+        """
+        assert texts.table is not None
+        (rows, length), segment, heads = texts.tokens.shape, texts.segment, self.config.num_key_value_heads
+        committed = (torch.arange(length, device=columns.device) <= columns[:, None]).expand(rows, -1, -1)  # [B, c, T]
+        if segment is not None:
+            committed = committed & (segment[:, columns, None] == segment[:, None])
+        pending = texts.tokens[:, (columns + 1).clamp(max=length - 1)]  # [B, c]
+
+        def read_layer(layer: int) -> GivenContext:
+            part = slice(layer * heads, (layer + 1) * heads)
+            return GivenContext(keys[:, :, part], values[:, :, part], committed)
+
+        hidden = texts.features[:, columns].flatten(0, 1)
+        x = self.open_block(pending.flatten()[:, None], hidden, texts.table)
+        return self.fill(x, (columns + 1).repeat(rows), read_layer).unflatten(0, (rows, -1))
+
+    def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
+        """Return about how many bytes `unroll` keeps on a GPU; see `TrainableDrafter.unroll_bytes`."""
+        config, layers, count = self.config, self.config.num_layers, self.config.block_size
+        attended = config.num_attention_heads * config.head_dim
+        stored = 2 * layers * config.num_key_value_heads * config.head_dim  # keys and values of a token
+        kept = 4 * (2 * stored + (count + 3 * steps) * config.hidden_size)
+        together = min(max(POSITIONS_AT_ONCE, rows * count), rows * length * count)
+        layer = 4 * (10 * config.hidden_size + 4 * config.intermediate_size + 4 * attended)
+        # Of each layer: a mask as booleans and as numbers, and keys and values by query head.
+        seen = length + together // rows
+        masks = layers * seen * (5 * together + 8 * rows * attended)
+        return {
+            "the drafter's states": rows * length * kept + together * layers * layer,
+            "its attention to the texts": masks,
+        }
 
     def fill(self, x: Tensor, length: Tensor, read: ReadLayer, rope: tuple[Tensor, float] | None = None) -> Tensor:
         """Apply the layers to a block of each row, and return the hidden states of all its positions, `[B, Q, D]`.

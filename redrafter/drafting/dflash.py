@@ -6,6 +6,7 @@ selector makes the scores of a beam depend on its last token.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -20,6 +21,8 @@ from redrafter.drafting.dflash_layers import (
 from redrafter.drafting.drafter_model import layer_bytes
 from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.proposer import State
+from redrafter.drafting.text_drafters import GivenTexts
+from redrafter.errors import UnsupportedError
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.beam_search import Expand
 
@@ -41,8 +44,7 @@ class DFlashDrafter(BlockDrafter):
         self.layers = nn.ModuleList(BlockLayer(config, layer) for layer in range(config.num_layers))
         self.norm = nn.RMSNorm(width, eps)
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
-        ids = config.draft_vocab_size or config.vocab_size
-        self.lm_head = nn.Linear(width, ids, bias=False) if config.own_head else None
+        self.lm_head = nn.Linear(width, config.num_draft_ids, bias=False) if config.own_head else None
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.candidate_selector = Selector(config) if config.selector_rank else None
         self.post_init()
@@ -80,8 +82,55 @@ class DFlashDrafter(BlockDrafter):
     def open_block(self, pending: Tensor, hidden: Tensor, table: nn.Module) -> Tensor:
         """Return the embeddings of the pending token and of masks; see `BlockDrafter.open_block`."""
         block = pad(pending, (0, self.config.block_size - 1), value=self.config.mask_token_id)  # [B, Q]
-        embedded: Tensor = (table if self.embed_tokens is None else self.embed_tokens)(block)
-        return embedded * self.config.embedding_scale
+        # The target's table is frozen, and a training has float32 drafters for targets of any dtype.
+        x = table(block).detach().to(self.norm.weight.dtype) if self.embed_tokens is None else self.embed_tokens(block)
+        return x * self.config.embedding_scale
+
+    def check_unroll(self, steps: int) -> None:
+        """Raise an error for more steps than a block drafts, or a bound of the logits; see `TrainableDrafter`."""
+        super().check_unroll(steps)
+        if self.config.logit_softcap is not None:
+            raise UnsupportedError(
+                f"a block drafter with logit_softcap={self.config.logit_softcap} cannot be trained: the loss has no "
+                "such bound; train a new one with --form dflash"
+            )
+
+    def unroll(self, texts: GivenTexts) -> Tensor:
+        """Fill a block at each anchor, as the search does; see `TrainableDrafter.unroll`.
+
+        Returns:
+            The hidden states of the positions that draft, `[A, K, D]`, followed by the inputs of the Markov head's and
+            the selector's product.
+        """
+        hidden = self.fill_given(texts)
+        before, state = texts.tokens.flatten()[texts.position], None  # [A, K], the token before each draft
+        first = 0 if self.config.sample_from_anchor else 1
+        drafted = hidden[:, first:][:, : before.shape[1]]  # [A, K, D]
+        parts = [drafted * self.config.logit_scale]
+        if (markov := self.markov_head) is not None:
+            if first:
+                _, state = markov.advance(before[:, :1], hidden[:, 0], None)
+            inputs = []
+            for k in range(before.shape[1]):
+                x, state = markov.advance(before[:, k, None], drafted[:, k], state)
+                inputs.append(x)
+            parts.append(torch.cat(inputs, dim=1))
+        if self.candidate_selector is not None:
+            parts.append(self.candidate_selector.join(before, drafted))
+        return torch.cat(parts, dim=-1)
+
+    def trained_heads(self, x: Tensor) -> list[tuple[Tensor | None, ...]]:
+        """Return the head with the terms of the Markov head and of the selector; see `TrainableDrafter.trained_heads`.
+
+        The candidates of a selector are chosen without its term, so the logits without it are a second head.
+        """
+        width, rank = self.config.hidden_size, self.config.markov_rank or 0
+        head: tuple[Tensor | None, ...] = x[..., :width], None if self.lm_head is None else self.lm_head.weight
+        if self.markov_head is not None:
+            head += (x[..., width : width + rank], self.markov_head.markov_w2.weight)
+        if self.candidate_selector is None:
+            return [head]
+        return [(*head, x[..., width + rank :], self.candidate_selector.successor_codebook), head]
 
     def logits(self, hidden: Tensor, head: nn.Module) -> Tensor:
         """Return the logits of positions `[..., D]`, over the drafter's vocabulary; `head` is the target's."""

@@ -5,7 +5,6 @@ from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -31,6 +30,20 @@ class LayerContext(NamedTuple):
     position: Tensor
 
 
+class GivenContext(NamedTuple):
+    """Entries of whole sequences, which blocks at c positions of each attend to at once.
+
+    Attributes:
+        keys: Keys of the T tokens of B sequences, `[B, T, H, d]`.
+        values: Their values, `[B, T, H, d]`.
+        committed: Which tokens are committed before each block, `[B, c, T]` bool.
+    """
+
+    keys: Tensor
+    values: Tensor
+    committed: Tensor
+
+
 class PagedContext(NamedTuple):
     """Entries that one layer attends to in a paged cache, those of the block included.
 
@@ -43,22 +56,8 @@ class PagedContext(NamedTuple):
     rows: TokenRows
 
 
-class GridContext(NamedTuple):
-    """Entries that one layer attends to from blocks after all tokens of B texts at once, as training does.
-
-    Attributes:
-        keys: Keys of all T tokens, `[B, T, H, d]`.
-        values: Their values, `[B, T, H, d]`.
-        bias: Added to the scores of the block after each token, float32: -inf for tokens that it does not see, else 0;
-            `[B, T, 1, T]`, or `[B, T, Q, T]` where positions of a block see different tokens.
-    """
-
-    keys: Tensor
-    values: Tensor
-    bias: Tensor
-
-
-ReadLayer: TypeAlias = Callable[[int], LayerContext | PagedContext]
+AnyContext: TypeAlias = LayerContext | GivenContext | PagedContext
+ReadLayer: TypeAlias = Callable[[int], AnyContext]
 """Returns what the layer of a number attends to before the block."""
 
 
@@ -74,18 +73,15 @@ class BlockAttention(AttentionProducts):
         """Return keys and values of tokens with hidden states `[..., D]` at positions `[...]`, `[..., H, d]` each."""
         return self.finish_key(self.by_head(self.k_proj(hidden)), position), self.by_head(self.v_proj(hidden))
 
-    def forward(self, x: Tensor, place: "BlockPlace", context: LayerContext | PagedContext | GridContext) -> Tensor:
-        """Attend from blocks `[B, Q, D]` at a place to what is before them, and to the blocks themselves.
-
-        With a `GridContext`, blocks are `[B, T, Q, D]`.
-        """
+    def forward(self, x: Tensor, place: "BlockPlace", context: AnyContext) -> Tensor:
+        """Attend from blocks `[B, Q, D]` at a place to what is before them, and to the blocks themselves."""
         query = self.finish_query(self.by_head(self.q_proj(x)), place.sines)  # [B, Q, h, d]
         new = self.remember(x, place.sines)
-        if isinstance(context, GridContext):
-            return self.o_proj(self._attend_grid(query, new, context))
         if isinstance(context, PagedContext):
             attended = context.entries.attend(query, *new, context.rows, window=self.window or 0)
             return self.o_proj(attended.flatten(2))
+        if isinstance(context, GivenContext):
+            return self.o_proj(self._attend_together(query, new, place, context))
         return self.o_proj(self._attend_densely(query, new, place, context))
 
     def _attend_densely(
@@ -111,30 +107,34 @@ class BlockAttention(AttentionProducts):
             )  # [B, H, g Q, d]
         return read.unflatten(2, (copies, -1)).permute(0, 3, 1, 2, 4).flatten(2)
 
-    def _attend_grid(self, query: Tensor, new: tuple[Tensor, Tensor], context: GridContext) -> Tensor:
-        """Attend from the blocks after all tokens of texts, and return the attended values, `[B, T, Q, h d]`."""
-        size, dtype = query.shape[2], query.dtype
-        query = query.unflatten(3, (context.keys.shape[2], -1)) * query.shape[-1] ** -0.5  # [B, T, Q, H, g, d]
-        by_row = rearrange(query, "b t q h g d -> b h (t q g) d")
-        far = by_row @ rearrange(context.keys, "b s h d -> b h d s").to(dtype)  # [B, H, T Q g, T]
-        far = rearrange(far, "b h (t q g) s -> b h t q g s", t=query.shape[1], q=size).float()
-        far = far + context.bias[:, None, :, :, None]
-        near = torch.einsum("btqhgd,btkhd->bhtqgk", query, new[0].to(dtype)).float()
-        # One softmax over both parts: the text's and the block's entries share their sum of weights.
-        scores = torch.cat([far, near + self._block_bias(size, query.device)[:, None]], dim=-1)
-        far, near = scores.softmax(dim=-1).to(dtype).split([scores.shape[-1] - size, size], dim=-1)
-        read = far.flatten(2, 4) @ rearrange(context.values, "b s h d -> b h s d").to(dtype)  # [B, H, T Q g, d]
-        read = rearrange(read, "b h (t q g) d -> b t q h g d", t=query.shape[1], q=size)
-        read = read + torch.einsum("bhtqgk,btkhd->btqhgd", near, new[1].to(dtype))
-        return read.flatten(3)
+    def _attend_together(
+        self, query: Tensor, new: tuple[Tensor, Tensor], place: "BlockPlace", context: GivenContext
+    ) -> Tensor:
+        """Attend from c blocks of each sequence, as B c rows, and return the attended values, `[B c, Q, h d]`.
 
-    def _block_bias(self, size: int, device: torch.device) -> Tensor:
-        """Return what is added to scores between the positions of a block: -inf where one is not seen, `[Q, Q]`."""
-        distance = torch.arange(size, device=device)[:, None] - torch.arange(size, device=device)
-        hidden = torch.zeros_like(distance, dtype=torch.bool) if self.sees_later else distance < 0
+        The blocks of a sequence are one row of queries, so that its entries are not copied for each of them.
+        """
+        (rows, blocks, length), count = context.committed.shape, query.shape[1]
+        copies = query.shape[2] // new[0].shape[2]
+        query, *new_sides = (x.unflatten(0, (rows, blocks)).flatten(1, 2) for x in (query, *new))  # [B, c Q, ., d]
+        key, value = (
+            torch.cat(pair, dim=1).repeat_interleave(copies, dim=2).transpose(1, 2)
+            for pair in zip(context[:2], new_sides, strict=True)
+        )  # [B, h, T + c Q, d]
+        index, step = torch.arange(length, device=query.device), torch.arange(count, device=query.device)
+        seen = context.committed[:, :, None].expand(-1, -1, count, -1)  # [B, c, Q, T]
+        own = torch.ones(count, count, dtype=torch.bool, device=query.device)
         if self.window is not None:
-            hidden = hidden | (distance >= self.window)
-        return torch.zeros_like(distance, dtype=torch.float32).masked_fill(hidden, -torch.inf)
+            seen = seen & (index > place.position.view(rows, blocks, count, 1) - self.window)
+            own = own & (step > step[:, None] - self.window)
+        if not self.sees_later:
+            own = own.tril()
+        same = torch.eye(blocks, dtype=torch.bool, device=query.device)
+        near = (same[:, None, :, None] & own[:, None]).flatten(2).flatten(0, 1)  # [c Q, c Q]
+        seen = torch.cat([seen.flatten(1, 2), near.expand(rows, -1, -1)], dim=-1)
+        with sdpa_kernel(BACKENDS):
+            read = scaled_dot_product_attention(query.transpose(1, 2), key, value, attn_mask=seen[:, None])
+        return read.transpose(1, 2).flatten(2).unflatten(1, (blocks, count)).flatten(0, 1)
 
 
 class BlockPlace(NamedTuple):
@@ -192,7 +192,7 @@ class BlockLayer(nn.Module):
         self.attention_conv = Convolution(config) if convolved else None
         self.mlp_conv = Convolution(config) if convolved else None
 
-    def forward(self, x: Tensor, place: BlockPlace, context: LayerContext | PagedContext | GridContext) -> Tensor:
+    def forward(self, x: Tensor, place: BlockPlace, context: AnyContext) -> Tensor:
         """Apply the layer; the arguments are those of its attention."""
         attend = partial(self.self_attn, place=place, context=context)
         for norm, sublayer, convolution in (
@@ -212,12 +212,20 @@ class MarkovHead(nn.Module):
         assert config.markov_rank is not None
         rank, width = config.markov_rank, config.hidden_size
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(rank, config.num_draft_ids, bias=False)
         self.gate_proj = nn.Linear(width + rank, rank) if config.markov_type == "gated" else None
         self.joint_proj = nn.Linear(2 * rank + width, 3 * rank) if config.markov_type == "rnn" else None
 
     def forward(self, tokens: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the term to add to logits, and the state that the next position reads.
+        """Return the term to add to logits, `[B, w, V']`, and the state that the next position reads.
+
+        The arguments are those of `advance`.
+        """
+        x, state = self.advance(tokens, hidden, state)
+        return self.markov_w2(x), state
+
+    def advance(self, tokens: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the input of the product over the ids, `[B, w, r]`, and the state that the next position reads.
 
         Args:
             tokens: The token before the position, of each beam, `[B, w]` int64.
@@ -230,11 +238,11 @@ class MarkovHead(nn.Module):
         if self.gate_proj is not None:
             before = self.gate_proj(torch.cat([hidden, before], dim=-1)).sigmoid() * before
         if self.joint_proj is None:
-            return self.markov_w2(before), None
+            return before, None
         state = torch.zeros_like(before) if state is None else state
         gate, new, out = self.joint_proj(torch.cat([state, before, hidden], dim=-1)).chunk(3, dim=-1)
         gate = gate.sigmoid()
-        return self.markov_w2(out.tanh()), gate * state + (1 - gate) * new.tanh()
+        return out.tanh(), gate * state + (1 - gate) * new.tanh()
 
 
 class Selector(nn.Module):
@@ -260,7 +268,16 @@ class Selector(nn.Module):
         """
         candidates = scores.topk(self.top_k, dim=-1).indices  # [B, 1, k]
         after = self.successor_codebook[candidates[:, 0]]  # [B, k, r]
-        before = self.predecessor_codebook[tokens] * self.hidden_projection(hidden)[:, None]  # [B, w, r]
+        before = self.join(tokens, hidden[:, None])  # [B, w, r]
         chosen = logits.gather(2, candidates) + before @ after.transpose(1, 2)  # [B, w, k]
         empty = logits.new_full((*tokens.shape, logits.shape[-1]), -torch.inf)
         return empty.scatter(2, candidates.expand_as(chosen), chosen.to(logits.dtype))
+
+    def join(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """Return what is multiplied with the codes of candidates, `[..., r]`.
+
+        Args:
+            tokens: The token before the position, `[...]` int64.
+            hidden: The hidden state of the position, which broadcasts to `[..., D]`.
+        """
+        return self.predecessor_codebook[tokens] * self.hidden_projection(hidden)

@@ -90,8 +90,8 @@ class RecurrentDrafter(TrainableDrafter):
         self.layers = nn.ModuleList(_Residual(exit_dim) for _ in range(config.num_draft_layers))
         rank = config.head_rank or exit_dim
         self.head_proj = nn.Linear(exit_dim, rank, bias=False) if config.head_rank else None
-        vocabulary, shortlist_rank = config.draft_vocab_size or config.vocab_size, config.head_shortlist_rank
-        self.lm_head = nn.Linear(rank, vocabulary, bias=False)
+        vocabulary, shortlist_rank = config.num_draft_ids, config.head_shortlist_rank
+        self.lm_head: nn.Linear = nn.Linear(rank, vocabulary, bias=False)
         self.shortlist = Shortlist(rank, shortlist_rank, vocabulary) if config.head_shortlist else None
         self.fuse = nn.Linear(self.feature_size, hidden) if config.target_layers else None
         if config.rnn and config.recurrence == "gated":
@@ -338,7 +338,7 @@ class RecurrentDrafter(TrainableDrafter):
             head_inputs.append(x)
         return torch.stack(head_inputs, dim=1)
 
-    def trained_heads(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def trained_heads(self, x: Tensor) -> list[tuple[Tensor | None, ...]]:
         """Return the head, and the rough scores before it, whose loss does not change the states."""
         rough = self.shortlist
         return super().trained_heads(x) + ([] if rough is None else [(rough.proj(x.detach()), rough.head.weight)])

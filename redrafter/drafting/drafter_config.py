@@ -80,8 +80,13 @@ class AnyDrafterConfig(PretrainedConfig):
         return self.model_type.removeprefix("redrafter_")
 
     @property
+    def num_draft_ids(self) -> int:
+        """V', the number of ids that it can draft."""
+        return self.draft_vocab_size or self.vocab_size
+
+    @property
     def max_draft_len(self) -> int | None:
-        """The most tokens that it can draft on a beam; None for any number."""
+        """The most tokens that a search can draft after another; None for no limit."""
         return None
 
     @classmethod

@@ -125,7 +125,7 @@ class EagleDrafter(TrainableDrafter):
         self.fc = nn.Linear(joined, config.width, bias=False)
         self.midlayer = _Layer(config)
         self.norm = nn.RMSNorm(config.width, eps)
-        self.lm_head = nn.Linear(config.width, config.draft_vocab_size or config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.width, config.num_draft_ids, bias=False)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.width) if config.own_embedding else None
         self.post_init()
 

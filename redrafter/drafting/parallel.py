@@ -9,19 +9,18 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, rms_norm, silu
-from torch.utils.checkpoint import checkpoint
+from torch.nn.functional import rms_norm, silu
 
 from redrafter import kernels
 from redrafter.drafting.block_drafter import BlockContext, BlockDrafter, BlockProposer
-from redrafter.drafting.decoder_parts import Sines, of_beams, rope_of
-from redrafter.drafting.dflash_layers import BlockLayer, BlockPlace, GridContext
+from redrafter.drafting.decoder_parts import of_beams
+from redrafter.drafting.dflash_layers import BlockLayer
 from redrafter.drafting.drafter_model import compile_once, layer_bytes, partial_linear
 from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.parallel_config import ParallelConfig
 from redrafter.drafting.proposer import State
 from redrafter.drafting.shortlist import head_rows
-from redrafter.drafting.text_drafters import GivenTexts, TrainableDrafter
+from redrafter.drafting.text_drafters import GivenTexts
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.beam_search import Candidates, Expand
 
@@ -91,7 +90,7 @@ class RecurrentHead(nn.Module):
 
 
 @register_drafter("parallel drafter", "redrafter_parallel")
-class ParallelDrafter(BlockDrafter, TrainableDrafter):
+class ParallelDrafter(BlockDrafter):
     """A parallel backbone with a recurrent head; the target's embedding table is shared and not stored."""
 
     config_class = ParallelConfig
@@ -117,7 +116,7 @@ class ParallelDrafter(BlockDrafter, TrainableDrafter):
         self.layers = nn.ModuleList(BlockLayer(config, layer) for layer in range(config.num_layers))
         self.norm = nn.RMSNorm(width, eps)
         self.head = RecurrentHead(config)
-        self.lm_head = nn.Linear(config.head_rank, config.draft_vocab_size or config.vocab_size, bias=False)
+        self.lm_head: nn.Linear = nn.Linear(config.head_rank, config.num_draft_ids, bias=False)
         self.post_init()
 
     def draft_bytes(self, depth: int) -> int:
@@ -148,82 +147,35 @@ class ParallelDrafter(BlockDrafter, TrainableDrafter):
 
     def open_block(self, pending: Tensor, hidden: Tensor, table: nn.Module) -> Tensor:
         """Return the slots, each with the pending token and the hidden state; see `BlockDrafter.open_block`."""
-        return self._open(self.fuse_hidden(hidden), table(pending)[..., 0, :])
-
-    def _open(self, fused: Tensor, embedding: Tensor) -> Tensor:
-        """Return the same of fused hidden states and embeddings `[..., D]`."""
-        joined = torch.cat([fused, _norm(embedding, self.config.rms_norm_eps)], dim=-1)
+        # The target's table is frozen, and a training has float32 drafters for targets of any dtype.
+        embedding = table(pending)[..., 0, :].detach().to(self.norm.weight.dtype)
+        joined = torch.cat([self.fuse_hidden(hidden), _norm(embedding, self.config.rms_norm_eps)], dim=-1)
         opened: Tensor = self.open(joined)[..., None, :] + self.slots
         return opened
 
     def unroll(self, texts: GivenTexts) -> Tensor:
-        """Draft blocks after all tokens of the texts at once; see `TrainableDrafter.unroll`."""
-        config, steps = self.config, texts.position.shape[1]
-        rows, length = texts.tokens.shape
-        fused = self.fuse_hidden(texts.features)  # [B, T, D]
-        index = torch.arange(length, device=fused.device)
-        keys, values = self.remember(fused, index.expand(rows, -1))
-        position = index[:, None] + 1 + torch.arange(steps, device=fused.device)  # [T, K]
-        place = BlockPlace(position, Sines.at(position, *rope_of(config, fused.device)))
-        following = pad(texts.embedding, (0, 0, 0, 1))[:, 1:]  # the pending token after each
-        x, heads = self._open(fused, following)[:, :, :steps], config.num_key_value_heads
-        biases: dict[int | None, Tensor] = {}
-        for number, layer in enumerate(self.stack):
-            window = layer.self_attn.window
-            if window not in biases:
-                biases[window] = _grid_bias(texts.segment, rows, position, window)
-            part = slice(number * heads, (number + 1) * heads)
-            context = GridContext(keys[:, :, part], values[:, :, part], biases[window])
-            # The scores of all positions would take most of a GPU's memory, so they are recomputed.
-            recompute = x.is_cuda and torch.is_grad_enabled()
-            x = checkpoint(layer, x, place, context, use_reentrant=False) if recompute else layer(x, place, context)
-        positions = self.norm(x).flatten(0, 1).index_select(0, texts.anchors)  # [A, K, D]
-        start = self.head.begin(positions, fused.flatten(0, 1).index_select(0, texts.anchors))
+        """Fill a block at each anchor, and unroll the head over the text; see `TrainableDrafter.unroll`."""
+        steps, features = texts.position.shape[1], texts.features.flatten(0, 1)
+        positions = self.fill_given(texts)[:, :steps]  # [A, K, D]
+        start = self.head.begin(positions, self.fuse_hidden(features.index_select(0, texts.anchors)))
         flat, state, made = texts.embedding.flatten(0, 1), None, []
         for k in range(steps):
             out, state = self.head.step(flat[texts.position[:, k], None], state, start, k)
             made.append(out[:, 0])
-        if config.head_shortlist is not None:
+        if self.config.head_shortlist is not None:
             made += start.rough.unbind(1)  # proposals are trained too: `trained_heads` separates them
         return torch.stack(made, dim=1)
 
-    def trained_heads(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def trained_heads(self, x: Tensor) -> list[tuple[Tensor | None, ...]]:
         """Return the head, and with a shortlist its proposals, which share the weight."""
         parts = x.chunk(1 if self.config.head_shortlist is None else 2, dim=1)
         return [(part, self.lm_head.weight) for part in parts]
-
-    def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
-        """Return about how many bytes `unroll` keeps on a GPU; see `TrainableDrafter.unroll_bytes`."""
-        config, positions = self.config, rows * length
-        states = 4 * steps * config.hidden_size * (config.num_layers + 8)
-        layer = 4 * steps * (4 * config.hidden_size + 3 * config.intermediate_size)  # of one: others are recomputed
-        scores = 14 * config.num_attention_heads * steps * length
-        return {"the drafter's states": positions * (states + layer), "its attention to the texts": positions * scores}
 
 
 def _norm(x: Tensor, eps: float) -> Tensor:
     """RMS-normalise the last dimension in float32, without a weight, which the following product can absorb."""
     precise = x.to(torch.promote_types(x.dtype, torch.float32))
     return rms_norm(precise, x.shape[-1:], eps=eps).to(x)
-
-
-def _grid_bias(segment: Tensor | None, rows: int, position: Tensor, window: int | None) -> Tensor:
-    """Return the bias of a `GridContext`: a block sees the tokens of its text up to the one that it follows.
-
-    Args:
-        segment: Number of the text that each token belongs to within its row, `[B, T]`; None for one text a row.
-        rows: B, rows.
-        position: Positions of the block after each token, `[T, Q]` int64.
-        window: Positions that one sees, back from its own; None for all.
-    """
-    index = torch.arange(len(position), device=position.device)
-    seen = (index <= index[:, None])[:, None]  # [T, 1, T]
-    if window is not None:
-        seen = seen & (index > position[:, :, None] - window)  # [T, Q, T]
-    seen = seen.expand(rows, -1, -1, -1)
-    if segment is not None:
-        seen = seen & (segment[:, :, None] == segment[:, None])[:, :, None]
-    return torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, -torch.inf)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ class GivenTexts(NamedTuple):
         anchors: Flat positions of the A tokens whose hidden states predicted the pending tokens, `[A]` int64. Only
             position 0 may occur several times.
         position: Flat position of the token that each of K steps reads, `[A, K]` int64.
+        table: The target's embedding table, which is frozen; None for drafters that embed no other tokens.
     """
 
     tokens: Tensor
@@ -28,6 +29,7 @@ class GivenTexts(NamedTuple):
     segment: Tensor | None
     anchors: Tensor
     position: Tensor
+    table: nn.Module | None = None
 
 
 ReadAt: TypeAlias = Callable[[Tensor, Tensor], object]
@@ -65,22 +67,26 @@ class TrainableDrafter(ReplayableDrafter):
     """A drafter that `redrafter train` trains, and validates as `redrafter evaluate` does.
 
     Attributes:
-        lm_head: The product whose logits are compared with the target's.
+        lm_head: The product whose logits are compared with the target's; None for the target's own head.
     """
 
     command = "train"
-    lm_head: nn.Linear
+    lm_head: nn.Linear | None
+
+    def check_unroll(self, steps: int) -> None:
+        """Raise `ArgumentError` or `UnsupportedError` if it cannot be trained for `steps` draft steps."""
 
     def unroll(self, texts: GivenTexts) -> Tensor:
-        """Draft over given texts as the search does, and return the input of `lm_head` at each step, `[A, K, R]`."""
+        """Draft over given texts as the search does, and return the input of `trained_heads`, `[A, K, R]`."""
         raise NotImplementedError
 
-    def trained_heads(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return products that learn from what `unroll` returns: inputs `[A, K, r]` and weights `[V', r]` of each.
+    def trained_heads(self, x: Tensor) -> list[tuple[Tensor | None, ...]]:
+        """Return the heads that learn from what `unroll` returns, of which the first one drafts.
 
-        The first one is the head.
+        A head is an input `[A, K, r]` and a weight `[V', r]`, or several such pairs in a row, whose products are added.
+        A weight of None is that of the target's head, which is frozen.
         """
-        return [(x, self.lm_head.weight)]
+        return [(x, None if self.lm_head is None else self.lm_head.weight)]
 
     def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
         """Return about how many bytes `unroll` keeps for the gradients of all positions of rows of `length` tokens.

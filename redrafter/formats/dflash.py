@@ -1,7 +1,8 @@
 """DFlash, DFlash2 and DSpark drafters in the formats of z-lab, DeepSpec, speculators and transformers.
 
 All hold `fc` and `hidden_norm`, decoder layers, and a norm. They differ in where their configs say what, and in which
-output of the target a layer number refers to: the layer's input in speculators' format, its output in all others.
+output of the target a layer number refers to: the layer's input in speculators' format, its output in all others. All
+are read; drafters are written in speculators' format, which vLLM serves.
 
 | | z-lab | DeepSpec | speculators | transformers |
 |---|---|---|---|---|
@@ -18,7 +19,17 @@ from typing import Any
 from redrafter.drafting.dflash_config import DFlashConfig
 from redrafter.errors import CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import SPECULATORS_KEY
-from redrafter.formats.eagle import EMBEDDING, as_dict, ascending, draft_ids, layer_config, layer_fields
+from redrafter.formats.eagle import (
+    EMBEDDING,
+    as_dict,
+    ascending,
+    draft_ids,
+    layer_config,
+    layer_fields,
+    speculators_fields,
+    speculators_layer,
+    speculators_maps,
+)
 from redrafter.formats.tensors import LazyTensor
 
 HEAD = "lm_head.weight"
@@ -34,6 +45,7 @@ _KNOWN = {
 }
 # Tensors of the target, computed from the config, or a confidence that the tree's own scores replace.
 _UNREAD = re.compile(r"t2d|d2t|verifier_(lm_head|norm)\.weight|confidence_head\..*|(.*\.)?rotary_emb\.inv_freq")
+_ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
 _TRANSFORMERS_NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 
 
@@ -131,3 +143,57 @@ def split_tensors(tensors: Mapping[str, LazyTensor], config: DFlashConfig, direc
     """Return the tensors of a drafter by this project's names, without those that nothing reads."""
     read = {_TRANSFORMERS_NAMES.get(name, name): x for name, x in tensors.items() if not _UNREAD.fullmatch(name)}
     return read | draft_ids(tensors, config.draft_vocab_size, config.vocab_size, directory)
+
+
+def to_speculators_config(
+    config: DFlashConfig, name: str | None, architecture: str | None, dtype: str, length: int
+) -> dict[str, Any]:
+    """Convert a drafter's config to speculators', for the arguments of `eagle.to_speculators_config`.
+
+    Raises:
+        UnsupportedError: speculators' format cannot hold the drafter.
+    """
+    everywhere = len(config.sliding_layers) == config.num_layers
+    plain = {"mlp_bias": False, "embedding_scale": 1.0, "logit_scale": 1.0, "logit_softcap": None}
+    if config.algorithm == "dflash2":
+        plain["sample_from_anchor"] = False
+    differing = [field for field, value in plain.items() if getattr(config, field) != value]
+    if config.causal == "all" and not everywhere:
+        differing.append("causal")
+    # Layers of all positions always see later ones of their block, and sliding ones may.
+    if differing:
+        value = getattr(config, differing[0])
+        raise UnsupportedError(f"speculators' format has no {config.algorithm} drafter with {differing[0]}={value!r}")
+    if config.markov_rank and config.selector_rank:
+        raise UnsupportedError("speculators' format has no drafter with both a Markov head and a selector")
+    layer = speculators_layer(config, "qwen3", config.num_layers)
+    kinds = ("sliding_attention" if i in config.sliding_layers else "full_attention" for i in range(config.num_layers))
+    layer |= {
+        "layer_types": list(kinds),
+        "use_sliding_window": bool(config.sliding_layers),
+        "sliding_window": config.sliding_window,
+        "max_window_layers": 0 if config.sliding_layers else config.num_layers,
+    }
+    written = {
+        **speculators_fields(config, config.algorithm, name, architecture, dtype, length),
+        "architectures": [_ARCHITECTURES[config.algorithm]],
+        "transformer_layer_config": layer,
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        # speculators counts the layer that reads a hidden state, and we the layer that writes it.
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in config.target_layers],
+        "sample_from_anchor": config.sample_from_anchor,
+        "sliding_window_non_causal": config.causal == "none",
+    }
+    if config.markov_rank:
+        written |= {"markov_rank": config.markov_rank, "markov_head_type": config.markov_type}
+        written |= {"enable_confidence_head": False, "confidence_head_with_markov": False}
+    fields = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    return written | {field: value for field in fields if (value := getattr(config, field)) is not None}
+
+
+def to_speculators_tensors(tensors: Mapping[str, LazyTensor], config: DFlashConfig) -> dict[str, LazyTensor]:
+    """Return a drafter's tensors by speculators' names, and `d2t` and `t2d` of a reduced vocabulary."""
+    written = dict(tensors)
+    ids = written.pop("draft_ids", None)
+    return written if ids is None else written | speculators_maps(ids, config.vocab_size)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from redrafter.drafting.drafter_config import DEFAULT_ROPE, ROPE_TYPES, EagleConfig
+from redrafter.drafting.drafter_config import DEFAULT_ROPE, ROPE_TYPES, EagleConfig, LayerConfig
 from redrafter.drafting.drafter_model import check_draft_ids
 from redrafter.errors import CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import SPECULATORS_KEY, config_errors
@@ -207,25 +207,44 @@ def to_speculators_config(
     """
     if config.qk_norm and config.mlp_bias:
         raise UnsupportedError("speculators' format has no layer with both qk_norm and mlp_bias")
+    layer = speculators_layer(config, "qwen3" if config.qk_norm else "llama", 1)
+    if not config.qk_norm:
+        layer["mlp_bias"] = config.mlp_bias
+    written: dict[str, Any] = {
+        **speculators_fields(config, "eagle3", name, architecture, dtype, length),
+        "architectures": ["Eagle3Speculator"],
+        "transformer_layer_config": layer,
+        "target_hidden_size": None if config.width == config.hidden_size else config.hidden_size,
+        LAYER_IDS: None if config.target_layers is None else [i + 1 for i in config.target_layers],
+        "norm_before_residual": config.norm_before_residual,
+    }
+    return written | {key: True for key in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, key)}
+
+
+def speculators_layer(config: LayerConfig, kind: str, layers: int) -> dict[str, Any]:
+    """Return the config of a drafter's decoder layers of a `model_type`, as `layer_config` reads it."""
     layer: dict[str, Any] = {
-        "model_type": "qwen3" if config.qk_norm else "llama",
+        "model_type": kind,
         "vocab_size": config.vocab_size,
         "hidden_size": config.width,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": layers,
         # Read by programs from before `rope_parameters`.
         "rope_theta": config.rope.get("rope_theta", DEFAULT_ROPE["rope_theta"]),
         "rope_parameters": DEFAULT_ROPE | config.rope,
         "tie_word_embeddings": False,
     }
-    layer |= {key: getattr(config, key) for key in _LAYER_KEYS}
-    if not config.qk_norm:
-        layer["mlp_bias"] = config.mlp_bias
-    written: dict[str, Any] = {
-        "architectures": ["Eagle3Speculator"],
-        SPECULATORS_KEY: "eagle3",
+    return layer | {key: getattr(config, key) for key in _LAYER_KEYS}
+
+
+def speculators_fields(
+    config: LayerConfig, algorithm: str, name: str | None, architecture: str | None, dtype: str, length: int
+) -> dict[str, Any]:
+    """Return the fields that speculators' configs of all algorithms have; the arguments of `to_speculators_config`."""
+    return {
+        SPECULATORS_KEY: algorithm,
         "speculators_version": SPECULATORS_VERSION,
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [
                 {
@@ -237,26 +256,24 @@ def to_speculators_config(
             ],
             "verifier": {"name_or_path": name, "architectures": [architecture] if architecture else []},
         },
-        "transformer_layer_config": layer,
-        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
-        "target_hidden_size": None if config.width == config.hidden_size else config.hidden_size,
-        LAYER_IDS: None if config.target_layers is None else [i + 1 for i in config.target_layers],
-        "norm_before_residual": config.norm_before_residual,
+        "draft_vocab_size": config.num_draft_ids,
         "tie_word_embeddings": False,
         "dtype": dtype,
     }
-    return written | {key: True for key in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, key)}
 
 
 def to_speculators_tensors(tensors: Mapping[str, LazyTensor], config: EagleConfig) -> dict[str, LazyTensor]:
     """Return a head's tensors by speculators' names, with `d2t`, offsets to the target's ids, and `t2d`, `[V]` bool."""
     written = {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in tensors.items()}
-    ids, stored = torch.arange(config.vocab_size), written.pop("draft_ids", None)
-    if stored is not None:
-        ids = stored.read_rows(0, stored.length)
-    known = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    return written | speculators_maps(written.pop("draft_ids", None), config.vocab_size)
+
+
+def speculators_maps(draft_ids: LazyTensor | None, vocab_size: int) -> dict[str, LazyTensor]:
+    """Return `d2t` and `t2d` for a drafter's ids; None for all of the target's."""
+    ids = torch.arange(vocab_size) if draft_ids is None else draft_ids.read_rows(0, draft_ids.length)
+    known = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True)
     maps = {"d2t": ids - torch.arange(len(ids)), "t2d": known}
-    return written | {name: memory_tensor("draft_ids", tensor) for name, tensor in maps.items()}
+    return {name: memory_tensor("draft_ids", tensor) for name, tensor in maps.items()}
 
 
 def is_same(one: LazyTensor, other: LazyTensor) -> bool:

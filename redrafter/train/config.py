@@ -37,6 +37,8 @@ MAX_VALUES: dict[str, float] = dict.fromkeys(
         "lora_rank",
         "context_heads",
         "context_head_dim",
+        "markov_rank",
+        "selector_rank",
         "draft_len",
         "batch_size",
     ),
@@ -47,7 +49,7 @@ MAX_VALUES |= {"length": 1 << 24, "context_window": 1 << 24, "seed": 1 << 62}
 # Options of a new drafter's form that `init_drafter.size_form` derives from the base if they are None.
 SIZED_OPTIONS = (
     *("recurrence", "num_layers", "exit_dim", "target_layers", "head_rank"),
-    *("context_window", "context_heads", "context_kv_heads"),
+    *("context_window", "context_heads", "context_kv_heads", "markov_rank", "selector_rank"),
 )
 # Options that define the form of a new drafter; a drafter to train further already has one.
 FORM_OPTIONS = (
@@ -55,16 +57,19 @@ FORM_OPTIONS = (
     *("form", "rnn", "draft_vocab_size", "context_head_dim", "head_shortlist", "head_shortlist_rank"),
     *("head", "causal"),
 )
-# Options of a drafter's form that only a parallel drafter has.
-PARALLEL_OPTIONS = ("head", "causal")
-# The options that each form supports.
+# Options that only some of the forms below have.
+PARALLEL_OPTIONS, RANK_OPTIONS = ("head", "causal"), ("markov_rank", "selector_rank")
+# The options that each form supports. A selector knows all ids.
 FORMS = {
-    "recurrent": tuple(name for name in FORM_OPTIONS if name not in PARALLEL_OPTIONS),
+    "recurrent": tuple(name for name in FORM_OPTIONS if name not in (*PARALLEL_OPTIONS, *RANK_OPTIONS)),
     "parallel": (
         *("form", "num_layers", "target_layers", "context_window", "head_rank", "head_shortlist", "draft_vocab_size"),
         *PARALLEL_OPTIONS,
     ),
     "eagle3": ("form", "target_layers", "draft_vocab_size"),
+    "dflash": ("form", "num_layers", "target_layers", "draft_vocab_size"),
+    "dspark": ("form", "num_layers", "target_layers", "draft_vocab_size", "markov_rank"),
+    "dflash2": ("form", "num_layers", "target_layers", "selector_rank"),
 }
 
 
@@ -132,9 +137,11 @@ class TrainConfig:
     save_dtype: str = option("float32", "dtype of the saved drafter", choices=DTYPES, type=dtype_word)
     form: str = option(
         "recurrent",
-        "form of a new drafter: recurrent, this project's; parallel, decoder layers of the base's sizes that compute "
-        "all drafts in one pass, and a recurrent head; or eagle3, an EAGLE-3 head, which other engines serve too: of "
-        "the options of a form it takes --target-layers and --draft-vocab-size, and its layer has the base's sizes",
+        "form of a new drafter: recurrent, this project's; parallel, which computes all drafts in one pass, with a "
+        "recurrent head; eagle3, an EAGLE-3 head; or dflash, dspark or dflash2, which fill a block of --draft-len "
+        "tokens in one pass. Other engines serve the last four too. Except for recurrent, layers have the base's "
+        "sizes, and of the options of a form eagle3 and blocks take --target-layers and --draft-vocab-size (not "
+        "dflash2), blocks also --num-layers",
         choices=tuple(FORMS),
     )
     recurrence: str | None = option(
@@ -145,7 +152,8 @@ class TrainConfig:
     )
     num_layers: int | None = option(
         None,
-        "residual layers of a new drafter (default: 3; published form: 2), or decoder layers of a parallel one (2)",
+        "residual layers of a new drafter (default: 3; published form: 2), or decoder layers of one that computes all "
+        "drafts in one pass (default: 2 for parallel, 3 for blocks)",
     )
     head: str = option(
         "recurrent",
@@ -164,7 +172,8 @@ class TrainConfig:
         None,
         "decoder layers of the base, counted from 0, whose outputs a new drafter reads in addition to the last hidden "
         "state, "
-        "or none (default: those at a quarter, a half and three quarters of its depth; published form: none)",
+        "or none (default: those at a quarter, a half and three quarters of its depth; published form: none; for "
+        "blocks, the last but one too)",
         type=layers,
         metavar="N,...",
     )
@@ -194,6 +203,14 @@ class TrainConfig:
         "512, and the head scores only those (default: one stage, which scores all ids)",
     )
     head_shortlist_rank: int = option(SHORTLIST_RANK, "rank of those rough scores")
+    markov_rank: int | None = option(
+        None,
+        "with --form dspark: rank of the term for the token before a draft (default: a quarter of the hidden size, at "
+        "most 256)",
+    )
+    selector_rank: int | None = option(
+        None, "with --form dflash2: rank of the selector of candidates (default: likewise)"
+    )
     draft_vocab_size: int | None = option(
         None, "token ids that a new drafter knows, the most frequent of the data (default: all)"
     )
@@ -273,10 +290,11 @@ class TrainConfig:
     def __post_init__(self) -> None:
         optional = ("length", "steps", "epochs", "minutes", "exit_dim", "draft_vocab_size", "head_shortlist", "chunk")
         heads = ("context_heads", "context_kv_heads", "context_head_dim")
+        ranks = ("head_shortlist_rank", "markov_rank", "selector_rank")
         intervals = ("log_every", "validate_every", "save_every", "keep")
         sizes = ("batch_size", "watch_rows", "accumulate", "draft_len", "lora_rank", "validate_tokens")
         values, defaults = vars(self), {item.name: item.default for item in fields(self)}
-        for name in (*sizes, *intervals, *heads, "head_shortlist_rank", "decay", "lr", "max_grad_norm", *optional):
+        for name in (*sizes, *intervals, *heads, *ranks, "decay", "lr", "max_grad_norm", *optional):
             if not (values[name] is None or 0 < values[name] < math.inf):
                 raise ArgumentError(f"{flag(name)} must be positive, got {values[name]}")
         counts = ("num_layers", "context_window", "head_rank", "watch_replay", "validate_prompts")

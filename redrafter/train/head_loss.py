@@ -87,7 +87,7 @@ def chunk_anchors(vocabulary: int, draft_len: int, device: torch.device) -> int:
 
 
 class HeadLoss(torch.autograd.Function):
-    """The weighted loss of A anchors, differentiable in `x` and `head`; its gradient is computed in the forward."""
+    """The weighted loss of A anchors, differentiable in inputs and heads; its gradient is computed in the forward."""
 
     @staticmethod
     def forward(
@@ -101,6 +101,7 @@ class HeadLoss(torch.autograd.Function):
         objective: Objective,
         chunk: int,
         compute: Callable[..., ChunkLoss],
+        *terms: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the loss.
 
@@ -115,29 +116,38 @@ class HeadLoss(torch.autograd.Function):
             objective: Weights of the loss function.
             chunk: Anchors whose logits are in memory at once.
             compute: `chunk_loss`, compiled or not.
+            terms: Further inputs and heads in turn, whose products are added to the logits.
 
         Returns the loss `[]`, and the counts `attempted` and `correct` of `ChunkLoss`, `[K]` each.
         """
         device = x.device.type
         # Custom autograd functions do not see autocast, so the dtype is applied by hand.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.dtype
-        x_low, head_low = x.to(dtype), head.to(dtype)
-        x_gradient = torch.empty_like(x_low)
-        head_gradient = torch.zeros_like(head) if ctx.needs_input_grad[1] else None  # None: the head is frozen
+        inputs, heads = (x, *terms[::2]), (head, *terms[1::2])
+        inputs_low, heads_low = ([factor.to(dtype) for factor in factors] for factors in (inputs, heads))
+        input_gradients = [torch.empty_like(factor) for factor in inputs_low]
+        learnt = (ctx.needs_input_grad[1], *ctx.needs_input_grad[10::2])  # the others are frozen
+        head_gradients = [torch.zeros_like(h) if needed else None for h, needed in zip(heads, learnt, strict=True)]
         loss, steps = weight.new_zeros(()), x.shape[1]
         attempted, correct = (torch.zeros(steps, dtype=torch.long, device=x.device) for _ in range(2))
         # Gradients are computed here, in chunks: keeping all logits for the backward pass would not fit into memory.
         for first in range(0, len(x), chunk):
             part = slice(first, first + chunk)
-            logits = einsum(x_low[part], head_low, "c k r, v r -> c k v")
+            products = [
+                einsum(x_low[part], head_low, "c k r, v r -> c k v")
+                for x_low, head_low in zip(inputs_low, heads_low, strict=True)
+            ]
+            logits = sum(products[1:], products[0])
             result = compute(logits, teacher, position[part], label[part], weight[part], objective)
             gradient = result.gradient.to(dtype)  # [C, K, V']
-            x_gradient[part] = einsum(gradient, head_low, "c k v, v r -> c k r")
-            if head_gradient is not None:
-                flat = rearrange(gradient, "c k v -> v (c k)")
-                head_gradient += flat @ rearrange(x_low[part], "c k r -> (c k) r")
+            flat = rearrange(gradient, "c k v -> v (c k)")
+            for number, head_gradient in enumerate(head_gradients):
+                input_gradients[number][part] = einsum(gradient, heads_low[number], "c k v, v r -> c k r")
+                if head_gradient is not None:
+                    head_gradient += flat @ rearrange(inputs_low[number][part], "c k r -> (c k) r")
             loss, attempted, correct = loss + result.loss, attempted + result.attempted, correct + result.correct
-        ctx.gradients, ctx.dtype = (x_gradient, head_gradient), x.dtype
+        pairs = zip(input_gradients, head_gradients, strict=True)
+        ctx.gradients, ctx.dtypes = [gradient for pair in pairs for gradient in pair], [x.dtype for x in inputs]
         # The counts are for reports only.
         ctx.mark_non_differentiable(attempted, correct)
         return loss, attempted, correct
@@ -146,9 +156,11 @@ class HeadLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         """Scale the gradients computed by the forward."""
-        x_gradient, head_gradient = ctx.gradients
-        ctx.gradients = None
-        # In place: a second copy of the head's gradient would be as large as the head.
-        if head_gradient is not None:
-            head_gradient.mul_(gradient)
-        return (x_gradient.to(ctx.dtype).mul_(gradient), head_gradient, *[None] * 7)
+        pairs = zip(ctx.gradients[::2], ctx.gradients[1::2], ctx.dtypes, strict=True)
+        ctx.gradients, scaled = None, []
+        for x_gradient, head_gradient, dtype in pairs:
+            # In place: a second copy of the head's gradient would be as large as the head.
+            if head_gradient is not None:
+                head_gradient.mul_(gradient)
+            scaled += [x_gradient.to(dtype).mul_(gradient), head_gradient]
+        return (*scaled[:2], *[None] * 7, *scaled[2:])

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from redrafter.app.flags import flag
+from redrafter.drafting.dflash import DFlashDrafter
+from redrafter.drafting.dflash_config import DFlashConfig
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.drafter_config import (
     DEFAULT_ROPE,
@@ -35,6 +37,9 @@ from redrafter.train.sharding import gather_tensor
 
 FIRST_SHARE = 0.25  # of the base's logits in the first ones of a parallel drafter, whose positions are random at first
 MAX_EXIT_DIM = 8192  # a residual layer of 16,384 would have 268M parameters
+# Of block drafters: the ranks that DSpark and DFlash2 were published with, and DFlash2's convolutions and candidates.
+MAX_TOKEN_RANK, CONV_TAPS, CONV_GROUP, CANDIDATES = 256, 2, 16, 16
+SMALL_STD = 0.02  # of first weights of products with two factors, which learn nothing from zero
 
 
 class Form(NamedTuple):
@@ -199,7 +204,6 @@ def _size_eagle(base: PretrainedConfig, config: TrainConfig) -> dict[str, Any]:
 
 
 def _eagle_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None) -> EagleConfig:
-    """Return the architecture of a head whose layer has the base's sizes, or defaults for unusual ones."""
     return EagleConfig(
         **_layer_sizes(base),
         target_layers=config.target_layers,
@@ -210,7 +214,7 @@ def _eagle_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size:
 
 
 def _layer_sizes(base: PretrainedConfig) -> dict[str, Any]:
-    """Return the fields of `LayerConfig` of layers with the base's sizes, or with defaults for unusual ones."""
+    """Return the fields of a drafter whose decoder layers have the base's sizes, or defaults for unusual ones."""
     width = config_width(base)
     heads = _size(base, "num_attention_heads", max(width // 64, 1))
     kv_heads, head_dim = _size(base, "num_key_value_heads", heads), _size(base, "head_dim", 2 * (width // heads // 2))
@@ -236,14 +240,22 @@ def _size(base: PretrainedConfig, name: str, default: int) -> int:
 
 def _prepare_eagle(drafter: EagleDrafter, model: PreTrainedModel, draft_ids: Tensor | None) -> None:
     """Initialise a new head to pass the last layer's output to the base's head. Collective if the base is sharded."""
-    width, head = drafter.config.width, gather_tensor(model.get_output_embeddings().weight)
+    width = drafter.config.width
     for product in (drafter.fc, drafter.midlayer.self_attn.o_proj, drafter.midlayer.mlp.down_proj):
         product.weight *= 0.1  # keep random outputs small compared with the residual
     # The drafter starts from the output of the highest layer that it reads.
     drafter.fc.weight[:, -width:] += torch.eye(width)
+    _copy_end(drafter, model, draft_ids)
+
+
+def _copy_end(drafter: EagleDrafter | DFlashDrafter, model: PreTrainedModel, draft_ids: Tensor | None) -> None:
+    """Start from the base's final norm, and from its head if the drafter has one. Collective if the base is sharded."""
+    width, head = drafter.config.width, gather_tensor(model.get_output_embeddings().weight)
     norm = getattr(getattr(model.get_decoder(), "norm", None), "weight", None)  # the final norm, if it has this name
     if isinstance(norm, Tensor) and norm.shape == (width,):
         drafter.norm.weight.copy_(gather_tensor(norm))
+    if drafter.lm_head is None:
+        return
     if head.shape == (drafter.config.vocab_size, width) and head.dtype.itemsize > 1:  # FP8 would need its scale
         ids = slice(None) if draft_ids is None else draft_ids.to(head.device)
         drafter.lm_head.weight.copy_(head[ids])
@@ -330,8 +342,76 @@ def _parallel_options(drafter: ParallelConfig) -> dict[str, Any]:
     }
 
 
+# Drafters of blocks
+
+
+def _size_blocks(base: PretrainedConfig, config: TrainConfig) -> dict[str, Any]:
+    """Return three layers, and the layers of the base at a quarter, a half and three quarters, and the last but one."""
+    depth = getattr(base, "num_hidden_layers", 0)
+    layers = (*(depth * part // 4 - 1 for part in (1, 2, 3)), depth - 2)
+    rank = min(max(config_width(base) // 4, 1), MAX_TOKEN_RANK)
+    ranks = {"dspark": {"markov_rank": rank}, "dflash2": {"selector_rank": rank}}
+    spread = tuple(sorted({max(layer, 0) for layer in layers}))
+    return {"num_layers": 3, "target_layers": spread} | ranks.get(config.form, {})
+
+
+def _blocks_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None) -> DFlashConfig:
+    """Return the architecture of a drafter whose blocks hold `--draft-len` drafts, and whose head is the base's.
+
+    With fewer ids than the base has, it has a head of its own.
+    """
+    assert config.num_layers is not None, "size_form chose it"
+    assert config.target_layers is not None, "size_form chose it"
+    from_anchor, selects = config.form == "dspark", config.form == "dflash2"
+    width = config_width(base)
+    if config.num_layers < 1 or not config.target_layers:
+        name = "num_layers" if config.num_layers < 1 else "target_layers"
+        raise ArgumentError(f"{flag(name)}: a drafter of --form {config.form} has at least one layer and reads one")
+    return DFlashConfig(
+        **_layer_sizes(base),
+        num_layers=config.num_layers,
+        block_size=config.draft_len + (not from_anchor),
+        mask_token_id=base.vocab_size - 1,
+        target_layers=config.target_layers,
+        sample_from_anchor=from_anchor,
+        own_head=draft_vocab_size is not None,
+        draft_vocab_size=draft_vocab_size,
+        markov_rank=config.markov_rank,
+        conv_kernel_size=CONV_TAPS if selects else None,
+        conv_group_size=math.gcd(CONV_GROUP, width) if selects else None,
+        selector_rank=config.selector_rank,
+        selector_top_k=min(CANDIDATES, base.vocab_size) if selects else None,
+        draft_len_per_beam=config.draft_len,
+    )
+
+
+def _prepare_blocks(drafter: DFlashDrafter, model: PreTrainedModel, draft_ids: Tensor | None) -> None:
+    """Set small weights where two factors are multiplied, and choose the mask among ids that have an embedding."""
+    _copy_end(drafter, model, draft_ids)
+    for name, weight in drafter.named_parameters():
+        if "kernel_projection" in name:  # the convolutions start as the identity
+            nn.init.zeros_(weight)
+        elif "codebook" in name or "markov_head" in name:
+            nn.init.normal_(weight, std=SMALL_STD)
+    last = drafter.config.vocab_size - 1
+    pad = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
+    ids = [*([pad] if type(pad) is int and 0 <= pad <= last else []), last, 0]
+    # A row of zeros, as some padding ids have, would make all masks look alike to the first layer.
+    table: Any = model.get_input_embeddings()
+    known = table(torch.tensor(ids, device=model.device)).any(dim=-1)
+    drafter.config.mask_token_id = ids[int(known.int().argmax())]
+
+
+def _blocks_options(drafter: DFlashConfig) -> dict[str, Any]:
+    ranks = {name: rank for name in ("markov_rank", "selector_rank") if (rank := getattr(drafter, name)) is not None}
+    form = {"form": drafter.algorithm, "num_layers": drafter.num_layers, "target_layers": tuple(drafter.target_layers)}
+    return form | ranks
+
+
+_BLOCKS = Form(DFlashConfig, _size_blocks, _blocks_config, _prepare_blocks, _blocks_options)
 FORMS = {
     "recurrent": Form(DrafterConfig, _size_recurrent, _recurrent_config, _prepare_recurrent, _recurrent_options),
     "parallel": Form(ParallelConfig, _size_parallel, _parallel_config, _prepare_parallel, _parallel_options),
     "eagle3": Form(EagleConfig, _size_eagle, _eagle_config, _prepare_eagle, _eagle_options),
+    **dict.fromkeys(("dflash", "dspark", "dflash2"), _BLOCKS),
 }

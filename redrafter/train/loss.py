@@ -97,7 +97,7 @@ class Unroll(nn.Module):
         if config.chunk is not None:
             chunk = max(config.chunk // config.draft_len, 1)
         else:
-            chunk = chunk_anchors(drafter.lm_head.out_features, config.draft_len, device)
+            chunk = chunk_anchors(drafter.config.num_draft_ids, config.draft_len, device)
         # Pad the anchors when compiled, so that all chunks have one size and compile once.
         anchors, weight = find_anchors(mask, config.draft_len, config.decay, chunk if config.compile else 1)
         # Only after the selection above: it needs the mask on the CPU, where it does not wait for the device.
@@ -113,9 +113,10 @@ class Unroll(nn.Module):
             # A softmax over the selected logits renormalises the base's distribution to the drafter's ids.
             teacher = teacher.index_select(-1, drafter.draft_ids)
 
-        given, flat = GivenTexts(tokens, features, embedding, segment, anchors, position), teacher.flatten(0, 1)
+        given = GivenTexts(tokens, features, embedding, segment, anchors, position, teacher_output.table)
+        flat = teacher.flatten(0, 1)
         (loss, attempted, correct), *others = [
-            HeadLoss.apply(x, head, flat, position, label, weight, self.objective, chunk, self._compute)
-            for x, head in drafter.trained_heads(drafter.unroll(given))
+            HeadLoss.apply(x, head, flat, position, label, weight, self.objective, chunk, self._compute, *terms)
+            for x, head, *terms in map(teacher_output.fill_head, drafter.trained_heads(drafter.unroll(given)))
         ]
         return BatchLoss(sum((other[0] for other in others), loss), attempted, correct)

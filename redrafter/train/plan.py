@@ -122,7 +122,7 @@ def notes(config: TrainConfig, base: PreTrainedModel, drafter: TrainableDrafter,
         )
     share = drafter.num_parameters() / base.num_parameters()
     if share >= LARGE_SHARE:
-        known = drafter.lm_head.out_features
+        known = drafter.config.num_draft_ids
         head = f"--draft-vocab-size {SMALL_VOCABULARY}" if known > SMALL_VOCABULARY else "a smaller --draft-vocab-size"
         lines.append(
             f"note: the drafter is {share:.0%} as large as the base, so drafts cost much of what they save: give "
@@ -176,6 +176,7 @@ def build_without_weights(config: TrainConfig) -> tuple[PreTrainedModel, Trainab
             raise load_error("drafter", config.drafter, error) from error
     with torch.device("meta"):
         drafter = require(TrainableDrafter, make_drafter(form)).float()
+    drafter.check_unroll(config.draft_len)
     return base, drafter
 
 
@@ -203,7 +204,7 @@ def _memory(
 ) -> list[str]:
     """Estimate the memory on each process's device; of a batch, only the largest parts are counted."""
     drafter_size, item_bytes = drafter.num_parameters(), base.dtype.itemsize
-    drafter_config, vocabulary = drafter.config, drafter.lm_head.out_features
+    drafter_config, vocabulary = drafter.config, drafter.config.num_draft_ids
     positions = config.batch_size * row
     device = torch.device("cpu" if config.cpu or not torch.cuda.is_available() else "cuda")
     predictions = config.chunk or config.draft_len * chunk_anchors(vocabulary, config.draft_len, device)

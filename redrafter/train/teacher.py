@@ -7,12 +7,13 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from redrafter.attention.mask import additive_mask
 from redrafter.attention.prompt_attention import Piece
 from redrafter.cache.dense import CACHE_NAME, cache_argument
+from redrafter.errors import UnsupportedError
 from redrafter.model.forward_batch import decoder_layers, join_hidden
 from redrafter.model.patch import ModelPatch
 from redrafter.model.recurrent_layers import PromptStates, replace_mixers
@@ -26,6 +27,31 @@ class TeacherOutput:
     hidden: Tensor  # hidden states that a drafter reads, `[B, T, F]`: the last one, then the fused layers'
     embedding: Tensor  # embeddings of the tokens, `[B, T, D]`
     logits: Tensor  # the base's logits, `[B, T, V]`
+    table: nn.Module | None = None  # the base's embedding table
+    head: nn.Module | None = None  # the base's head
+
+    def fill_head(self, factors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+        """Return the factors of a head of `TrainableDrafter.trained_heads`, with the base's weight in place of None.
+
+        Raises `UnsupportedError` if the base's head is no product of floating-point numbers.
+        """
+        x, weight, *terms = factors
+        assert x is not None
+        if weight is None:
+            head: Any = self.head
+            weight = getattr(head, "weight", None)
+            if not isinstance(weight, Tensor) or weight.shape != (self.logits.shape[-1], x.shape[-1]):
+                weight = None
+            if weight is None or weight.dtype.itemsize == 1:
+                raise UnsupportedError(
+                    f"a drafter without a head of its own is trained through the base's, and a {type(head).__name__} "
+                    "in a quantised format has no gradient; train for the base that was quantised, or give a new "
+                    "drafter a head with --draft-vocab-size"
+                )
+            weight, bias = weight.detach(), getattr(head, "bias", None)
+            if bias is not None:
+                terms += [torch.ones_like(x[..., :1]), bias.detach()[:, None]]
+        return x, weight, *(term for term in terms if term is not None)
 
 
 class _NoCache(DynamicCache):
@@ -93,7 +119,13 @@ class Teacher:
             self._captured = None
         assert captured["last"], "the model did not call its head"
         assert captured["embedding"], "the model did not call its embedding"
-        return TeacherOutput(join_hidden(captured["last"][-1], captured["layers"]), captured["embedding"][-1], logits)
+        return TeacherOutput(
+            hidden=join_hidden(captured["last"][-1], captured["layers"]),
+            embedding=captured["embedding"][-1],
+            logits=logits,
+            table=self.model.get_input_embeddings(),
+            head=self.model.get_output_embeddings(),
+        )
 
     def _packed(self, segment: Tensor) -> dict[str, Any]:
         """Create the model's arguments for packed rows: positions that restart at 0 and masks between texts."""

@@ -251,6 +251,7 @@ class TrainingSession:
         if self.resumed is not None or config.drafter is not None:
             drafter = load_drafter(self.resumed.path if self.resumed is not None else str(config.drafter))
             check_fits_target(drafter, target)
+            drafter.check_unroll(config.draft_len)
             if config.drafter is None and self.resumed is not None:
                 self.config = self.resumed.keep_form(config)
         else:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from helpers.conversion import convert
+from helpers.conversion import config, convert, refused, weights
 from helpers.dflash import BLOCK, DFLASH_FORMS, published_dir, random_block_drafter
 from helpers.eagle import target_outputs
 from helpers.models import HIDDEN, VOCAB, tiny_model
@@ -46,6 +46,45 @@ def test_a_drafter_is_read_as_it_is(form, kind, tmp_path, capsys):
     }
 
 
+@pytest.mark.parametrize("form", [form for form, kinds in KINDS.items() if "speculators" in kinds])
+def test_a_drafter_is_written_as_speculators_writes_it(form, tmp_path, capsys):
+    drafter = random_block_drafter(**DFLASH_FORMS[form], base_model="some/base")
+    drafter.save_pretrained(tmp_path / "ours")
+    theirs = convert(tmp_path / "theirs", drafter=tmp_path / "ours", to="speculators")
+    published = published_dir(tmp_path / "published", drafter, "speculators", architectures=None)
+    found, expected = config(theirs), config(published)
+    kind = drafter.config.algorithm
+    assert found["architectures"] == [
+        {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash2"}[kind] + "DraftModel"
+    ]
+    assert found["speculators_config"]["algorithm"] == kind
+    assert found["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == drafter.config.drafts
+    layers = found["transformer_layer_config"]
+    assert (
+        expected["transformer_layer_config"].items() <= (layers | {"sliding_window": layers["sliding_window"]}).items()
+    )
+    same = expected.keys() - {"architectures", "speculators_config", "transformer_layer_config"}
+    assert {name: found[name] for name in same} == {name: expected[name] for name in same}
+    ours, others = weights(theirs), weights(published)
+    assert ours.keys() == {name for name in others if "confidence_head" not in name}
+    assert all(torch.equal(ours[name], others[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"causal": "all"}, "speculators' format has no dflash drafter with causal='all'"),
+        ({"logit_scale": 0.5}, "has no dflash drafter with logit_scale=0.5"),
+        (DFLASH_FORMS["DFlash2"] | {"sample_from_anchor": True}, "no dflash2 drafter with sample_from_anchor=True"),
+        (DFLASH_FORMS["DFlash2"] | {"markov_rank": 4}, "no drafter with both a Markov head and a selector"),
+    ],
+)
+def test_a_drafter_that_speculators_cannot_hold_is_refused_by_name(changes, message, tmp_path, capsys):
+    random_block_drafter(**changes).save_pretrained(tmp_path / "ours")
+    error = refused(capsys, drafter=tmp_path / "ours", to="speculators", output=tmp_path / "theirs")
+    assert message in error
+
+
 @pytest.mark.skipif(not hasattr(transformers, "MuseGlimmerAssistantModel"), reason="transformers has no such model yet")
 @pytest.mark.parametrize(
     "kinds", [["full_attention"] * 2, ["full_attention", "sliding_attention"]], ids=["full", "sliding"]
@@ -54,7 +93,7 @@ def test_a_drafter_of_transformers_computes_what_its_own_class_computes(kinds, t
     from transformers.cache_utils import DFlashCache
 
     torch.manual_seed(3)
-    config = transformers.MuseGlimmerAssistantConfig(
+    shape = transformers.MuseGlimmerAssistantConfig(
         hidden_size=HIDDEN,
         intermediate_size=40,
         num_hidden_layers=2,
@@ -71,14 +110,14 @@ def test_a_drafter_of_transformers_computes_what_its_own_class_computes(kinds, t
         rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
         initializer_range=0.3,
     )
-    theirs = transformers.MuseGlimmerAssistantModel(config).eval()
+    theirs = transformers.MuseGlimmerAssistantModel(shape).eval()
     theirs.save_pretrained(tmp_path / "theirs")
     found = DFlashDrafter.from_pretrained(convert(tmp_path / "ours", drafter=tmp_path / "theirs", to="drafter")).eval()
     model, text = tiny_model("llama"), torch.arange(20, 61)
     with torch.no_grad():
         features = target_outputs(model, text[:-1], [0, 1])
         block = torch.tensor([[int(text[-1])] + [VOCAB - 1] * (BLOCK - 1)])
-        cache = DFlashCache(config=config)
+        cache = DFlashCache(config=shape)
         cache.activate_past_recording()
         cache.set_previous_accepted_tokens(40)
         expected = theirs(

@@ -61,8 +61,9 @@ def trained_logits(
         output = teacher.read_batch(tokens, segment)
     anchors = torch.arange(tokens.shape[1])
     position = (anchors[:, None] + torch.arange(1, depth + 1)).clamp(max=tokens.shape[1] - 1)
-    given = GivenTexts(tokens, output.hidden, output.embedding, segment, anchors, position)
-    return drafter.lm_head(drafter.unroll(given))
+    given = GivenTexts(tokens, output.hidden, output.embedding, segment, anchors, position, output.table)
+    factors = output.fill_head(drafter.trained_heads(drafter.unroll(given))[0])
+    return sum(x @ weight.T for x, weight in zip(factors[::2], factors[1::2], strict=True))
 
 
 def batches_of(*masks: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -5,7 +5,6 @@ import asyncio
 import json
 import random
 import re
-import runpy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,9 @@ from redrafter.serve.answers.reader import ChatReader
 from redrafter.serve.protocol.answers import ChatAnswer, CompletionAnswer
 from redrafter.serve.protocol.requests import ChatRequest
 from redrafter.serve.tools import describe_tools, forced_tools
+from redrafter.train.config import TrainConfig
+from redrafter.train.init_drafter import new_drafter
+from redrafter.train.loop import train
 
 STORY = (
     "The old man looked at the sea and said that no ship would come today because the wind had turned in the night; "
@@ -297,16 +299,18 @@ def published_mtp(alone: Alone, place: Path) -> LoadOptions:
 
 def published_blocks(form: str, alone: Alone, place: Path) -> LoadOptions:
     """Write a drafter of blocks that was trained for seconds on what the base writes after parts of the story."""
-    trainer = runpy.run_path(str(Path(__file__).parents[2] / "train" / "train_dflash.py"))
-    torch.manual_seed(0)
     story, new = torch.tensor(alone.tokenizer(STORY).input_ids).unfold(0, 16, 2), {"max_new_tokens": 32}
     texts = alone.engine.generate(story, do_sample=True, seed=1, min_new_tokens=32, **new)
-    drafter = trainer["new_drafter"](alone.engine.model, form, layers=2, block_size=5)
-    trainer["train"](drafter, alone.engine.model, texts, lambda steps: steps / 60).save_pretrained(place)
+    config = TrainConfig(form=form, num_layers=2, draft_len=4, steps=60, lr=3e-3, cpu=True)
+    drafter, order = new_drafter(alone.engine.model, config), torch.Generator().manual_seed(0)
+    mask = torch.ones(16, texts.shape[1], dtype=torch.bool)
+    batches = ((texts[torch.randint(len(texts), (16,), generator=order)], mask) for _ in range(60))
+    train(alone.engine.model, drafter, batches, config, log=lambda _: None)
+    drafter.save_pretrained(place)
     return LoadOptions(drafter=str(place))
 
 
-BLOCK_FORMS = ("DFlash", "DSpark", "DFlash2")
+BLOCK_FORMS = ("dflash", "dspark", "dflash2")
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from helpers.training import tiny_model as trained_base
 from redrafter import EagleDrafter, ReDrafter
 from redrafter.cli import main as redrafter
 from redrafter.convert.convert_checkpoint import main as convert_main
-from redrafter.drafting.text_drafters import ReplayableDrafter, require
+from redrafter.drafting.text_drafters import ReplayableDrafter, TrainableDrafter, require
 from redrafter.errors import UnsupportedError
 from redrafter.model.target import Target
 from redrafter.train.config import TrainConfig
@@ -148,17 +148,15 @@ def test_options_of_recurrent_drafters_are_refused_by_name(capsys, tmp_path, opt
 
 
 def test_other_drafters_are_refused_by_name_and_blocks_are_measured(capsys, tmp_path):
-    words = command(tmp_path)
+    command(tmp_path)  # writes the base and the prompts
     sizes = {"vocab_size": trained_base().config.vocab_size, "target_layers": [0], "mask_token_id": 3}
     random_block_drafter(**sizes).save_pretrained(tmp_path / "blocks")
-    for more in ([], ["--dry-run"]):
-        error = refused(capsys, [*words, "--drafter", str(tmp_path / "blocks"), *more])
-        assert "`redrafter train` cannot draft over given texts with this drafter, of the kind DFlash drafter" in error
     evaluate = ["evaluate", "--model", str(tmp_path / "base"), "--drafter", str(tmp_path / "blocks"), "--device", "cpu"]
     evaluate += ["--prompts", str(tmp_path / "data.jsonl"), "--num-prompts", "2", "--new-tokens", "8"]
     assert redrafter([*evaluate, "--explain"]) == 0
     assert f"5x{BLOCK - 1}" in capsys.readouterr().out
     assert redrafter([*evaluate, "--shapes", f"5x{BLOCK}"]) == 2
     assert f"draft_len_per_beam={BLOCK} is more than the {BLOCK - 1} tokens that a block" in capsys.readouterr().err
-    with pytest.raises(UnsupportedError, match=r"`redrafter evaluate` cannot draft over .* of the kind MTP layer"):
-        require(ReplayableDrafter, random_mtp(Target(trained_base())))
+    for name, interface in (("evaluate", ReplayableDrafter), ("train", TrainableDrafter)):
+        with pytest.raises(UnsupportedError, match=f"`redrafter {name}` cannot draft over .* of the kind MTP layer"):
+            require(interface, random_mtp(Target(trained_base())))

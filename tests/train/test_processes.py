@@ -14,6 +14,7 @@ import torch
 from helpers.apart import start_together
 from helpers.training import command, record
 from redrafter import ArgumentError, RecurrentDrafter, UnsupportedError
+from redrafter.drafting.drafter_types import open_drafter_model
 from redrafter.train.checkpoints import Checkpoint
 from redrafter.train.config import TrainConfig
 from redrafter.train.processes import SPREADING_VARIABLES, new_accelerator
@@ -61,7 +62,7 @@ def together(folder: Path, *more: str, processes: int = 2) -> str:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return RecurrentDrafter.from_pretrained(folder).state_dict()
+    return open_drafter_model(folder).state_dict()
 
 
 def close(one: Path, other: Path) -> None:
@@ -79,8 +80,8 @@ def close(one: Path, other: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "form",
-    [["--recurrence", "apple"], ["--context-window", "8"], ["--lora-rank", "2"]],
-    ids=["published", "context", "low rank"],
+    [["--recurrence", "apple"], ["--context-window", "8"], ["--lora-rank", "2"], ["--form", "dflash2"]],
+    ids=["published", "context", "low rank", "blocks"],
 )
 def test_two_processes_are_one_that_accumulates_whoever_holds_the_base(tmp_path, form):
     one, two, shared = (tmp_path / name for name in ("one", "two", "shared"))
@@ -104,9 +105,10 @@ def test_two_processes_are_one_that_accumulates_whoever_holds_the_base(tmp_path,
         ["--recurrence", "apple", "--draft-len", "1"],  # with which a weight has no gradient
         ["--accumulate", "2", "--no-rnn"],
         ["--mixed-precision", "bf16"],
+        ["--form", "dspark", "--draft-vocab-size", "50"],
         [],
     ],
-    ids=["published", "gated", "context", "one draft", "accumulated", "bf16", "four processes that share a base"],
+    ids=["published", "gated", "context", "one draft", "accumulated", "bf16", "blocks", "four that share a base"],
 )
 @pytest.mark.slow
 def test_a_sharded_drafter_and_its_checkpoint_are_those_of_a_whole_drafter(tmp_path, form):

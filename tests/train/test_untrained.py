@@ -13,7 +13,11 @@ from redrafter.drafting.drafter_types import open_drafter_model
 from redrafter.train.train_drafter import main
 
 
-@pytest.mark.parametrize("form", [["--draft-vocab-size", "40"], ["--form", "eagle3"]], ids=["recurrent", "eagle3"])
+@pytest.mark.parametrize(
+    "form",
+    [["--draft-vocab-size", "40"], ["--form", "eagle3"], ["--form", "dspark"]],
+    ids=["recurrent", "eagle3", "dspark"],
+)
 def test_a_dry_run_saves_an_untrained_drafter_that_says_so_and_drafts(form, tmp_path, capsys):
     save = tmp_path / "dry"
     assert main(command(tmp_path, *form, "--dry-run", "--save", str(save))) == 0

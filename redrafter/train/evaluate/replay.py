@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from redrafter.drafting.drafter_config import MAX_SIZE, MEASURED_NODES
+from redrafter.drafting.drafter_config import MEASURED_NODES
 from redrafter.drafting.proposer import State
 from redrafter.drafting.text_drafters import ReplayableDrafter
 from redrafter.model.target import Target
@@ -295,10 +295,10 @@ def steps_taken(accepted: Sequence[int]) -> Iterator[int]:
 
 
 def candidates(drafter: ReplayableDrafter, draft_len: int) -> list[TreeShape]:
-    """Return the trees to compare for a drafter trained for `draft_len` steps: up to twice as deep where it can."""
-    vocabulary = drafter.config.draft_vocab_size or drafter.config.vocab_size
-    widths = [width for width in WIDTHS if width <= vocabulary]
-    deepest = min(max(2 * draft_len, 2), drafter.config.max_draft_len or MAX_SIZE)
+    """Return the trees to compare for a drafter that was trained for `draft_len` steps: up to twice as deep."""
+    widths = [width for width in WIDTHS if width <= drafter.config.num_draft_ids]
+    deepest = max(2 * draft_len, 2)
+    deepest = min(deepest, drafter.config.max_draft_len or deepest)
     pairs = [(width, depth) for width in widths for depth in range(min(2, deepest), deepest + 1)]
     return [TreeShape(beams, depth, min(MEASURED_NODES, 1 + beams * depth)) for beams, depth in pairs]
 

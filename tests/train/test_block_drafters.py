@@ -1,0 +1,265 @@
+"""Training of drafters that fill blocks: what is learnt is what is drafted, and what is written goes out and back."""
+
+import shutil
+from copy import deepcopy
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.dflash import BLOCK, DFLASH_FORMS, plain_block, random_block_drafter
+from helpers.models import DRAFTER_ALONE, assert_close_by_scale, tiny_model
+from helpers.training import command, known_text, learn_circle, record, refused, round_circle, trained_logits
+from helpers.training import tiny_model as trained_base
+from redrafter import DFlashDrafter, ReDrafter
+from redrafter.convert.convert_checkpoint import main as convert_main
+from redrafter.drafting.proposer import State
+from redrafter.model.target import Target
+from redrafter.sampling.sampler import Sampler
+from redrafter.train.config import TrainConfig
+from redrafter.train.evaluate.replay import ValidationTexts, candidates
+from redrafter.train.init_drafter import new_drafter
+from redrafter.train.loop import train
+from redrafter.train.loss import Unroll
+from redrafter.train.teacher import Teacher
+from redrafter.train.train_drafter import main
+from redrafter.tree.sizes import TreeShape
+
+DEPTH, LENGTH = 3, 14
+FORMS = ("dflash", "dspark", "dflash2")
+# The loss has no bound of logits.
+TRAINED = {name: changes | {"logit_softcap": None} for name, changes in DFLASH_FORMS.items()}
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return tiny_model("llama")
+
+
+@pytest.mark.parametrize("form", TRAINED)
+def test_what_is_trained_is_what_is_drafted(form, model):
+    """Compare with a plain recomputation, and with the scores of a search at the same positions."""
+    drafter = random_block_drafter(**TRAINED[form])
+    text, target = known_text(drafter), Target(model)
+    trained = trained_logits(drafter, model, text)  # [T, K, V']
+    with Teacher(model, drafter.config.target_layers) as teacher, torch.no_grad():
+        read = teacher.read_batch(text)
+        contexts = drafter.read_texts(text, read.hidden, read.embedding)
+    proposer = drafter.proposer(target, 1, DEPTH, 1 + DEPTH, None, False)
+    zero = torch.zeros(1, dtype=torch.long)
+    sampler = Sampler(
+        seeds=None,
+        processors=(),
+        temperature=torch.ones(1),
+        prompt=zero,
+        limit=zero,
+        ids=torch.arange(target.vocab_size),
+    )
+    for pending in (1, 5, LENGTH - DEPTH - 1):
+        committed, drafts = text[0, : pending + 1], text[0, pending + 1 : pending + DEPTH]
+        expected = plain_block(drafter, model, committed, drafts)
+        assert_close_by_scale(trained[pending - 1], torch.stack(expected[:DEPTH]), 1e-5)
+        row = torch.tensor([pending])
+        state = State(text[:, pending:], zero, read.hidden[:, pending - 1], zero == 0)
+        with torch.no_grad():
+            expand = proposer.scores(state, sampler, None, contexts(zero, row))
+            for k in range(DEPTH):
+                scores = expand(k, text[:, pending + k, None], zero[None])[0, 0]
+                seen = scores.isfinite()  # candidates, where there is a selector
+                assert_close_by_scale(trained[pending - 1, k][seen], scores[seen], 1e-5)
+
+
+@pytest.mark.parametrize("form", ["speculators'", "DSpark", "DFlash2"])
+def test_texts_packed_into_a_row_are_apart(form, model):
+    drafter = random_block_drafter(**TRAINED[form])
+    first, second = known_text(drafter, 8), known_text(drafter, 9, seed=1)
+    packed = trained_logits(drafter, model, torch.cat([first, second], dim=1), torch.tensor([[0] * 8 + [1] * 9]))
+    assert_close_by_scale(packed[8:14], trained_logits(drafter, model, second)[:6], 1e-5)
+
+
+def loss_of(drafter: DFlashDrafter, model: torch.nn.Module, tokens: Tensor, mask: Tensor) -> Tensor:
+    """Return the loss of a batch."""
+    with Teacher(model, drafter.config.target_layers) as teacher:
+        output = teacher.read_batch(tokens)
+    return Unroll(drafter, TrainConfig(draft_len=DEPTH))(tokens, mask, output).loss
+
+
+@pytest.mark.parametrize("form", TRAINED)
+def test_every_weight_is_learnt_and_the_base_is_not(form, model):
+    drafter = random_block_drafter(**TRAINED[form])
+    loss_of(drafter, model, known_text(drafter), torch.ones(1, LENGTH, dtype=torch.bool)).backward()
+    assert all(weight.grad is not None and weight.grad.any() for weight in drafter.parameters())
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_rows_of_different_anchors_and_parts_give_the_sum_of_their_losses(model, monkeypatch):
+    drafter = random_block_drafter(**TRAINED["DFlash2"])
+    tokens = torch.cat([known_text(drafter), known_text(drafter, seed=1)])
+    mask = torch.ones(2, LENGTH, dtype=torch.bool)
+    mask[0, :6], mask[1, 9:] = False, False
+    whole = loss_of(drafter, model, tokens, mask)
+    alone = sum(loss_of(drafter, model, tokens[row, None], mask[row, None]) for row in range(2))
+    assert_close_by_scale(whole, alone, 1e-5)
+    monkeypatch.setattr("redrafter.drafting.dflash.POSITIONS_AT_ONCE", 3 * 2 * BLOCK)
+    assert_close_by_scale(loss_of(drafter, model, tokens, mask), whole, 1e-5)
+    assert not loss_of(drafter, model, tokens, torch.zeros_like(mask))
+
+
+def test_a_head_of_the_base_with_a_bias_is_that_of_the_drafts():
+    model = tiny_model("phi")
+    assert model.get_output_embeddings().bias is not None
+    torch.nn.init.normal_(model.get_output_embeddings().bias)
+    drafter = random_block_drafter(**TRAINED["DFlash"])
+    text = known_text(drafter)
+    with Teacher(model, drafter.config.target_layers) as teacher, torch.no_grad():
+        read = teacher.read_batch(text)
+    factors = read.fill_head((read.hidden[..., : drafter.config.hidden_size], None))
+    logits = sum(x @ weight.T for x, weight in zip(factors[::2], factors[1::2], strict=True))
+    assert_close_by_scale(logits, read.logits, 1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_few_steps_of_training_are_worth_many_tokens(form):
+    base = trained_base(vocab=48, initializer_range=0.05, num_hidden_layers=3)
+    circle = learn_circle(base, 40)
+    config = TrainConfig(form=form, steps=60, draft_len=4, cpu=True, lr=1e-2, log_every=20, num_layers=1)
+    drafter = new_drafter(base, config, None if form == "dflash2" else circle.sort().values)
+    texts = ValidationTexts(Target(base), [circle[n : n + 3].tolist() for n in range(0, 36, 4)], 20)
+    before = texts.measure(drafter, TreeShape(3, 4, 13)).tokens_per_step
+    batches = ((round_circle(circle, 8, step), torch.ones(8, 24, dtype=torch.bool)) for step in count())
+    losses: list[float] = []
+    result = train(base, drafter, batches, config, progress=lambda numbers: losses.append(numbers.loss))
+    assert losses[-1] < 0.5 * losses[0]
+    assert texts.measure(drafter, TreeShape(3, 4, 13)).tokens_per_step > max(3.5, before)
+    assert result.accuracy[3] > 0.8
+    assert max(shape.depth for shape in candidates(drafter, 4)) == 4  # a block holds no more
+    measured = texts.measure(drafter, TreeShape(3, 4, 13))
+    engine = ReDrafter(Target(base), drafter.eval(), TreeShape(3, 4, 13), options=DRAFTER_ALONE)
+    how = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+    out = engine.generate(torch.tensor(texts.prompts), **how)
+    assert torch.equal(out.sequences, torch.tensor(texts.texts.tokens))
+    assert (measured.steps, measured.emitted) == (out.stats.steps, out.stats.emitted)
+
+
+def written(base: Path, drafter: Path, **settings: object) -> tuple[Tensor, object]:
+    """Return what a pair writes with branches in the tree, and the statistics of its drafts."""
+    engine = ReDrafter.from_pretrained(
+        base, drafter, num_beams=3, draft_len_per_beam=3, node_budget=10, draft_from_text=False, tuning=None
+    )
+    engine.pauses = False
+    ids, mask = torch.tensor([[1, 30, 40, 12], [0, 0, 1, 9]]), torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    how = {"attention_mask": mask, "max_new_tokens": 16, "return_dict_in_generate": True} | settings
+    out, plain = engine.generate(ids, **how), engine.generate(ids, **how, speculate=False)
+    assert torch.equal(out.sequences, plain.sequences)
+    return out.sequences, out.stats
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_command_makes_a_drafter_that_loads_goes_out_and_comes_back(form, tmp_path, capsys):
+    ids = [] if form == "dflash2" else ["--draft-vocab-size", "40"]
+    words = command(tmp_path, "--form", form, "--num-layers", "1", "--steps", "4", "--lr", "1e-2")
+    assert main([*words, *ids]) == 0
+    base, out = tmp_path / "base", tmp_path / "out"
+    assert "drafter of" in capsys.readouterr().out
+    drafter = DFlashDrafter.from_pretrained(out)
+    config = drafter.config
+    assert (config.algorithm, config.drafts, config.trained_draft_len) == (form, 3, 3)
+    assert (config.own_head, config.draft_vocab_size) == ((True, 40) if ids else (False, None))
+    assert config.draft_len_per_beam <= 3
+    assert "# DFlash drafter for base" in (out / "README.md").read_text()
+    assert record(tmp_path)["config"]["form"] == form
+    there = ["--drafter-model-dir", str(out), "--to", "speculators", "--output-dir", str(tmp_path / "theirs")]
+    back = ["--drafter-model-dir", str(tmp_path / "theirs"), "--to", "drafter", "--output-dir", str(tmp_path / "back")]
+    assert convert_main(there) == convert_main(back) == 0
+    assert convert_main([*there, "--overwrite"]) == 0
+    for how in ({"do_sample": False}, {"do_sample": True, "seed": 3}):
+        texts, stats = written(base, out, **how)
+        again, same = written(base, tmp_path / "back", **how)
+        assert torch.equal(texts, again)
+        assert (stats.steps, stats.drafted, stats.accepted_by_depth) == (
+            same.steps,
+            same.drafted,
+            same.accepted_by_depth,
+        )
+    more = [*words[: -len(("--form", form, "--num-layers", "1", "--steps", "4", "--lr", "1e-2"))]]
+    more += ["--drafter", str(out), "--output", str(tmp_path / "more"), "--steps", "2"]
+    assert main([*more, "--lora-rank", "2"]) == 0
+    assert "--form is the drafter's own" in refused(capsys, [*more, "--form", form, "--overwrite"])
+    for dry in ([], ["--dry-run"]):
+        error = refused(capsys, [*more, "--draft-len", "4", "--overwrite", *dry])
+        assert "--draft-len 4 is more than the 3 tokens that a block of this drafter holds" in error
+    assert main([*words, "--dry-run"]) == 0
+    assert "the drafter's states" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_training_that_continues_ends_bit_for_bit_where_it_would_have(form, tmp_path, capsys):
+    words = command(tmp_path, "--form", form, "--num-layers", "1", "--save-every", "2", "--validate-prompts", "0")
+    assert main([*words, "--steps", "4"]) == 0
+    whole = DFlashDrafter.from_pretrained(tmp_path / "out").state_dict()
+    shutil.rmtree(tmp_path / "out.checkpoints" / "step-0000004")
+    assert main([*words, "--steps", "4", "--resume", "--overwrite"]) == 0
+    assert "resuming from step 2" in capsys.readouterr().out
+    found = DFlashDrafter.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    other = "dspark" if form == "dflash" else "dflash"
+    again = ["--form", other, "--save-every", "2", "--validate-prompts", "0", "--resume", "--overwrite"]
+    assert f"was made with --form {form}" in refused(capsys, command(tmp_path, "--steps", "4", *again))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--form dflash --markov-rank 8", "--markov-rank is for --form dspark: leave it out with --form dflash"),
+        ("--form dspark --selector-rank 8", "--selector-rank is for --form dflash2: leave it out with --form dspark"),
+        ("--form dflash2 --draft-vocab-size 40", "dspark: leave it out with --form dflash2"),
+        ("--form dflash --exit-dim 8", "--exit-dim is for --form recurrent: leave it out with --form dflash"),
+        ("--markov-rank 8", "--markov-rank is for --form dspark: leave it out with --form recurrent"),
+        (
+            "--form dspark --recipe small",
+            "--recipe small is for a new drafter with a gated cell: leave it out with --form",
+        ),
+        ("--form dspark --markov-rank 0", "--markov-rank must be positive"),
+        ("--form dflash --num-layers 0", "--num-layers: a drafter of --form dflash has at least one layer"),
+        ("--form dflash --target-layers none", "--target-layers: a drafter of --form dflash has at least one layer"),
+    ],
+)
+def test_options_of_other_forms_are_refused_by_name(words, message, capsys, tmp_path):
+    assert message in refused(capsys, command(tmp_path, *words.split()))
+
+
+def test_a_drafter_with_a_bound_of_its_logits_is_refused_by_name(tmp_path, capsys):
+    words = command(tmp_path)
+    sizes = {"vocab_size": trained_base().config.vocab_size, "target_layers": [0], "mask_token_id": 3}
+    random_block_drafter(**sizes, logit_softcap=5.0).save_pretrained(tmp_path / "bound")
+    error = refused(capsys, [*words, "--drafter", str(tmp_path / "bound"), "--draft-len", "3"])
+    assert "a block drafter with logit_softcap=5.0 cannot be trained" in error
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("form", ["speculators'", "recurrent after the anchor", "DFlash2"])
+def test_a_gpu_learns_the_same_without_waiting(form, model):
+    """There all positions are anchors, in parts that are computed again for the gradients."""
+    drafter, results = random_block_drafter(**TRAINED[form]), []
+    tokens = torch.cat([known_text(drafter), known_text(drafter, seed=1)])
+    mask = torch.ones(2, LENGTH, dtype=torch.bool)
+    mask[0, :6], mask[1, 9:] = False, False
+    for device in ("cpu", "cuda"):
+        there, base = deepcopy(drafter).to(device), deepcopy(model).to(device)
+        with Teacher(base, drafter.config.target_layers) as teacher:
+            output = teacher.read_batch(tokens.to(device))
+        unroll = Unroll(there, TrainConfig(draft_len=DEPTH)).to(device)
+        ids, weights = tokens.to(device), mask.to(device)
+        unroll(ids, weights, output).loss.backward()  # the first one looks up frequencies
+        there.zero_grad()
+        torch.cuda.set_sync_debug_mode("error" if device == "cuda" else "default")
+        try:
+            loss = unroll(ids, weights, output).loss
+            loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        results.append([loss.cpu(), *(weight.grad.cpu() for weight in there.parameters())])
+    for one, other in zip(*results, strict=True):
+        assert_close_by_scale(other, one, 1e-3)
