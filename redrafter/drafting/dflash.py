@@ -177,7 +177,7 @@ class DFlashDrafter(TrainableDrafter):
         """Fill a block at each anchor, as the search does; see `TrainableDrafter.unroll`.
 
         Blocks attend to the committed tokens before their anchor and to themselves. They are filled in parts, and
-        filled again for the gradients on a GPU, so that the memory does not grow with the number of anchors.
+        filled again for the gradients on a GPU, so that of all of them only the hidden states are kept.
 
         Returns:
             The hidden states of the positions that draft, `[A, K, D]`, followed by the inputs of the Markov head's and
@@ -189,8 +189,8 @@ class DFlashDrafter(TrainableDrafter):
         keys, values = self.remember(self.fuse_hidden(texts.features), sines)  # [B, T, L H, d]
         # Blocks are filled at the same columns of all rows. Finding those with an anchor would make the host wait for a
         # GPU, where most columns have one.
-        found = tokens.is_cuda or not len(texts.anchors)
-        columns = index if found else (texts.anchors % length).unique()  # [P]
+        every = tokens.is_cuda or not len(texts.anchors)
+        columns = index if every else (texts.anchors % length).unique()  # [P]
         filled = []
         for part in columns.split(max(POSITIONS_AT_ONCE // (rows * self.config.block_size), 1)):
             arguments = texts, keys, values, part
