@@ -140,7 +140,7 @@ class BlockDrafter(TrainableDrafter):
         """Fill a block at each of the A anchors of given texts, as the search does, `[A, Q, D]`.
 
         Blocks attend to the committed tokens before their anchor and to themselves. They are filled in parts, and
-        filled again for the gradients on a GPU, so that the memory does not grow with the number of anchors.
+        filled again for the gradients on a GPU, so that of all of them only the hidden states are kept.
         """
         tokens, (rows, length) = texts.tokens, texts.tokens.shape
         index, device = torch.arange(length, device=tokens.device), tokens.device
@@ -148,8 +148,8 @@ class BlockDrafter(TrainableDrafter):
         keys, values = self.remember(self.fuse_hidden(texts.features), sines)  # [B, T, L H, d]
         # Blocks are filled at the same columns of all rows. Finding those with an anchor would make the host wait for a
         # GPU, where most columns have one.
-        found = tokens.is_cuda or not len(texts.anchors)
-        columns = index if found else (texts.anchors % length).unique()  # [P]
+        every = tokens.is_cuda or not len(texts.anchors)
+        columns = index if every else (texts.anchors % length).unique()  # [P]
         filled = []
         for part in columns.split(max(POSITIONS_AT_ONCE // (rows * self.config.block_size), 1)):
             arguments = texts, keys, values, part

@@ -160,6 +160,5 @@ def test_a_tree_of_trained_blocks_is_accepted_more_than_their_chain(form, target
             out = engine.generate(held_out, **arguments)
             found.append(out.stats.tokens_per_step)
             assert torch.equal(out.sequences, engine.generate(held_out, **arguments, speculate=False).sequences)
-        print(form, losses, found)
         assert found[0] > 1.05
         assert found[1] > 1.08 * found[0]

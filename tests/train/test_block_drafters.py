@@ -20,6 +20,7 @@ from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.train.config import TrainConfig
 from redrafter.train.evaluate.replay import ValidationTexts, candidates
+from redrafter.train.head_loss import HeadLoss, Objective, chunk_loss
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import train
 from redrafter.train.loss import Unroll
@@ -31,6 +32,7 @@ DEPTH, LENGTH = 3, 14
 FORMS = ("dflash", "dspark", "dflash2")
 # The loss has no bound of logits.
 TRAINED = {name: changes | {"logit_softcap": None} for name, changes in DFLASH_FORMS.items()}
+TRAINED["narrower than a block"] = {"sliding_layers": [1], "sliding_window": 2}
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +94,23 @@ def test_every_weight_is_learnt_and_the_base_is_not(form, model):
     loss_of(drafter, model, known_text(drafter), torch.ones(1, LENGTH, dtype=torch.bool)).backward()
     assert all(weight.grad is not None and weight.grad.any() for weight in drafter.parameters())
     assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_products_that_are_added_learn_as_autograd_learns_them():
+    order = torch.Generator().manual_seed(0)
+    shapes = ((6, 2, 4), (11, 4), (6, 2, 3), (11, 3))  # two inputs and two heads in turn
+    factors = [torch.randn(shape, generator=order).requires_grad_() for shape in shapes]
+    factors[1].requires_grad_(False)  # a head that is frozen
+    teacher, position = torch.randn(9, 11, generator=order), torch.randint(9, (6, 2), generator=order)
+    label, weight = torch.zeros_like(position), torch.rand(6, 2, generator=order)
+    x, head, *terms = factors
+    loss, *_ = HeadLoss.apply(x, head, teacher, position, label, weight, Objective(1.0, 0.0, 5), 4, chunk_loss, *terms)
+    log_q = sum(x @ head.T for x, head in zip(factors[::2], factors[1::2], strict=True)).log_softmax(dim=-1)
+    log_p = teacher[position].log_softmax(dim=-1)
+    expected = (weight * (log_p.exp() * (log_p - log_q)).sum(dim=-1)).sum()
+    learnt = [factor for factor in factors if factor.requires_grad]
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss * 3, learnt), torch.autograd.grad(expected * 3, learnt))
 
 
 def test_rows_of_different_anchors_and_parts_give_the_sum_of_their_losses(model, monkeypatch):
