@@ -55,7 +55,7 @@ class RightDrafts:
     def drafted(self) -> Iterator[None]:
         """Let all drafters that search a tree draft true paths; what watches their own drafts must be there before."""
         with pytest.MonkeyPatch.context() as patch:
-            for searching in SearchProposer.__subclasses__():
+            for searching in _without_subclasses(SearchProposer):
                 patch.setattr(searching, "propose", self._corrected(searching.propose))
             yield
 
@@ -64,3 +64,8 @@ class RightDrafts:
             return self.write_into(propose(proposer, state, *arguments), state)
 
         return corrected
+
+
+def _without_subclasses(base: type) -> list[type]:
+    """Return the subclasses of a class that have none themselves."""
+    return [leaf for sub in base.__subclasses__() for leaf in _without_subclasses(sub)] or [base]

@@ -121,7 +121,7 @@ def test_rows_of_different_anchors_and_parts_give_the_sum_of_their_losses(model,
     whole = loss_of(drafter, model, tokens, mask)
     alone = sum(loss_of(drafter, model, tokens[row, None], mask[row, None]) for row in range(2))
     assert_close_by_scale(whole, alone, 1e-5)
-    monkeypatch.setattr("redrafter.drafting.dflash.POSITIONS_AT_ONCE", 3 * 2 * BLOCK)
+    monkeypatch.setattr("redrafter.drafting.block_drafter.POSITIONS_AT_ONCE", 3 * 2 * BLOCK)
     assert_close_by_scale(loss_of(drafter, model, tokens, mask), whole, 1e-5)
     assert not loss_of(drafter, model, tokens, torch.zeros_like(mask))
 
