@@ -205,7 +205,7 @@ ENGINES: dict[str, Callable[[PreTrainedModel, EngineOptions], Engine]] = {
     "DSpark": lambda model, options: recurrent(model, options, TreeShape(4, 3, 999), blocks("DSpark", model)),
     "DFlash2": lambda model, options: sharing(model, options, blocks("DFlash2", model)),
     "parallel": lambda model, options: recurrent(model, options, TreeShape(4, 3, 999), parallel("recurrent", model)),
-    "parallel, shortlist": lambda model, options: sharing(model, options, parallel("shortlist", model)),
+    "parallel's shared nodes": lambda model, options: sharing(model, options, parallel("shortlist", model)),
     "MTP": lambda model, options: with_mtp(model, options, TreeShape(4, 3, 999)),
     "MTP and text": lambda model, options: beside_text(with_mtp(model, options, TreeShape(1, 3, 999))),
     "draft model": draft_target,
