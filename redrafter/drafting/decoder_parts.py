@@ -1,10 +1,11 @@
-"""Parts of decoder layers that drafters of several kinds share."""
+"""Parts of decoder layers, and other computations, that drafters of several kinds share."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -188,3 +189,36 @@ def of_beams(x: Tensor, sources: Tensor) -> Tensor:
     """Select the values of beams `sources` `[B, W]` of the step before from `x` `[B, w, ...]`."""
     index = sources.view(*sources.shape, *(1 for _ in x.shape[2:])).expand(-1, -1, *x.shape[2:])
     return x.gather(1, index)
+
+
+def normalise(x: Tensor, eps: float) -> Tensor:
+    """RMS-normalise the last dimension in float32, without a weight, which the following product can absorb."""
+    precise = x.to(torch.promote_types(x.dtype, torch.float32))
+    return rms_norm(precise, x.shape[-1:], eps=eps).to(x)
+
+
+def fuse_outputs(hidden: Tensor, fuse: nn.Module, width: int, eps: float) -> Tensor:
+    """Add a product of all hidden states that a drafter reads to the last one, `[..., D]`.
+
+    Args:
+        hidden: The last hidden state, after the final norm, and then the outputs of layers, `[..., F]`.
+        fuse: The product of the last one and the outputs, which are RMS-normalised first.
+        width: D.
+        eps: Epsilon of the norm.
+    """
+    last, outputs = hidden[..., :width], torch.unflatten(hidden[..., width:], -1, (-1, width))  # [..., layers, D]
+    fused: Tensor = last + fuse(torch.cat([last, normalise(outputs, eps).flatten(-2)], dim=-1))
+    return fused
+
+
+def gated_state(product: Tensor, state: Tensor | None) -> Tensor:
+    """Return the next state of a gated cell, `[..., D]`.
+
+    Args:
+        product: The gate before its sigmoid, and the candidate before its SiLU, `[..., 2D]`.
+        state: The state before, `[..., D]`; None for zero.
+    """
+    gate, new = product.chunk(2, dim=-1)
+    before = 0 if state is None else state
+    # Equals (1 - g) s + g SiLU(c), with one product fewer.
+    return before + gate.sigmoid() * (silu(new) - before)

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import silu
 
 from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.context_attention import ContextAttention, ContextWindow, PackedContext
+from redrafter.drafting.decoder_parts import fuse_outputs, gated_state
 from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.drafting.drafter_model import compile_once, drafter_layer, for_any_tokens, layer_bytes, partial_linear
 from redrafter.drafting.drafter_types import register_drafter
@@ -223,11 +224,7 @@ class RecurrentDrafter(TrainableDrafter):
         """
         if self.fuse is None:
             return hidden
-        size = self.config.hidden_size
-        last, outputs = hidden[..., :size], torch.unflatten(hidden[..., size:], -1, (-1, size))  # [..., layers, D]
-        precise = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-        normed = rms_norm(precise, (size,), eps=self.config.rms_norm_eps).to(hidden)
-        return last + self.fuse(torch.cat([last, normed.flatten(-2)], dim=-1))
+        return fuse_outputs(hidden, self.fuse, self.config.hidden_size, self.config.rms_norm_eps)
 
     def begin(self, hidden: Tensor) -> DraftStart:
         """Compute, once for all steps of a draft, the terms that depend only on the target's hidden state.
@@ -292,10 +289,7 @@ class RecurrentDrafter(TrainableDrafter):
             elif state is not None:
                 columns = slice(state.shape[-1], 2 * state.shape[-1])
                 embedded = embedded + partial_linear(self.rnn_gate, state, columns, with_bias=False)
-            gate, new = (embedded + start.gate).chunk(2, dim=-1)
-            before = 0 if state is None else state
-            # Equals (1 - g) s + g SiLU(c), with one product fewer.
-            state = before + gate.sigmoid() * (silu(new) - before)
+            state = gated_state(embedded + start.gate, state)
         else:
             product = embedded
             if product is None:

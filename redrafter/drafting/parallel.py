@@ -5,21 +5,21 @@ layers, and the parts of the head that depend on a position alone, are computed 
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import silu
 
-from redrafter import kernels
 from redrafter.drafting.block_drafter import BlockContext, BlockDrafter, BlockProposer
-from redrafter.drafting.decoder_parts import of_beams
+from redrafter.drafting.decoder_parts import fuse_outputs, gated_state, normalise, of_beams
 from redrafter.drafting.dflash_layers import BlockLayer
 from redrafter.drafting.drafter_model import compile_once, layer_bytes, partial_linear
 from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.parallel_config import ParallelConfig
 from redrafter.drafting.proposer import State
-from redrafter.drafting.shortlist import head_rows
+from redrafter.drafting.shortlist import head_rows, likeliest_ids
 from redrafter.drafting.text_drafters import GivenTexts
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.beam_search import Candidates, Expand
@@ -37,6 +37,11 @@ class HeadStart(NamedTuple):
     rough: Tensor
     inner: Tensor | None
     gate: Tensor | None
+
+    def at(self, k: int) -> "HeadStart":
+        """Return the terms of the position of a number, from 0, for beams: `[..., 1, R]` and `[..., 1, D]`."""
+        inner = None if self.inner is None else self.inner[..., k, None, :]
+        return self._replace(rough=self.rough[..., k, None, :], inner=inner)
 
 
 class RecurrentHead(nn.Module):
@@ -62,31 +67,26 @@ class RecurrentHead(nn.Module):
         gate = partial_linear(self.gate, hidden, slice(-width, None), with_bias=True)
         return HeadStart(rough, inner, gate[..., None, :])
 
-    def step(self, embedding: Tensor, state: Tensor | None, start: HeadStart, k: int) -> tuple[Tensor, Tensor | None]:
-        """Compute the input of `lm_head` at position k of w beams.
+    def step(self, embedding: Tensor, state: Tensor | None, start: HeadStart) -> tuple[Tensor, Tensor | None]:
+        """Compute the input of `lm_head` at a position of w beams.
 
         Args:
             embedding: The target's embedding of the token before the position, `[..., w, D]`.
             state: The recurrent state, `[..., w, D]`; None at the first position.
-            start: Result of `begin`.
-            k: Number of the position, from 0.
+            start: The terms of the position, from `HeadStart.at`.
 
         Returns:
             The input, `[..., w, R]`, and the new state, `[..., w, D]`; None in a head without a state.
         """
-        rough = start.rough[..., k, None, :]
         if start.inner is None or start.gate is None:
-            return rough.expand(*embedding.shape[:-1], -1), None
+            return start.rough.expand(*embedding.shape[:-1], -1), None
         state = None if self.kind == "markov" else state
         inputs = embedding if state is None else torch.cat([embedding, state], dim=-1)
-        product = partial_linear(self.gate, inputs, slice(inputs.shape[-1]), with_bias=False) + start.gate
-        gate, new = product.chunk(2, dim=-1)
-        before = 0 if state is None else state
-        state = before + gate.sigmoid() * (silu(new) - before)  # (1 - g) s + g SiLU(c), with one product fewer
-        width = state.shape[-1]
-        inner = partial_linear(self.inner, state, slice(width, None), with_bias=False) + start.inner[..., k, None, :]
+        product = partial_linear(self.gate, inputs, slice(inputs.shape[-1]), with_bias=False)
+        state = gated_state(product + start.gate, state)
+        inner = partial_linear(self.inner, state, slice(state.shape[-1], None), with_bias=False) + start.inner
         direct = partial_linear(self.state_proj, state, slice(None), with_bias=False)
-        return rough + direct + partial_linear(self.inner_proj, silu(inner), slice(None), with_bias=False), state
+        return start.rough + direct + partial_linear(self.inner_proj, silu(inner), slice(None), with_bias=False), state
 
 
 @register_drafter("parallel drafter", "redrafter_parallel")
@@ -121,13 +121,13 @@ class ParallelDrafter(BlockDrafter):
 
     def draft_bytes(self, depth: int) -> int:
         """Return the bytes of the weights that a draft of `depth` search steps reads."""
-        head, width = self.head, self.config.hidden_size
+        head = self.head
         levels = 1 if self.config.head_shortlist or self.config.head == "none" else depth
         again = (levels - 1) * layer_bytes(self.lm_head)
         if self.config.head != "none":
             serial = layer_bytes(head.gate, 2 / 3) + layer_bytes(head.inner, 1 / 2)
             again += (depth - 1) * (serial + layer_bytes(head.state_proj) + layer_bytes(head.inner_proj))
-            again -= width * 2 * width * head.gate.weight.element_size()  # the first level has no state
+            again -= layer_bytes(head.gate, 1 / 3, with_bias=False)  # the first level has no state
         return sum(weight.nbytes for weight in self.parameters()) + again
 
     def fuse_hidden(self, hidden: Tensor) -> Tensor:
@@ -139,17 +139,15 @@ class ParallelDrafter(BlockDrafter):
         Returns:
             What positions and entries read, `[..., D]`, normalised.
         """
-        size = self.config.hidden_size
-        last, outputs = hidden[..., :size], torch.unflatten(hidden[..., size:], -1, (-1, size))
-        joined = torch.cat([last, _norm(outputs, self.config.rms_norm_eps).flatten(-2)], dim=-1)
-        fused: Tensor = self.entry_norm(last + self.fuse(joined))
+        config = self.config
+        fused: Tensor = self.entry_norm(fuse_outputs(hidden, self.fuse, config.hidden_size, config.rms_norm_eps))
         return fused
 
     def open_block(self, pending: Tensor, hidden: Tensor, table: nn.Module) -> Tensor:
         """Return the slots, each with the pending token and the hidden state; see `BlockDrafter.open_block`."""
         # The target's table is frozen, and a training has float32 drafters for targets of any dtype.
         embedding = table(pending)[..., 0, :].detach().to(self.norm.weight.dtype)
-        joined = torch.cat([self.fuse_hidden(hidden), _norm(embedding, self.config.rms_norm_eps)], dim=-1)
+        joined = torch.cat([self.fuse_hidden(hidden), normalise(embedding, self.config.rms_norm_eps)], dim=-1)
         opened: Tensor = self.open(joined)[..., None, :] + self.slots
         return opened
 
@@ -160,7 +158,7 @@ class ParallelDrafter(BlockDrafter):
         start = self.head.begin(positions, self.fuse_hidden(features.index_select(0, texts.anchors)))
         flat, state, made = texts.embedding.flatten(0, 1), None, []
         for k in range(steps):
-            out, state = self.head.step(flat[texts.position[:, k], None], state, start, k)
+            out, state = self.head.step(flat[texts.position[:, k], None], state, start.at(k))
             made.append(out[:, 0])
         if self.config.head_shortlist is not None:
             made += start.rough.unbind(1)  # proposals are trained too: `trained_heads` separates them
@@ -170,12 +168,6 @@ class ParallelDrafter(BlockDrafter):
         """Return the head, and with a shortlist its proposals, which share the weight."""
         parts = x.chunk(1 if self.config.head_shortlist is None else 2, dim=1)
         return [(part, self.lm_head.weight) for part in parts]
-
-
-def _norm(x: Tensor, eps: float) -> Tensor:
-    """RMS-normalise the last dimension in float32, without a weight, which the following product can absorb."""
-    precise = x.to(torch.promote_types(x.dtype, torch.float32))
-    return rms_norm(precise, x.shape[-1:], eps=eps).to(x)
 
 
 @dataclass(frozen=True)
@@ -195,7 +187,7 @@ class ParallelProposer(BlockProposer):
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor | Candidates:
             nonlocal carried
             carried = None if carried is None else of_beams(carried, sources)
-            x, carried = advance(drafter, self.target.embedding(tokens), carried, start, k)
+            x, carried = advance(drafter, self.target.embedding(tokens), carried, start.at(k))
             if proposed is None:
                 return sampler.draft_scores(drafter.score(x), noise, k, names)
             ids = proposed[:, k, None]  # [B, 1, C]
@@ -206,24 +198,11 @@ class ParallelProposer(BlockProposer):
         return expand
 
     def _propose_ids(self, rough: Tensor, sampler: Sampler, noise: Tensor | None) -> Tensor:
-        """Return the likeliest ids of each position by its own term of the head, `[B, K, C]`, for all beams alike.
-
-        The scores have the target's noise too: the drawn token may be unlikely by the logits alone.
-        """
-        drafter, names = self.drafter, self.drafter.draft_ids
-        count = max(drafter.config.head_shortlist or 0, self.beams)
-        logits, fast = drafter.score(rough), kernels.TRITON and rough.is_cuda
-        by_position = []
-        for k in range(logits.shape[1]):
-            here, drawn = logits[:, k, None], None if noise is None else noise[:, k]
-            if fast and 4 * count <= logits.shape[-1]:
-                temperature = None if noise is None else sampler.temperature
-                ids = kernels.best_of_parts(here, count, temperature=temperature, noise=drawn, names=names)
-            else:
-                scores = sampler.draft_scores(here, noise, k, names)
-                ids = scores.topk(min(count, here.shape[-1]), dim=-1, sorted=False).indices
-            by_position.append(ids)
-        return torch.cat(by_position, dim=1)
+        """Return the likeliest ids of each position by its own term of the head, `[B, K, C]`, for all beams alike."""
+        drafter = self.drafter
+        count, logits = max(drafter.config.head_shortlist or 0, self.beams), drafter.score(rough)  # [B, K, V']
+        choose = partial(likeliest_ids, count=count, sampler=sampler, noise=noise, names=drafter.draft_ids)
+        return torch.cat([choose(logits[:, k, None], step=k) for k in range(logits.shape[1])], dim=1)
 
 
 ParallelDrafter.proposer_class = ParallelProposer
@@ -234,9 +213,9 @@ def _begin(drafter: ParallelDrafter, positions: Tensor, hidden: Tensor) -> HeadS
 
 
 def _advance(
-    drafter: ParallelDrafter, embedding: Tensor, carried: Tensor | None, start: HeadStart, k: int
+    drafter: ParallelDrafter, embedding: Tensor, carried: Tensor | None, start: HeadStart
 ) -> tuple[Tensor, Tensor | None]:
-    return drafter.head.step(embedding, carried, start, k)
+    return drafter.head.step(embedding, carried, start)
 
 
 def _begin_compiled(drafter: ParallelDrafter, positions: Tensor, hidden: Tensor) -> HeadStart:
@@ -248,15 +227,11 @@ def _begin_compiled(drafter: ParallelDrafter, positions: Tensor, hidden: Tensor)
 
 
 def _advance_compiled(
-    drafter: ParallelDrafter, embedding: Tensor, carried: Tensor | None, start: HeadStart, k: int
+    drafter: ParallelDrafter, embedding: Tensor, carried: Tensor | None, start: HeadStart
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute `_advance`, compiled for any number of rows and beams, and for any position."""
-    inner = None if start.inner is None else start.inner[:, k : k + 1]
-    here = start._replace(rough=start.rough[:, k : k + 1], inner=inner)
-    for x, beams in ((embedding, True), (carried, True), *((part, False) for part in here)):
+    """Compute `_advance`, compiled for any number of rows and beams."""
+    for x, dim in (*((x, 0) for x in (embedding, carried, *start)), (embedding, 1), (carried, 1)):
         if x is not None:
-            torch._dynamo.maybe_mark_dynamic(x, 0)
-            if beams:
-                torch._dynamo.maybe_mark_dynamic(x, 1)
-    made: tuple[Tensor, Tensor | None] = compile_once(_advance)(drafter, embedding, carried, here, 0)
+            torch._dynamo.maybe_mark_dynamic(x, dim)
+    made: tuple[Tensor, Tensor | None] = compile_once(_advance)(drafter, embedding, carried, start)
     return made

@@ -41,8 +41,6 @@ class Shortlist(nn.Module):
     ) -> Candidates:
         """Score the likeliest ids of every beam with the head; all shapes are fixed, and no value is read on the host.
 
-        The rough scores have the target's noise too: the drawn token may be unlikely by the logits alone.
-
         Args:
             x: Inputs of the head, `[B, w, R]`.
             head: The head.
@@ -52,14 +50,9 @@ class Shortlist(nn.Module):
             step: Number of the search step, from 0.
             names: The target's id of each of the drafter's ids, `[V']` int64; None where they are the same.
         """
-        rough, fast = self(x), kernels.TRITON and x.is_cuda
-        temperature, drawn = (None, None) if noise is None else (sampler.temperature, noise[:, step])
-        if fast and 4 * count <= rough.shape[-1]:
-            ids = kernels.best_of_parts(rough, count, temperature=temperature, noise=drawn, names=names)
-        else:
-            scores = sampler.draft_scores(rough, noise, step, names)
-            ids = scores.topk(min(count, rough.shape[-1]), dim=-1, sorted=False).indices  # [B, w, C]
-        if fast:
+        ids = likeliest_ids(self(x), count, sampler=sampler, noise=noise, step=step, names=names)
+        if kernels.TRITON and x.is_cuda:
+            temperature, drawn = (None, None) if noise is None else (sampler.temperature, noise[:, step])
             scale = head.weight_scale if isinstance(head, Float8Linear) else None
             return Candidates(
                 kernels.candidate_scores(
@@ -69,6 +62,30 @@ class Shortlist(nn.Module):
             )
         exact = (head_rows(head, ids, x.dtype) @ x[..., None])[..., 0]
         return Candidates(sampler.draft_scores(exact, noise, step, ids if names is None else names[ids]), ids)
+
+
+def likeliest_ids(
+    rough: Tensor, count: int, *, sampler: Sampler, noise: Tensor | None, step: int, names: Tensor | None
+) -> Tensor:
+    """Return the likeliest ids of every beam, `[B, w, C]`, in no order; C is `count`, or all ids where there are fewer.
+
+    The scores have the target's noise too: the drawn token may be unlikely by the logits alone. Shapes are fixed, and
+    no value is read on the host.
+
+    Args:
+        rough: Rough logits, `[B, w, V']`.
+        count: Number of ids.
+        sampler: As in `Shortlist.choose`, and likewise the others.
+        noise: `[B, K+1, V]`.
+        step: Number of the search step, from 0.
+        names: `[V']` int64.
+    """
+    if kernels.TRITON and rough.is_cuda and 4 * count <= rough.shape[-1]:
+        temperature, drawn = (None, None) if noise is None else (sampler.temperature, noise[:, step])
+        ids: Tensor = kernels.best_of_parts(rough, count, temperature=temperature, noise=drawn, names=names)
+        return ids
+    scores = sampler.draft_scores(rough, noise, step, names)
+    return scores.topk(min(count, rough.shape[-1]), dim=-1, sorted=False).indices
 
 
 def head_rows(head: nn.Linear, ids: Tensor, dtype: torch.dtype) -> Tensor:

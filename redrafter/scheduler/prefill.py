@@ -362,7 +362,8 @@ class Prefiller:
         self._gathering.count(len(arrived))
         if not sequences:
             return []
-        left, room = _left(sequences), choose_room(len(sequences), _left(sequences), ROOMS if rows else ROOMS_ALONE)
+        left = _left(sequences)
+        room = choose_room(len(sequences), left, ROOMS if rows else ROOMS_ALONE)
         fills = len(sequences) >= ROOMS[-1] or left >= ROOMS[-1] * TOKENS_PER_CHUNK
         if not fills and self._gathering.waits(len(sequences), rows, step_tokens, room * TOKENS_PER_CHUNK):
             return []
