@@ -113,22 +113,20 @@ def test_a_search_has_slots_for_all_entries_that_it_makes():
     assert slots == [1 + 3 * 3, 5, 13]
 
 
-@pytest.mark.parametrize("form", ["DFlash", "speculators'", "DFlash2"])
-def test_blocks_draft_by_the_kernel_what_they_draft_over_copies(form, kernel):
-    engine = with_tree(tiny_model("llama"), random_block_drafter(**DFLASH_FORMS[form]), 3, 3)
-    copies = drafted(engine, DFlashProposer)
+@pytest.mark.parametrize(
+    ("make", "form"),
+    [
+        *((random_block_drafter, DFLASH_FORMS[form]) for form in ("DFlash", "speculators'", "DFlash2")),
+        *((random_parallel_drafter, PARALLEL_FORMS[form]) for form in ("recurrent", "sliding", "bidirectional")),
+    ],
+    ids=["DFlash", "speculators'", "DFlash2", "recurrent", "sliding", "bidirectional"],
+)
+def test_blocks_draft_by_the_kernel_what_they_draft_over_copies(make, form, kernel):
+    drafter = make(**form)
+    engine = with_tree(tiny_model("llama"), drafter, 3, 3)
+    copies = drafted(engine, drafter.proposer_class)
     assert not kernel
-    pages = drafted(paged(engine), DFlashProposer)
-    assert kernel
-    assert all(torch.equal(*trees) for trees in zip(pages, copies, strict=True))
-
-
-@pytest.mark.parametrize("form", ["recurrent", "sliding", "bidirectional"])
-def test_parallel_drafters_draft_by_the_kernel_what_they_draft_over_copies(form, kernel):
-    engine = with_tree(tiny_model("llama"), random_parallel_drafter(**PARALLEL_FORMS[form]), 3, 3)
-    copies = drafted(engine, ParallelProposer)
-    assert not kernel
-    pages = drafted(paged(engine), ParallelProposer)
+    pages = drafted(paged(engine), drafter.proposer_class)
     assert kernel
     assert all(torch.equal(*trees) for trees in zip(pages, copies, strict=True))
 

@@ -4,23 +4,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
-from helpers.models import HIDDEN, VOCAB
+from helpers.dflash import FORM
+from helpers.models import VOCAB
 from redrafter import ParallelConfig, ParallelDrafter
 
 BLOCK = 4
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 40,
-    "num_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 96,
-    "block_size": BLOCK,
-    "target_layers": [0, 1],
-    "head_rank": 24,
-}
+SHAPE = {name: size for name, size in FORM.items() if name != "mask_token_id"} | {"block_size": BLOCK, "head_rank": 24}
 PARALLEL_FORMS: dict[str, dict] = {
     "recurrent": {},
     "markov": {"head": "markov", "num_layers": 1},

@@ -1,17 +1,27 @@
 """Training of drafters that fill blocks: what is learnt is what is drafted, and what is written goes out and back."""
 
-import shutil
 from copy import deepcopy
 from itertools import count
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from helpers.dflash import BLOCK, DFLASH_FORMS, plain_block, random_block_drafter
 from helpers.models import DRAFTER_ALONE, assert_close_by_scale, tiny_model
-from helpers.training import command, known_text, learn_circle, record, refused, round_circle, trained_logits
+from helpers.training import (
+    check_every_weight_is_learnt,
+    check_resumed_training,
+    check_texts_are_apart,
+    command,
+    known_text,
+    learn_circle,
+    loss_of,
+    record,
+    refused,
+    round_circle,
+    trained_logits,
+    written,
+)
 from helpers.training import tiny_model as trained_base
 from redrafter import DFlashDrafter, ReDrafter
 from redrafter.convert.convert_checkpoint import main as convert_main
@@ -75,25 +85,12 @@ def test_what_is_trained_is_what_is_drafted(form, model):
 
 @pytest.mark.parametrize("form", ["speculators'", "DSpark", "DFlash2"])
 def test_texts_packed_into_a_row_are_apart(form, model):
-    drafter = random_block_drafter(**TRAINED[form])
-    first, second = known_text(drafter, 8), known_text(drafter, 9, seed=1)
-    packed = trained_logits(drafter, model, torch.cat([first, second], dim=1), torch.tensor([[0] * 8 + [1] * 9]))
-    assert_close_by_scale(packed[8:14], trained_logits(drafter, model, second)[:6], 1e-5)
-
-
-def loss_of(drafter: DFlashDrafter, model: torch.nn.Module, tokens: Tensor, mask: Tensor) -> Tensor:
-    """Return the loss of a batch."""
-    with Teacher(model, drafter.config.target_layers) as teacher:
-        output = teacher.read_batch(tokens)
-    return Unroll(drafter, TrainConfig(draft_len=DEPTH))(tokens, mask, output).loss
+    check_texts_are_apart(random_block_drafter(**TRAINED[form]), model)
 
 
 @pytest.mark.parametrize("form", TRAINED)
 def test_every_weight_is_learnt_and_the_base_is_not(form, model):
-    drafter = random_block_drafter(**TRAINED[form])
-    loss_of(drafter, model, known_text(drafter), torch.ones(1, LENGTH, dtype=torch.bool)).backward()
-    assert all(weight.grad is not None and weight.grad.any() for weight in drafter.parameters())
-    assert all(weight.grad is None for weight in model.parameters())
+    check_every_weight_is_learnt(random_block_drafter(**TRAINED[form]), model)
 
 
 def test_products_that_are_added_learn_as_autograd_learns_them():
@@ -162,19 +159,6 @@ def test_a_few_steps_of_training_are_worth_many_tokens(form):
     assert (measured.steps, measured.emitted) == (out.stats.steps, out.stats.emitted)
 
 
-def written(base: Path, drafter: Path, **settings: object) -> tuple[Tensor, object]:
-    """Return what a pair writes with branches in the tree, and the statistics of its drafts."""
-    engine = ReDrafter.from_pretrained(
-        base, drafter, num_beams=3, draft_len_per_beam=3, node_budget=10, draft_from_text=False, tuning=None
-    )
-    engine.pauses = False
-    ids, mask = torch.tensor([[1, 30, 40, 12], [0, 0, 1, 9]]), torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
-    how = {"attention_mask": mask, "max_new_tokens": 16, "return_dict_in_generate": True} | settings
-    out, plain = engine.generate(ids, **how), engine.generate(ids, **how, speculate=False)
-    assert torch.equal(out.sequences, plain.sequences)
-    return out.sequences, out.stats
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_the_command_makes_a_drafter_that_loads_goes_out_and_comes_back(form, tmp_path, capsys):
     ids = [] if form == "dflash2" else ["--draft-vocab-size", "40"]
@@ -216,13 +200,7 @@ def test_the_command_makes_a_drafter_that_loads_goes_out_and_comes_back(form, tm
 @pytest.mark.parametrize("form", FORMS)
 def test_a_training_that_continues_ends_bit_for_bit_where_it_would_have(form, tmp_path, capsys):
     words = command(tmp_path, "--form", form, "--num-layers", "1", "--save-every", "2", "--validate-prompts", "0")
-    assert main([*words, "--steps", "4"]) == 0
-    whole = DFlashDrafter.from_pretrained(tmp_path / "out").state_dict()
-    shutil.rmtree(tmp_path / "out.checkpoints" / "step-0000004")
-    assert main([*words, "--steps", "4", "--resume", "--overwrite"]) == 0
-    assert "resuming from step 2" in capsys.readouterr().out
-    found = DFlashDrafter.from_pretrained(tmp_path / "out").state_dict()
-    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    check_resumed_training(words, tmp_path, capsys, DFlashDrafter)
     other = "dspark" if form == "dflash" else "dflash"
     again = ["--form", other, "--save-every", "2", "--validate-prompts", "0", "--resume", "--overwrite"]
     assert f"was made with --form {form}" in refused(capsys, command(tmp_path, "--steps", "4", *again))

@@ -1,19 +1,29 @@
 """Training of EAGLE-3 heads: what is learnt is what is drafted, and what is written goes out and comes back."""
 
 from itertools import count
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from helpers.dflash import BLOCK, random_block_drafter
 from helpers.eagle import EAGLE_FORMS, plain_logits, random_head
 from helpers.models import assert_close_by_scale, tiny_model
 from helpers.mtp import random_mtp
-from helpers.training import command, known_text, learn_circle, record, refused, round_circle, trained_logits
+from helpers.training import (
+    check_every_weight_is_learnt,
+    check_resumed_training,
+    check_texts_are_apart,
+    command,
+    known_text,
+    learn_circle,
+    record,
+    refused,
+    round_circle,
+    trained_logits,
+    written,
+)
 from helpers.training import tiny_model as trained_base
-from redrafter import EagleDrafter, ReDrafter
+from redrafter import EagleDrafter
 from redrafter.cli import main as redrafter
 from redrafter.convert.convert_checkpoint import main as convert_main
 from redrafter.drafting.text_drafters import ReplayableDrafter, TrainableDrafter, require
@@ -23,8 +33,6 @@ from redrafter.train.config import TrainConfig
 from redrafter.train.evaluate.replay import ValidationTexts
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import train
-from redrafter.train.loss import Unroll
-from redrafter.train.teacher import Teacher
 from redrafter.train.train_drafter import main
 from redrafter.tree.sizes import TreeShape
 
@@ -49,20 +57,12 @@ def test_what_is_trained_is_what_is_drafted(form, model):
 
 @pytest.mark.parametrize("form", ["published", "speculators"])
 def test_texts_packed_into_a_row_are_apart(form, model):
-    head = random_head(**EAGLE_FORMS[form])
-    first, second = known_text(head, 8), known_text(head, 9, seed=1)
-    packed = trained_logits(head, model, torch.cat([first, second], dim=1), torch.tensor([[0] * 8 + [1] * 9]))
-    assert_close_by_scale(packed[8:14], trained_logits(head, model, second)[:6], 1e-5)
+    check_texts_are_apart(random_head(**EAGLE_FORMS[form]), model)
 
 
 @pytest.mark.parametrize("form", EAGLE_FORMS)
 def test_every_weight_is_learnt(form, model):
-    head = random_head(**EAGLE_FORMS[form])
-    tokens, mask = known_text(head), torch.ones(1, LENGTH, dtype=torch.bool)
-    with Teacher(model, head.config.target_layers) as teacher:
-        output = teacher.read_batch(tokens)
-    Unroll(head, TrainConfig(draft_len=DEPTH))(tokens, mask, output).loss.backward()
-    assert all(weight.grad is not None and weight.grad.any() for weight in head.parameters())
+    check_every_weight_is_learnt(random_head(**EAGLE_FORMS[form]), model)
 
 
 def test_a_few_steps_of_training_are_worth_many_tokens():
@@ -76,18 +76,6 @@ def test_a_few_steps_of_training_are_worth_many_tokens():
     result = train(base, head, batches, config, log=lambda _: None)
     assert texts.measure(head, TreeShape(3, 4, 13)).tokens_per_step > max(3.5, before)
     assert result.accuracy[3] > 0.8
-
-
-def written(base: Path, head: Path, **settings: object) -> tuple[Tensor, object]:
-    """Return what a pair writes with branches in the tree, and the statistics of its drafts."""
-    engine = ReDrafter.from_pretrained(
-        base, head, num_beams=3, draft_len_per_beam=3, node_budget=10, draft_from_text=False
-    )
-    ids, mask = torch.tensor([[1, 30, 40, 12], [0, 0, 1, 9]]), torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
-    how = {"attention_mask": mask, "max_new_tokens": 16, "return_dict_in_generate": True} | settings
-    out, plain = engine.generate(ids, **how), engine.generate(ids, **how, speculate=False)
-    assert torch.equal(out.sequences, plain.sequences)
-    return out.sequences, out.stats
 
 
 def test_the_command_makes_a_head_that_loads_goes_out_and_comes_back(tmp_path, capsys):
@@ -125,16 +113,7 @@ def test_the_command_makes_a_head_that_loads_goes_out_and_comes_back(tmp_path, c
 
 def test_a_training_that_goes_on_ends_bit_for_bit_where_it_would_have(tmp_path, capsys):
     words = command(tmp_path, "--form", "eagle3", "--save-every", "2", "--validate-prompts", "0")
-    assert main([*words, "--steps", "4"]) == 0
-    whole = EagleDrafter.from_pretrained(tmp_path / "out").state_dict()
-    newest = tmp_path / "out.checkpoints" / "step-0000004"
-    for file in sorted(newest.iterdir()):
-        file.unlink()
-    newest.rmdir()
-    assert main([*words, "--steps", "4", "--resume", "--overwrite"]) == 0
-    assert "resuming from step 2" in capsys.readouterr().out
-    found = EagleDrafter.from_pretrained(tmp_path / "out").state_dict()
-    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    check_resumed_training(words, tmp_path, capsys, EagleDrafter)
     assert "was made with --form eagle3" in refused(
         capsys,
         [*command(tmp_path, "--steps", "4"), "--save-every", "2", "--validate-prompts", "0", "--resume", "--overwrite"],
@@ -144,9 +123,8 @@ def test_a_training_that_goes_on_ends_bit_for_bit_where_it_would_have(tmp_path, 
 @pytest.mark.parametrize("option", ["--recurrence apple", "--exit-dim 8", "--context-window 4", "--no-rnn"])
 def test_options_of_recurrent_drafters_are_refused_by_name(capsys, tmp_path, option):
     words = command(tmp_path, "--form", "eagle3", *option.split())
-    error = refused(capsys, words)
-    assert " is for --form recurrent" in error
-    assert ": leave it out with --form eagle3" in error
+    forms = "recurrent or parallel" if "--context-window" in option else "recurrent"
+    assert f" is for --form {forms}: leave it out with --form eagle3" in refused(capsys, words)
 
 
 def test_other_drafters_are_refused_by_name_and_blocks_are_measured(capsys, tmp_path):

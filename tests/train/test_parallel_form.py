@@ -4,20 +4,30 @@ from itertools import count
 
 import pytest
 import torch
-from torch import Tensor
 
 from helpers.models import assert_close_by_scale, tiny_model
 from helpers.parallel import BLOCK, PARALLEL_FORMS, plain_logits, random_parallel_drafter
-from helpers.training import command, known_text, learn_circle, record, refused, round_circle, trained_logits
+from helpers.training import (
+    check_every_weight_is_learnt,
+    check_resumed_training,
+    check_texts_are_apart,
+    command,
+    known_text,
+    learn_circle,
+    record,
+    refused,
+    round_circle,
+    trained_logits,
+    written,
+)
 from helpers.training import tiny_model as trained_base
-from redrafter import ParallelDrafter, ReDrafter
+from redrafter import ParallelDrafter
 from redrafter.cli import main as redrafter
 from redrafter.model.target import Target
 from redrafter.train.config import TrainConfig
 from redrafter.train.evaluate.replay import ValidationTexts
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import train
-from redrafter.train.loss import Unroll
 from redrafter.train.teacher import Teacher
 from redrafter.train.train_drafter import main
 from redrafter.tree.sizes import TreeShape
@@ -46,20 +56,12 @@ def test_what_is_trained_is_what_is_drafted(form, model):
 
 @pytest.mark.parametrize("form", ["recurrent", "sliding"])
 def test_texts_packed_into_a_row_are_apart(form, model):
-    drafter = random_parallel_drafter(**PARALLEL_FORMS[form])
-    first, second = known_text(drafter, 8), known_text(drafter, 9, seed=1)
-    packed = trained_logits(drafter, model, torch.cat([first, second], dim=1), torch.tensor([[0] * 8 + [1] * 9]))
-    assert_close_by_scale(packed[8:14], trained_logits(drafter, model, second)[:6], 1e-5)
+    check_texts_are_apart(random_parallel_drafter(**PARALLEL_FORMS[form]), model)
 
 
 @pytest.mark.parametrize("form", PARALLEL_FORMS)
 def test_every_weight_is_learnt(form, model):
-    drafter = random_parallel_drafter(**PARALLEL_FORMS[form])
-    tokens, mask = known_text(drafter), torch.ones(1, LENGTH, dtype=torch.bool)
-    with Teacher(model, drafter.config.target_layers) as teacher:
-        output = teacher.read_batch(tokens)
-    Unroll(drafter, TrainConfig(draft_len=BLOCK))(tokens, mask, output).loss.backward()
-    assert all(weight.grad is not None and weight.grad.any() for weight in drafter.parameters())
+    check_every_weight_is_learnt(random_parallel_drafter(**PARALLEL_FORMS[form]), model, BLOCK)
 
 
 @pytest.mark.parametrize("head", ["recurrent", "markov"])
@@ -74,17 +76,6 @@ def test_a_few_steps_of_training_are_worth_many_tokens(head):
     result = train(base, drafter, batches, config, log=lambda _: None)
     assert texts.measure(drafter, TreeShape(3, 4, 13)).tokens_per_step > max(3.5, before)
     assert result.accuracy[3] > 0.8
-
-
-def written(base: object, drafter: object, **settings: object) -> Tensor:
-    engine = ReDrafter.from_pretrained(
-        base, drafter, num_beams=3, draft_len_per_beam=3, node_budget=10, draft_from_text=False
-    )
-    ids, mask = torch.tensor([[1, 30, 40, 12], [0, 0, 1, 9]]), torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
-    how = {"attention_mask": mask, "max_new_tokens": 16} | settings
-    out = engine.generate(ids, **how)
-    assert torch.equal(out, engine.generate(ids, **how, speculate=False))
-    return out
 
 
 @pytest.mark.parametrize("more", [[], ["--head-shortlist", "16", "--draft-vocab-size", "40"]], ids=["all", "shortlist"])
@@ -113,16 +104,7 @@ def test_the_command_makes_a_drafter_that_loads_and_is_trained_further(more, tmp
 
 def test_a_resumed_training_ends_bit_for_bit_where_it_would_have(tmp_path, capsys):
     words = command(tmp_path, "--form", "parallel", "--save-every", "2", "--validate-prompts", "0")
-    assert main([*words, "--steps", "4"]) == 0
-    whole = ParallelDrafter.from_pretrained(tmp_path / "out").state_dict()
-    newest = tmp_path / "out.checkpoints" / "step-0000004"
-    for file in sorted(newest.iterdir()):
-        file.unlink()
-    newest.rmdir()
-    assert main([*words, "--steps", "4", "--resume", "--overwrite"]) == 0
-    assert "resuming from step 2" in capsys.readouterr().out
-    found = ParallelDrafter.from_pretrained(tmp_path / "out").state_dict()
-    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    check_resumed_training(words, tmp_path, capsys, ParallelDrafter)
 
 
 @pytest.mark.parametrize(
