@@ -335,7 +335,7 @@ class _Tiling(NamedTuple):
     least: int = 0
 
 
-def _choose_tiling(groups: int, queries: int, blocks: int, width: int, half: bool, fp8: bool) -> _Tiling:
+def choose_tiling(groups: int, queries: int, blocks: int, width: int, half: bool, fp8: bool) -> _Tiling:
     """Choose the tiling by size, as measured on an H200 (docs/benchmarks.md, Attention).
 
     `groups` is the number of rows times key heads, each with `queries` of its nodes and query heads. The width of the
@@ -365,7 +365,7 @@ def _choose_tiling(groups: int, queries: int, blocks: int, width: int, half: boo
 def _for_long_rows(tiling: _Tiling, blocks: int, numbers: int) -> _Tiling:
     """Return a tiling with splits that suit the longest possible row.
 
-    The splits of `_choose_tiling` keep a device busy if all rows have equal lengths. A row much longer than the others
+    The splits of `choose_tiling` keep a device busy if all rows have equal lengths. A row much longer than the others
     would be left to a few programs. `numbers` is the size of one split's results, for all tokens and query heads.
     """
     wanted = min(1 + triton.cdiv(blocks * BLOCK_SIZE, MAX_SPLIT_TOKENS), MAX_PART_NUMBERS // numbers)
@@ -415,7 +415,7 @@ def tree_attention(inputs: AttentionInputs) -> Tensor:
     # Most rows of a ragged tree have fewer nodes than the largest one, so tiles are sized by the mean.
     mean = max(triton.cdiv(tokens - chunks * TOKENS_PER_CHUNK, rows), 1)
     blocks = (of.table.shape[0] - 1) // rows
-    tiling = _choose_tiling(rows * heads, min(mean, nodes) * group, blocks, *size)
+    tiling = choose_tiling(rows * heads, min(mean, nodes) * group, blocks, *size)
     if rows > 1:
         tiling = _for_long_rows(tiling, blocks, out.numel())
     attend(of.length, of.starts, of.table, rows, nodes, all_nodes - nodes, tiling)
@@ -423,7 +423,7 @@ def tree_attention(inputs: AttentionInputs) -> Tensor:
         most = chunks * TOKENS_PER_CHUNK + TOKEN_MULTIPLE
         blocks = (of.chunk_table.shape[0] - 1) // (chunks + 1)
         # A chunk's queries fill the device already, so splits would only add a merge.
-        tiling = _choose_tiling(heads, most * group, blocks, *size)._replace(splits=1)
+        tiling = choose_tiling(heads, most * group, blocks, *size)._replace(splits=1)
         tiling = _for_long_rows(tiling, blocks, out.numel())
         attend(of.chunk_lengths, of.chunk_starts, of.chunk_table, chunks + 1, most, 0, tiling, chain=True)
     elif tokens > rows * nodes and tiling.splits == 1:

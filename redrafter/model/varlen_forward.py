@@ -36,8 +36,9 @@ COMPILE_OPTIONS: dict[str, object] = {
     "combo_kernels": True,  # queries and keys are rotated in one launch
 }
 
+ATTENTION_OPERATORS = ("redrafter::tree_attention", "redrafter::invariant_attention")
 # Operators that a compiler does not look into, one or more in each layer.
-CUTS = ("redrafter::tree_attention", "redrafter::invariant_attention", "redrafter::mix")
+CUTS = (*ATTENTION_OPERATORS, "redrafter::mix")
 
 # Of a batch-invariant forward. Settings measured on the device, or chosen for the first sizes seen, may be another
 # order of sums for other sizes or in another process; one variant of each kernel, chosen without measuring, has one.

@@ -23,6 +23,7 @@ from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.batch_invariance import check_rows
 from redrafter.model.forward_batch import ForwardBatch
 from redrafter.model.target import Target
+from redrafter.scheduler.attention_kernels import AttentionKernels
 from redrafter.scheduler.captured_step import GraphCapturer
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.tree.token_tree import chain
@@ -251,7 +252,9 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
     zeros = torch.zeros(3, 7, dtype=torch.long, device=target.device)
     cache = PagedCache(store, torch.zeros(3, 5, dtype=torch.int32, device=target.device))
     forward = partial(target.verify, ForwardBatch(chain(zeros), zeros[:, 0], cache))
-    target.varlen_forward.fuse_linears(forward)
+    attention = AttentionKernels()
+    with attention:
+        target.varlen_forward.fuse_linears(forward)
     # Fused weights have new addresses, which must not count as a change of the weights.
     target.note_state()
     compile = compile and all(mixer.tokens_alone for mixer in target.traits.mixers)
@@ -271,7 +274,8 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
     dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, MAX_RECOMPILES)
     try:
         # Run once here: a compilation that fails must fail before a request waits for it.
-        forward()
+        with attention.compiling(store):
+            forward()
     except Exception as error:
         if BATCH_INVARIANCE in target.features:
             raise UnsupportedError(

@@ -289,6 +289,25 @@ def test_nothing_is_collected_while_a_step_is_captured():
     assert not any(collected)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_steps_of_other_sizes_compile_no_attention_kernel(architecture):
+    from redrafter.kernels.attention import _attend_kernel
+
+    compiled = _attend_kernel.device_caches[torch.cuda.current_device()][0]
+    compiled.clear()  # which earlier tests have filled
+    # Strides that 16 divides in any layout have the same variants, as those of real models do.
+    engine = with_tree(tiny_model(architecture, head_dim=16).cuda(), tiny_drafter().cuda(), 5, 5)
+    engine.options = EngineOptions(kv_cache_free_gpu_memory_fraction=0.1, compile=False)
+    engine.open_memory()
+    before = set(compiled)
+    assert len(before) > 3
+    for rows in (1, 4, 64):
+        ids, mask = (x[:1].expand(rows, -1) for x in batch())
+        for speculate in (True, False):
+            engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False, speculate=speculate)
+    assert set(compiled) == before
+
+
 def test_a_target_knows_whether_it_can_be_packed():
     target = Target(tiny_model("llama").cuda())
     assert target.varlen.ok

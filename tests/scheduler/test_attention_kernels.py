@@ -1,0 +1,78 @@
+"""Kernels of attention are compiled in threads for the sizes of later steps, while a forward is compiled."""
+
+import threading
+from itertools import product
+
+import pytest
+
+from helpers.models import check_texts, paged, tiny_model
+from redrafter import PromptLookup
+from redrafter.attention.tree_attention import tree_attention
+from redrafter.engine.step_timing import ROWS, TOKENS
+from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK, AttentionInputs
+from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.scheduler import attention_kernels
+from redrafter.scheduler.attention_kernels import SIZES, TABLE_BLOCKS, StepSize
+from redrafter.scheduler.prefill import ROOMS
+
+FEW = (StepSize(1, 1, chunks=2), StepSize(3, 4))
+
+
+@pytest.fixture
+def attended(monkeypatch):
+    """Every call of attention, of which thread; what stands for the kernels on a CPU is no operator."""
+    monkeypatch.setattr("redrafter.attention.tree_attention._operator", lambda plan, device: tree_attention)
+    monkeypatch.setattr(attention_kernels, "SIZES", FEW)
+    calls, gather = [], AttentionInputs.from_arguments.__func__
+
+    def noted(cls, *args, **settings):
+        inputs = gather(cls, *args, **settings)
+        calls.append((threading.current_thread() is threading.main_thread(), inputs))
+        return inputs
+
+    monkeypatch.setattr(AttentionInputs, "from_arguments", classmethod(noted))
+    return calls
+
+
+def test_each_kind_of_layer_attends_at_each_size_in_other_threads(attended):
+    engine = paged(PromptLookup.from_pretrained(tiny_model("gemma2", num_hidden_layers=4)))
+    of_threads = [inputs for main, inputs in attended if not main]
+    windows = {inputs.window for main, inputs in attended if main}
+    assert len(windows) == 2, "every second layer has a window"
+    sizes = [(len(x.query), *(x.rows.sizes[i] for i in (0, 2, 3)), x.window) for x in of_threads]
+    assert sorted(sizes) == sorted((*at, window) for at, window in product([(40, 1, 1, 2), (16, 3, 4, 0)], windows))
+    # What they store is in the block that no sequence owns.
+    for keys, values in (stores[:2] for stores in engine.memory.store.stores):
+        assert not keys[BLOCK_SIZE:].any()
+        assert not values[BLOCK_SIZE:].any()
+    check_texts(engine)
+
+
+def test_a_kernel_that_cannot_be_compiled_is_reported_and_stops_no_start(attended, monkeypatch, caplog):
+    def refuse(*_, **__):
+        raise RuntimeError("out of shared memory\nand more")
+
+    monkeypatch.setattr(attention_kernels, "chain", refuse)
+    check_texts(paged(PromptLookup.from_pretrained(tiny_model("llama"))))
+    assert [record.message for record in caplog.records if record.name == attention_kernels.__name__] == [
+        "an attention kernel cannot be compiled: out of shared memory"
+    ]
+
+
+@pytest.mark.parametrize(("heads", "group"), [(8, 4), (8, 1), (32, 1), (8, 8), (4, 7), (3, 3), (2, 8), (16, 2), (4, 4)])
+def test_the_sizes_have_the_variants_of_all_steps_of_a_start(heads, group):
+    attention = pytest.importorskip("redrafter.kernels.attention")
+
+    def variants(sizes, blocks):
+        found = set()
+        for rows, nodes, chunks in sizes:
+            tiling = attention.choose_tiling(rows * heads, nodes * group, blocks, 128, True, False)
+            found.add((*tiling[:2], *tiling[3:5], tiling.splits > 1, "tree"))
+            if chunks:
+                tiling = attention.choose_tiling(heads, chunks * TOKENS_PER_CHUNK * group, blocks, 128, True, False)
+                found.add((*tiling[:2], *tiling[3:5], False, "chunk"))
+        return found
+
+    timed = [StepSize(rows, 1) for rows in TOKENS] + [StepSize(*each) for each in product(ROWS, (3, 8))]
+    warmed_up = [StepSize(*each) for each in product((1, 2, 4, 8, 16, 32, 64), (1, 6, 16, 26), (0, *ROOMS))]
+    assert variants(timed + warmed_up, 2048 // BLOCK_SIZE) <= variants(SIZES, TABLE_BLOCKS)
