@@ -126,6 +126,17 @@ class Ranks:
         """Return the other ranks whose processes on this machine have ended."""
         return [rank for rank, process in self.peers.items() if _has_ended(process)]
 
+    def stopped(self) -> list[int]:
+        """Return the other ranks whose processes on this machine are stopped by a signal, and answer nobody."""
+        return [rank for rank, process in self.peers.items() if _status_of(process) == psutil.STATUS_STOPPED]
+
+    def describe_lost(self) -> str | None:
+        """Describe which other ranks on this machine have ended or are stopped; None for none."""
+        for lost, what in ((self.ended(), "has ended (torchrun reports how)"), (self.stopped(), "is stopped")):
+            if lost:
+                return f"the process of rank {', '.join(map(str, lost))} {what}"
+        return None
+
 
 ALONE = Ranks()
 
@@ -148,10 +159,16 @@ def _find_peers(rank: int, size: int, group: object) -> dict[int, psutil.Process
 
 def _has_ended(process: psutil.Process) -> bool:
     """Return whether a process has ended, even if its parent has not waited for it."""
+    return not process.is_running() or _status_of(process) in (None, psutil.STATUS_ZOMBIE)
+
+
+def _status_of(process: psutil.Process) -> str | None:
+    """Return the status of a process by psutil's name; None if it has ended."""
     try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+        status: str = process.status()
     except psutil.NoSuchProcess:
-        return True
+        return None
+    return status
 
 
 def join_ranks(size: int) -> None:

@@ -18,6 +18,8 @@ VOCAB = 260  # holds the byte tokenizer; transformers 5.17 splits no head whose 
 NEW = 20  # tokens of a text
 # Shapes of tiny models that 2 and 4 ranks can share.
 SHARED = {"vocab_size": VOCAB, "num_key_value_heads": 4}
+# Models with fewer key-value heads than ranks, which hold the same ones then: the number of their heads.
+FEW_HEADS = {"llama_of_one_key_head": 1, "llama_of_two_key_heads": 2}
 TESTS = Path(__file__).parents[1]
 
 
@@ -44,7 +46,10 @@ def run_on_ranks(
 
 def make_models(folder: Path, *kinds: str) -> Path:
     """Write tiny models of these architectures, a draft model and a drafter into a folder, and return the folder."""
-    models = {kind: tiny_model(kind, **SHARED) for kind in kinds}
+    models = {kind: tiny_model(kind, **SHARED) for kind in kinds if kind not in FEW_HEADS}
+    models |= {
+        kind: tiny_model("llama", **SHARED | {"num_key_value_heads": heads}) for kind, heads in FEW_HEADS.items()
+    }
     models["draft"] = tiny_model("llama", **SHARED | {"num_hidden_layers": 1})
     for name, model in models.items():
         model.save_pretrained(folder / name)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from helpers.processes import soon
-from redrafter import MismatchError
+from redrafter import MismatchError, UnsupportedError
 from redrafter.parallel import ranks as module
-from redrafter.parallel.local_shards import GatheredLinear, SummedLinear
+from redrafter.parallel.local_shards import GatheredLinear, SummedLinear, own_heads
 from redrafter.parallel.ranks import ALONE, Ranks
 
 TWO = Ranks(rank=0, size=2, group=SimpleNamespace(group_name="two"))
@@ -82,3 +82,27 @@ def test_parts_of_a_layer_make_the_layer(size):
         for rank, (weight, bias) in enumerate(zip(layer.weight.chunk(size), layer.bias.chunk(size), strict=True))
     ]
     torch.testing.assert_close(torch.cat([part(x) for part in parts], dim=-1)[..., :7], layer(x))
+
+
+@pytest.mark.parametrize(("heads", "owned"), [(8, None), (2, [0, 0, 1, 1]), (1, [0, 0, 0, 0])])
+def test_ranks_share_key_heads_where_there_are_fewer(heads, owned):
+    model, whole = nn.Module(), torch.randn(heads * 4, 3)
+    for rank in range(4):
+        model.attention = nn.Module()
+        model.attention.head_dim, model.attention.num_key_value_groups = 4, 8 // heads
+        part = SimpleNamespace(shape=whole.shape, to_local=lambda: "its shard", full_tensor=lambda: whole)
+        rows = own_heads(model, "attention.k_proj", "weight", part, Ranks(rank, 4))
+        if owned is None:
+            assert rows == "its shard"
+            continue
+        assert torch.equal(rows, whole.view(heads, 4, 3)[owned[rank]])
+        assert model.attention.num_key_value_groups == 2  # of 8 query heads, two on each rank
+
+
+def test_key_heads_that_ranks_cannot_share_are_refused_by_name():
+    model = nn.Module()
+    model.attention = nn.Module()
+    model.attention.head_dim = 4
+    part = SimpleNamespace(shape=(12, 3), to_local=lambda: None)
+    with pytest.raises(UnsupportedError, match=r"attention\.v_proj has 3 heads, which 4 ranks cannot share"):
+        own_heads(model, "attention.v_proj", "weight", part, Ranks(0, 4))
