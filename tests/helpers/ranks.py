@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from helpers.command_line import byte_tokenizer
+from helpers.eagle import random_head
 from helpers.models import tiny_drafter, tiny_model, uneven_batch
 from redrafter import DraftTarget, Engine, PromptLookup, ReDrafter
 from redrafter.model.supported import Support
@@ -55,6 +56,7 @@ def make_models(folder: Path, *kinds: str) -> Path:
         model.save_pretrained(folder / name)
         byte_tokenizer().save_pretrained(folder / name)
     tiny_drafter(vocab_size=VOCAB).save_pretrained(folder / "drafter")
+    random_head(vocab_size=VOCAB, draft_vocab_size=41).save_pretrained(folder / "eagle")
     return folder
 
 
@@ -63,8 +65,11 @@ def load_engine(folder: Path, kind: str, method: str, tp_size: int) -> Engine:
     dtype = torch.float32 if torch.cuda.is_available() else torch.float64
     load: dict[str, Any] = {"dtype": dtype, "tp_size": tp_size, "experts_implementation": "eager"}
     Engine.pauses = False
-    if method == "drafter":
-        return ReDrafter.from_pretrained(folder / kind, folder / "drafter", tuning=None, **load)
+    if method in ("drafter", "eagle"):
+        engine = ReDrafter.from_pretrained(folder / kind, folder / method, tuning=None, **load)
+        if not torch.cuda.is_available():  # on a GPU the message would cost more than this head
+            assert (engine.drafter.head_part is None) == (tp_size == 1)
+        return engine
     if method == "astray":  # every rank has a drafter of its own
         drafter = tiny_drafter(vocab_size=VOCAB)
         torch.manual_seed(int(os.environ.get("RANK", "0")))

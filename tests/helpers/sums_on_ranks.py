@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from redrafter.drafting.head_part import HeadPart
 from redrafter.parallel import all_reduce
 from redrafter.parallel.all_reduce import MAX_BYTES, PEER_MEMORIES, PeerMemory, collective_sum, peer_sum
 from redrafter.parallel.local_shards import SummedLinear
 from redrafter.parallel.ranks import Ranks, join_ranks
 from redrafter.scheduler.captured_step import capture
+from redrafter.tree.beam_search import PartOfScores, top_continuations
 
 WIDTH = 4096
 
@@ -96,6 +98,30 @@ def check_captured(ranks: Ranks) -> None:
     print(f"rank {ranks.rank}: captured sums are equal")
 
 
+def check_divided_ids(ranks: Ranks) -> None:
+    """Check, in a CUDA graph, that ranks that divide the ids choose the continuations of all ids."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)  # the same scores on all ranks
+    head = nn.Linear(1024, 128_256, bias=False, device=device, dtype=torch.bfloat16)
+    part = HeadPart.of_rank(head, None, ranks)
+    assert part is not None
+    for rows, beams in ((1, 1), (1, 5), (8, 5)):
+        scores, total = torch.randn(rows, beams, 128_256, device=device), torch.randn(rows, beams, device=device)
+        own = scores[..., part.first : part.first + len(part.names)]
+        out = list[tuple[Tensor, ...]]()
+
+        def choose(own: Tensor = own, total: Tensor = total, out: list[tuple[Tensor, ...]] = out) -> None:
+            out.append(PartOfScores(own, part.first, 128_256, ranks).best(total, 5, None))
+
+        graph = capture(choose, watched=True)
+        for _ in range(3):
+            scores.normal_()
+            graph.replay()
+            for found, expected in zip(out[-1], top_continuations(scores, total, 5, None), strict=True):
+                torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    print(f"rank {ranks.rank}: continuations are equal")
+
+
 def main() -> None:
     """Compare on this rank."""
     size = int(os.environ["WORLD_SIZE"])
@@ -110,6 +136,7 @@ def main() -> None:
     check_rows(dist.group.WORLD.group_name, size, device)
     if on_gpu:
         check_captured(ranks)
+        check_divided_ids(ranks)
 
 
 if __name__ == "__main__":

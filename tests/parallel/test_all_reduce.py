@@ -123,3 +123,4 @@ def test_sums_by_peer_memory_equal_nccls_and_are_captured():
     ended = run_on_ranks(2, "helpers.sums_on_ranks", module=True)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stdout.count("captured sums are equal") == 2
+    assert ended.stdout.count("continuations are equal") == 2

@@ -324,7 +324,6 @@ class SharedWorker(Worker):
             reason = self._ranks.describe_lost()
             lost_since = min(lost_since, time.monotonic()) if reason else float("inf")
             if reason is not None and time.monotonic() - lost_since >= LOST_SECONDS:
-                _LOG.error("%s: nothing is served any more", reason)
                 # A stopped process ends at no other signal, and torchrun would wait for it.
                 for rank in self._ranks.stopped():
                     self._ranks.peers[rank].kill()
@@ -356,7 +355,7 @@ class SharedWorker(Worker):
             time.sleep(ENDED_SECONDS)
         if (reason := self._ranks.describe_lost()) is None:
             return super()._explain(error)
-        _LOG.error("%s: %s", reason, first_line(error))
+        _LOG.debug("%s: %s", reason, first_line(error))  # the server reports the reason
         return reason
 
 
