@@ -126,11 +126,6 @@ IMAGES = Feature(
 
 # What drafts, and how drafts are accepted.
 
-MTP_DRAFTER = Feature(
-    "a drafter in an MTP layer",
-    "decode without drafts (--no-speculate), or give a drafter",
-    {TENSOR_PARALLELISM: "the layer reads the whole head, which is split"},
-)
 ASSISTANT = Feature(
     "an assistant",
     "give another drafter",

@@ -15,7 +15,6 @@ from redrafter.errors import ArgumentError, CheckpointError, MismatchError, Unsu
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
 from redrafter.model.target import Target
 from redrafter.model.weights import hold_in_memory
-from redrafter.parallel.launched import launched_processes
 
 NORM_ROWS = 8  # rows of the embedding table whose norms distinguish bases
 NORM_TOLERANCE = 0.02  # relative: enough for half precision, far less than two bases differ
@@ -67,9 +66,9 @@ def load_drafter(
 def holds_drafter(name: str) -> bool:
     """Return whether the checkpoint in a directory or repository holds a drafter: one of ours, or an MTP layer.
 
-    An MTP layer does not draft for a model that processes share. Raises `OSError` if the hub cannot be asked.
+    Raises `OSError` if the hub cannot be asked.
     """
-    return find_defaults_file(name) is not None or (launched_processes() == 1 and holds_mtp(name))
+    return find_defaults_file(name) is not None or holds_mtp(name)
 
 
 def embedding_norms(embedding: torch.nn.Embedding) -> list[float]:

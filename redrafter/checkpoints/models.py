@@ -8,7 +8,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -324,15 +323,14 @@ def check_splits(
     if any(key.rsplit(".", 1)[-1] == "k_proj" and style == "colwise" for key, style in plan.items()):
         heads = text.num_attention_heads
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        # Each rank needs whole heads of both kinds.
-        common = gcd(heads, kv_heads)
-        if common % tp_size:
-            sizes = [str(size) for size in range(1, common + 1) if common % size == 0]
+        # Each rank needs whole heads of both kinds; ranks may share a key-value head, which each of them then holds.
+        sizes = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        if tp_size not in sizes:
             raise ArgumentError(
                 f"tp_size={tp_size} does not divide the {heads} heads and {kv_heads} key-value heads of {name}: "
-                f"take {', '.join(sizes[:-1])} or {sizes[-1]}"
+                f"take {', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"
                 if len(sizes) > 1
-                else f"tp_size={tp_size}: {name} has one key-value head, which cannot be split: {_WITHOUT}"
+                else f"tp_size={tp_size}: {name} has one head, which cannot be split: {_WITHOUT}"
             )
     join_ranks(tp_size)
 

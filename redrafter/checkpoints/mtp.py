@@ -20,7 +20,6 @@ from redrafter.checkpoints.mtp_layer import FoundLayer, find_layer
 from redrafter.drafting.mtp import MTPConfig, MTPDrafter
 from redrafter.drafting.mtp_attention import ATTENTION_NAME, DraftedEntries, Past
 from redrafter.errors import CheckpointError, UnsupportedError, first_line
-from redrafter.features import MTP_DRAFTER
 from redrafter.files.checkpoint_kind import read_json
 from redrafter.files.gguf_file import SUFFIX
 from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE
@@ -47,13 +46,12 @@ def load_mtp(name: str, target: Target, revision: str | None = None) -> MTPDraft
 
     Raises:
         CheckpointError: A tensor is missing, is not expected or has another shape.
-        UnsupportedError: The target has no layer that can be the MTP layer, or is split over processes.
+        UnsupportedError: The target has no layer that can be the MTP layer.
     """
     files = _files_by_tensor(name, revision)
     found = find_layer(files)
     if found is None:
         return None
-    target.features.check(MTP_DRAFTER)
     if missing := sorted(set(found.own.values()) - set(files)):
         raise CheckpointError(f"{name} has no {missing[0]}, so its MTP layer is not whole: {_OTHERWISE}")
     wanted = found.own | {

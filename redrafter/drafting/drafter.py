@@ -28,7 +28,7 @@ from redrafter.kernels.linear_operators import has_thin_kernel, residual_layer
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
-from redrafter.tree.beam_search import Candidates, Expand
+from redrafter.tree.beam_search import Candidates, Expand, PartOfScores
 
 TABLE_SHARE = 1 / 32  # maximum share of a GPU's memory for the table of the cell's products with embeddings
 TABULATED_AT_ONCE = 8192  # ids
@@ -77,6 +77,7 @@ class RecurrentDrafter(TrainableDrafter):
             `tabulate`; None before.
     """
 
+    splits_head = True
     config_class = DrafterConfig
     config: DrafterConfig
     identity_fields = (
@@ -191,6 +192,8 @@ class RecurrentDrafter(TrainableDrafter):
         unread += layer_bytes(self.rnn_gate, 1 / 3, with_bias=False) if gated else 0
         whole = sum(weight.nbytes for weight in self.parameters()) - never
         gathered = 0
+        if self.int8_head is None:
+            whole -= self.unread_head_bytes
         if self.int8_head is not None:
             whole += self.int8_head.num_bytes - layer_bytes(self.lm_head)
         if config.head_shortlist is not None:
@@ -401,11 +404,11 @@ class RecurrentProposer(SearchProposer[ContextWindow | None]):
             steps = torch.arange(self.depth, device=context.length.device)
             windows = [context._replace(length=length) for length in context.length + steps[:, None]]
 
-        def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor | Candidates:
+        def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor | Candidates | PartOfScores:
             nonlocal carried
             out, carried = advance(drafter, self.target.embedding, tokens, sources, carried, start, windows[k])
             if drafter.shortlist is None:
-                return sampler.draft_scores(out, noise, k, drafter.draft_ids)
+                return drafter.draft_scores(out, sampler, noise, k)
             return drafter.shortlist.choose(
                 out, drafter.lm_head, count, sampler=sampler, noise=noise, step=k, names=drafter.draft_ids
             )

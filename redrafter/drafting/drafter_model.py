@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from redrafter.cache.kv_cache import LayerShape
 from redrafter.drafting.drafter_config import AnyDrafterConfig
+from redrafter.drafting.head_part import HeadPart
 from redrafter.drafting.int8_head import Int8Head
 from redrafter.drafting.low_rank import LowRankLinear
 from redrafter.drafting.proposer import PricedDrafter, SearchProposer
@@ -25,6 +26,8 @@ from redrafter.kernels.linear_operators import float8_linear, has_thin_kernel, t
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.linear_layers import Float8Linear
 from redrafter.model.target import Target
+from redrafter.sampling.sampler import Sampler
+from redrafter.tree.beam_search import PartOfScores
 
 
 class FusedParts(nn.Module):
@@ -48,6 +51,8 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         identity_fields: Sizes and settings in its config that identify it.
         unquantized: Submodule that is not quantised with the drafter; None for none.
         int8_head: The head in 8 bits, for drafts on a CPU, after `prepare`; None if the head is used unchanged.
+        splits_head: Whether ranks that share a target divide the head: its proposer then calls `draft_scores`.
+        head_part: The part of the head that this rank computes, after `prepare`; None for all.
     """
 
     config: AnyDrafterConfig
@@ -59,6 +64,8 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
     base_model_prefix = "drafter"
     unquantized: nn.Module | None = None
     int8_head: Int8Head | None = None
+    splits_head: ClassVar[bool] = False
+    head_part: HeadPart | None = None
 
     def __init__(self, config: AnyDrafterConfig):
         """Make a drafter with random weights; a subclass adds its parts.
@@ -114,7 +121,9 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
 
     def prepare(self, target: Target) -> None:
         """Precompute tables of the current weights that make drafting for a target faster on its device."""
-        self.int8_head = Int8Head.from_linear(getattr(self, "lm_head", None))
+        head = getattr(self, "lm_head", None)
+        self.head_part = HeadPart.of_rank(head, self.draft_ids, target.ranks) if self.splits_head else None
+        self.int8_head = Int8Head.from_linear(head if self.head_part is None else self.head_part.layer)
         for part in self._fused_parts():
             part.fuse()
 
@@ -124,15 +133,29 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
     def train(self, mode: bool = True) -> "DrafterModel":
         """Set training or evaluation mode; training drops what `prepare` computed."""
         if mode:
-            self.int8_head = None
+            self.int8_head = self.head_part = None
             for part in self._fused_parts():
                 part.unfuse()
         return super().train(mode)
 
     def score(self, x: Tensor) -> Tensor:
-        """Return logits `[..., V']` of the head's inputs `[..., R]`, as drafts need them."""
-        logits: Tensor = (self.int8_head or self.lm_head)(x)
+        """Return logits `[..., V']` of the head's inputs `[..., R]`, as drafts need them; with `head_part`, its own."""
+        head = self.int8_head or (self.lm_head if self.head_part is None else self.head_part.layer)
+        logits: Tensor = head(x)
         return logits
+
+    def draft_scores(self, logits: Tensor, sampler: Sampler, noise: Tensor | None, step: int) -> Tensor | PartOfScores:
+        """Return the logits of `score` as scores of a search, adjusted to the target's draw as a sampler does."""
+        part = self.head_part
+        if part is None:
+            return sampler.draft_scores(logits, noise, step, self.draft_ids)
+        scores = sampler.draft_scores(logits, noise, step, part.names)
+        return PartOfScores(scores, part.first, self.lm_head.out_features, part.ranks)
+
+    @property
+    def unread_head_bytes(self) -> int:
+        """Bytes of the head that a draft does not read, since other ranks do."""
+        return 0 if self.head_part is None else self.lm_head.weight.nbytes - self.head_part.layer.weight.nbytes
 
     def identity(self) -> list[object]:
         """Return sizes and settings that identify the drafter, in addition to norms of `fingerprint_layer`."""

@@ -19,7 +19,7 @@ from redrafter.drafting.text_drafters import GivenTexts, ReadAt, TrainableDrafte
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
-from redrafter.tree.beam_search import Expand
+from redrafter.tree.beam_search import Expand, PartOfScores
 
 
 class EagleEntries(NamedTuple):
@@ -111,6 +111,7 @@ class _Layer(nn.Module):
 class EagleDrafter(TrainableDrafter):
     """An EAGLE-3 head; the target's embedding table is shared, unless the head has a table."""
 
+    splits_head = True
     config_class = EagleConfig
     config: EagleConfig
     identity_fields = ("model_type", "hidden_size", "vocab_size", "draft_vocab_size")
@@ -148,7 +149,10 @@ class EagleDrafter(TrainableDrafter):
         """Return the bytes of the weights that a draft of `depth` search steps reads."""
         fused = layer_bytes(self.fc)
         table = 0 if self.embed_tokens is None else self.embed_tokens.weight.nbytes
-        return depth * (sum(weight.nbytes for weight in self.parameters()) - fused - table) + fused
+        return (
+            depth * (sum(weight.nbytes for weight in self.parameters()) - fused - table - self.unread_head_bytes)
+            + fused
+        )
 
     def embed(self, tokens: Tensor, table: nn.Module) -> Tensor:
         """Return the embeddings of ids `[...]`, `[..., D]`: from the target's `table`, or from the head's own.
@@ -365,10 +369,10 @@ class EagleProposer(SearchProposer):
         path: Any = None  # the drafts of each beam
         position = context.length - 1 + torch.arange(self.depth, device=context.length.device)[:, None]  # [K, B]
 
-        def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
+        def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor | PartOfScores:
             nonlocal carried, path
             logits, carried, path = advance(head, table, tokens, sources, carried, position[k, :, None], path, context)
-            return sampler.draft_scores(logits, noise, k, head.draft_ids)
+            return head.draft_scores(logits, sampler, noise, k)
 
         return expand
 

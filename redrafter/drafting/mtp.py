@@ -31,6 +31,7 @@ from redrafter.errors import UnsupportedError, first_line
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.patch import MODEL_ERRORS
 from redrafter.model.target import Target
+from redrafter.parallel.local_shards import GatheredLinear
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.token_tree import Tree
 
@@ -109,7 +110,7 @@ class MTPDrafter(DrafterModel):
 
     def check_search(self, target: Target, depth: int) -> None:
         """Raise `UnsupportedError` for a target whose head the layer cannot share."""
-        if not isinstance(target.head, nn.Linear):
+        if not isinstance(target.head, nn.Linear | GatheredLinear):
             raise UnsupportedError(
                 f"{target.name} has a head of the type {type(target.head).__name__}, which its MTP layer cannot share "
                 "yet: decode without drafts (--no-speculate), or give a drafter"
@@ -271,8 +272,11 @@ class MTPProposer(SearchProposer):
                     carried, seen = of_beams(carried, sources), of_beams(seen, sources)
                 seen = with_themselves(seen, rows, tokens.shape[1], carried.device)
             carried = advance(k, tokens, carried, seen)
-            # Not through the head's own forward, which may have hooks while another thread uses the target.
-            logits = linear(carried, head.weight, head.bias)
+            # Not by a call of the head, which may have hooks while another thread uses the target.
+            if isinstance(head, GatheredLinear):  # ranks share it
+                logits = GatheredLinear.forward(head, carried)
+            else:
+                logits = linear(carried, head.weight, head.bias)
             return sampler.draft_scores(logits, noise, k, None)
 
         return self.grow(state, sampler, expand)

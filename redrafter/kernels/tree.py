@@ -4,30 +4,35 @@ Continuations are found by a pass over chunks of the scores, followed by one ove
 walking up from each node.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 1024  # token ids per program of the first pass
+from redrafter.kernels.block_size import CHUNK
 
 
 @triton.jit
-def _top_of_chunk_kernel(SCORES, VALUES, IDS, TOPS, vocab, chunks, WIDE: tl.constexpr, CHUNK: tl.constexpr):
-    """Find the largest scores of one chunk of one beam, best first, with their ids, and its part of the log-sum-exp."""
+def _top_of_chunk_kernel(SCORES, VALUES, IDS, TOPS, vocab, chunks, first, WIDE: tl.constexpr, CHUNK: tl.constexpr):
+    """Find the largest scores of one chunk of one beam, best first, with their ids, and its part of the log-sum-exp.
+
+    There are `vocab` scores of a beam, which begin at chunk `first` of all `chunks`.
+    """
     beam, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(SCORES + beam * vocab + at, at < vocab, float("-inf")).to(tl.float32)
     x = tl.where(x < float("inf"), x, -3e38)  # NaN keeps its own id, so that no id is chosen twice
     top = tl.max(x, 0)
     anchor = tl.where(top == float("-inf"), 0.0, top)
-    index = beam * chunks + chunk
+    index = beam * chunks + first + chunk
     tl.store(TOPS + index * 2, anchor)
     tl.store(TOPS + index * 2 + 1, tl.sum(tl.exp(x - anchor), 0))
     for rank in range(WIDE):
         best, where = tl.max(x, 0, return_indices=True)
         tl.store(VALUES + index * WIDE + rank, best)
-        tl.store(IDS + index * WIDE + rank, chunk * CHUNK + where)
+        tl.store(IDS + index * WIDE + rank, (first + chunk) * CHUNK + where)
         x = tl.where(tl.arange(0, CHUNK) == where, float("-inf"), x)
 
 
@@ -81,18 +86,47 @@ def _top_of_row_kernel(
     tl.store(TOKEN + out, token, selected)
 
 
-def top_continuations(scores: Tensor, total: Tensor, width: int, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Select the best pairs as `redrafter.tree.beam_search.top_continuations` does; the same arguments."""
+def top_continuations(
+    scores: Tensor,
+    total: Tensor,
+    width: int,
+    ids: Tensor | None,
+    *,
+    first: int = 0,
+    vocabulary: int | None = None,
+    share: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Select the best pairs as `redrafter.tree.beam_search.top_continuations` does.
+
+    Ranks may each score a part of the ids, of whole chunks. What they find in their chunks is then exchanged as a sum
+    of what each has written between zeros: one message, in which ids are floating-point numbers.
+
+    Args:
+        scores: Unnormalised log-probabilities, `[B, w, V']`, or this rank's part of them.
+        total: As there.
+        width: As there.
+        ids: As there, of all ids.
+        first: Id of the first score, a multiple of `CHUNK`.
+        vocabulary: V', where the scores are a part; less than 2 ** 24.
+        share: Returns the sum of a tensor over all ranks, where the scores are a part.
+    """
     rows, beams, vocab = scores.shape
     shared = beams > 1 and scores.stride(1) == 0  # of a block of drafts: expanded, and read once
     scores = (scores[:, :1] if shared else scores).contiguous()
-    chunks, lists = triton.cdiv(vocab, CHUNK), scores.shape[1]
-    values = scores.new_empty(rows, lists, chunks, width, dtype=torch.float32)
-    found_ids = torch.empty_like(values, dtype=torch.int32)
-    tops = scores.new_empty(rows, lists, chunks, 2, dtype=torch.float32)
-    _top_of_chunk_kernel[(rows * lists, chunks)](
-        scores, values, found_ids, tops, vocab, chunks, WIDE=width, CHUNK=CHUNK, num_warps=4
+    chunks, lists = triton.cdiv(vocabulary or vocab, CHUNK), scores.shape[1]
+    sizes = [rows * lists * chunks * each for each in (width, width, 2)]
+    sizes.append(-sum(sizes) % 4)  # such messages need no copy by NCCL
+    if share is None:
+        values, tops = (scores.new_empty(size, dtype=torch.float32) for size in sizes[::2])
+        found_ids = torch.empty_like(values, dtype=torch.int32)
+    else:
+        packed = scores.new_zeros(sum(sizes), dtype=torch.float32)
+        values, found_ids, tops, _ = packed.split(sizes)
+    _top_of_chunk_kernel[(rows * lists, triton.cdiv(vocab, CHUNK))](
+        scores, values, found_ids, tops, vocab, chunks, first // CHUNK, WIDE=width, CHUNK=CHUNK, num_warps=4
     )
+    if share is not None:
+        values, found_ids, tops, _ = share(packed).split(sizes)
     score = scores.new_empty(rows, width, dtype=torch.float32)
     source = torch.empty_like(score, dtype=torch.long)
     token = torch.empty_like(source)

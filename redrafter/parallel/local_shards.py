@@ -110,7 +110,9 @@ def use_local_shards(model: PreTrainedModel) -> Ranks:
             if id(parameter) in tables:
                 setattr(module, key, tables[id(parameter)])
             elif hasattr(parameter, "to_local"):
-                setattr(module, key, _parameter(parameter.to_local(), parameter))
+                of_keys = name.endswith((".k_proj", ".v_proj")) and style in _LOCAL
+                local = own_heads(model, name, key, parameter, ranks) if of_keys else parameter.to_local()
+                setattr(module, key, _parameter(local, parameter))
         if style is not None:
             _replace(model, name, module, style, ranks)
     for name, parameter in model.named_parameters():
@@ -120,6 +122,27 @@ def use_local_shards(model: PreTrainedModel) -> Ranks:
                 "load the model by name with tp_size"
             )
     return ranks
+
+
+def own_heads(model: nn.Module, name: str, key: str, parameter: Any, ranks: Ranks) -> Any:
+    """Return the rows of whole key-value heads of a weight or bias that this rank attends with.
+
+    Where there are fewer heads than ranks, neighbouring ranks have the same head; transformers' shard is a part of it.
+    """
+    attention: Any = model.get_submodule(name.rpartition(".")[0])
+    width: int = getattr(attention, "head_dim", parameter.shape[0] // ranks.size)
+    heads, local = parameter.shape[0] // width, parameter.to_local()
+    if heads % ranks.size == 0:
+        return local
+    if ranks.size % heads:
+        raise UnsupportedError(
+            f"{name} has {heads} heads, which {ranks.size} ranks cannot share: take {heads} or fewer"
+        )
+    if name.endswith(".k_proj") and key == "weight":  # once for each layer
+        attention.num_key_value_groups = attention.num_key_value_groups * heads // ranks.size
+    first = ranks.rank * heads // ranks.size * width
+    whole = parameter.full_tensor()  # collective
+    return whole[first : first + width].clone()
 
 
 def _replace(model: PreTrainedModel, name: str, module: nn.Module, style: str, ranks: Ranks) -> None:

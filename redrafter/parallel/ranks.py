@@ -15,6 +15,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from redrafter.errors import ArgumentError, MismatchError, first_line
+from redrafter.parallel.all_reduce import collective_sum, open_peer_memory, peer_sum
 from redrafter.parallel.launched import launched_processes
 
 T = TypeVar("T")
@@ -34,6 +35,7 @@ class Ranks:
         group: The process group of tensors on the model's device; None in one process.
         host_group: The process group of Python objects; None in one process.
         peers: Processes of the other ranks on this machine, by rank.
+        reads_peers: Whether the GPUs read each other's memory, by which small messages are summed.
     """
 
     rank: int = 0
@@ -41,6 +43,7 @@ class Ranks:
     group: Any = None
     host_group: Any = None
     peers: Mapping[int, psutil.Process] = field(default_factory=dict)
+    reads_peers: bool = False
 
     @classmethod
     def of_world(cls) -> "Ranks":
@@ -48,13 +51,16 @@ class Ranks:
         rank, size = dist.get_rank(), dist.get_world_size()
         # Python objects use the host: NCCL would need them on the GPU, and wait for its work.
         host_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        return cls(rank, size, dist.group.WORLD, host_group, _find_peers(rank, size, host_group))
+        peers = _find_peers(rank, size, host_group)
+        reads_peers = open_peer_memory(rank, dist.group.WORLD, host_group)
+        return cls(rank, size, dist.group.WORLD, host_group, peers, reads_peers)
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of every rank's `x`, of any shape, with the same bits on all of them."""
         if self.size == 1:
             return x
-        return _OPS.wait_tensor(_OPS.all_reduce(x.contiguous(), "sum", self.group.group_name))
+        total: Tensor = (peer_sum if self.reads_peers else collective_sum)(x, self.group.group_name)
+        return total
 
     def join_last(self, x: Tensor) -> Tensor:
         """Return every rank's `x`, `[..., N]` each, concatenated in the order of ranks, `[..., size * N]`."""
@@ -120,6 +126,17 @@ class Ranks:
         """Return the other ranks whose processes on this machine have ended."""
         return [rank for rank, process in self.peers.items() if _has_ended(process)]
 
+    def stopped(self) -> list[int]:
+        """Return the other ranks whose processes on this machine are stopped by a signal, and answer nobody."""
+        return [rank for rank, process in self.peers.items() if _status_of(process) == psutil.STATUS_STOPPED]
+
+    def describe_lost(self) -> str | None:
+        """Describe which other ranks on this machine have ended or are stopped; None for none."""
+        for lost, what in ((self.ended(), "has ended (torchrun reports how)"), (self.stopped(), "is stopped")):
+            if lost:
+                return f"the process of rank {', '.join(map(str, lost))} {what}"
+        return None
+
 
 ALONE = Ranks()
 
@@ -142,10 +159,16 @@ def _find_peers(rank: int, size: int, group: object) -> dict[int, psutil.Process
 
 def _has_ended(process: psutil.Process) -> bool:
     """Return whether a process has ended, even if its parent has not waited for it."""
+    return not process.is_running() or _status_of(process) in (None, psutil.STATUS_ZOMBIE)
+
+
+def _status_of(process: psutil.Process) -> str | None:
+    """Return the status of a process by psutil's name; None if it has ended."""
     try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+        status: str = process.status()
     except psutil.NoSuchProcess:
-        return True
+        return None
+    return status
 
 
 def join_ranks(size: int) -> None:

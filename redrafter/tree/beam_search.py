@@ -14,8 +14,10 @@ from typing import NamedTuple
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.nn.functional import pad
 
 from redrafter import kernels
+from redrafter.parallel.ranks import Ranks
 from redrafter.tree.likelihood import count_likely
 from redrafter.tree.token_tree import Tree, chain, eligible_scores, keep_best, share_nodes, tree_of
 
@@ -47,11 +49,49 @@ class Candidates(NamedTuple):
         return score, source, token if ids is None else ids[token]
 
 
-Expand = Callable[[int, Tensor, Tensor], Tensor | Candidates]
+class PartOfScores(NamedTuple):
+    """Scores of the ids that this rank has scored, where ranks divide the proposer's ids.
+
+    Attributes:
+        scores: Unnormalised log-probabilities, `[B, w, V'_r]`.
+        first: The proposer's id of the first score.
+        vocabulary: V', ids of all ranks.
+        ranks: The ranks.
+    """
+
+    scores: Tensor
+    first: int
+    vocabulary: int
+    ranks: Ranks
+
+    def best(self, total: Tensor, width: int, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Select the best pairs of all ranks, with the arguments and result of `top_continuations`. Collective."""
+        scores, size = self.scores, self.ranks.size
+        if kernels.TRITON and scores.is_cuda:
+            return kernels.top_continuations(
+                scores, total, width, ids, first=self.first, vocabulary=self.vocabulary, share=self.ranks.sum
+            )
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        found = scores.topk(min(width, scores.shape[-1]), dim=-1)
+        missing = (0, width - found.values.shape[-1])
+        values, numbers = pad(found.values, missing, value=-torch.inf), pad(found.indices + self.first, missing)
+        own = torch.cat([values, numbers.to(values), scores.logsumexp(dim=-1, keepdim=True)], dim=-1)  # [B, w, 2W + 1]
+        parts = torch.unflatten(self.ranks.join_last(own), -1, (size, -1))
+        values, numbers, whole = parts.split([width, width, 1], dim=-1)  # [B, w, ranks, W or 1]
+        # Rounding may put a log-probability above 0, but no child may score higher than its parent.
+        best = (values - whole.logsumexp(dim=2, keepdim=True)).float().clamp(max=0)
+        best = best.masked_fill(best.isnan(), -torch.inf)
+        score, pair = rearrange(best + total[:, :, None, None], "b w r n -> b (w r n)").topk(width, dim=-1)  # [B, W]
+        token = numbers.flatten(1).gather(1, pair).long()
+        return score, pair // (size * width), token if ids is None else ids[token]
+
+
+Expand = Callable[[int, Tensor, Tensor], Tensor | Candidates | PartOfScores]
 """Scores the next tokens of every beam: `expand(k, tokens [B, w], sources [B, w]) -> scores [B, w, V']`.
 
 `k` is the search step, `tokens` the last token of each beam, and `sources` the beam of the previous step that each one
-continues. The scores are unnormalised log-probabilities, of all ids or of candidates.
+continues. The scores are unnormalised log-probabilities, of all ids, of candidates, or of a rank's part of
+the ids.
 """
 
 
@@ -89,7 +129,7 @@ def beam_search(
     tokens, sources, scores = [token], [source], [score]
     for k in range(depth if beams > 1 else min(depth, nodes - 1)):  # a chain drafts no node to be cut
         found = expand(k, token, source)
-        if isinstance(found, Candidates):
+        if isinstance(found, Candidates | PartOfScores):
             score, source, token = found.best(score, beams, ids)  # [B, W] each
         else:
             score, source, token = top_continuations(found, score, beams, ids)  # [B, W] each

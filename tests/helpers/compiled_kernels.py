@@ -60,6 +60,12 @@ def search(beams: int, vocab: int) -> Callable[[], object]:
     return lambda: kernels.top_continuations(scores, torch.zeros(1, beams), beams, None)
 
 
+def search_part(beams: int, vocab: int, part: int) -> Callable[[], object]:
+    scores = torch.zeros(1, beams, part)
+    shared: dict[str, Any] = {"vocabulary": vocab, "first": vocab - part, "share": lambda message: message}
+    return lambda: kernels.top_continuations(scores, torch.zeros(1, beams), beams, None, **shared)
+
+
 def choose_candidates(
     beams: int, count: int, width: int, weight: torch.dtype = torch.bfloat16, vocab: int = 128_256
 ) -> Callable[[], object]:
@@ -102,6 +108,7 @@ PROGRAMS = {
     "attention in order of many rows": attend_in_order([40] * 80, 6),
     "attention in order over an FP8 cache": attend_in_order([40], 26, kv_dtype=FP8),
     "search with 5 beams": search(5, 128_256),
+    "search of a part of the ids": search_part(5, 128_256, 63_744),
     "search with 32 beams": search(32, 128_256),
     "search with 48 beams": search(48, 128_256),
     "search with 64 beams": search(64, 262_144),

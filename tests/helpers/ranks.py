@@ -10,14 +10,20 @@ from typing import Any
 import torch
 
 from helpers.command_line import byte_tokenizer
+from helpers.eagle import random_head
 from helpers.models import tiny_drafter, tiny_model, uneven_batch
+from helpers.mtp import add_mtp
 from redrafter import DraftTarget, Engine, PromptLookup, ReDrafter
+from redrafter.drafting.mtp import MTPDrafter
 from redrafter.model.supported import Support
 
 VOCAB = 260  # holds the byte tokenizer; transformers 5.17 splits no head whose size the ranks do not divide
 NEW = 20  # tokens of a text
 # Shapes of tiny models that 2 and 4 ranks can share.
 SHARED = {"vocab_size": VOCAB, "num_key_value_heads": 4}
+# Models with fewer key-value heads than ranks, which hold the same ones then: the number of their heads.
+FEW_HEADS = {"llama_of_one_key_head": 1, "llama_of_two_key_heads": 2}
+WITH_MTP = "llama_with_mtp"  # a Llama whose checkpoint has an MTP layer
 TESTS = Path(__file__).parents[1]
 
 
@@ -44,12 +50,18 @@ def run_on_ranks(
 
 def make_models(folder: Path, *kinds: str) -> Path:
     """Write tiny models of these architectures, a draft model and a drafter into a folder, and return the folder."""
-    models = {kind: tiny_model(kind, **SHARED) for kind in kinds}
+    models = {kind: tiny_model(kind, **SHARED) for kind in kinds if kind not in (*FEW_HEADS, WITH_MTP)}
+    models[WITH_MTP] = tiny_model("llama", **SHARED)
+    models |= {
+        kind: tiny_model("llama", **SHARED | {"num_key_value_heads": heads}) for kind, heads in FEW_HEADS.items()
+    }
     models["draft"] = tiny_model("llama", **SHARED | {"num_hidden_layers": 1})
     for name, model in models.items():
         model.save_pretrained(folder / name)
         byte_tokenizer().save_pretrained(folder / name)
+    add_mtp(models[WITH_MTP], folder / WITH_MTP)
     tiny_drafter(vocab_size=VOCAB).save_pretrained(folder / "drafter")
+    random_head(vocab_size=VOCAB, draft_vocab_size=41).save_pretrained(folder / "eagle")
     return folder
 
 
@@ -58,8 +70,15 @@ def load_engine(folder: Path, kind: str, method: str, tp_size: int) -> Engine:
     dtype = torch.float32 if torch.cuda.is_available() else torch.float64
     load: dict[str, Any] = {"dtype": dtype, "tp_size": tp_size, "experts_implementation": "eager"}
     Engine.pauses = False
-    if method == "drafter":
-        return ReDrafter.from_pretrained(folder / kind, folder / "drafter", tuning=None, **load)
+    if method in ("drafter", "eagle"):
+        engine = ReDrafter.from_pretrained(folder / kind, folder / method, tuning=None, **load)
+        if not torch.cuda.is_available():  # on a GPU the message would cost more than this head
+            assert (engine.drafter.head_part is None) == (tp_size == 1)
+        return engine
+    if method == "mtp":
+        engine = ReDrafter.from_pretrained(folder / kind, tuning=None, **load)
+        assert isinstance(engine.drafter, MTPDrafter)
+        return engine
     if method == "astray":  # every rank has a drafter of its own
         drafter = tiny_drafter(vocab_size=VOCAB)
         torch.manual_seed(int(os.environ.get("RANK", "0")))

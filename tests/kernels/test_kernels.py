@@ -1,6 +1,7 @@
 """Triton kernels against their slow references in torch, in Triton's interpreter where there is no GPU."""
 
 import pkgutil
+from collections.abc import Callable
 from importlib import import_module
 
 import pytest
@@ -12,7 +13,7 @@ from helpers.attention import DEVICE, HALF
 from redrafter import kernels
 from redrafter.kernels import commit
 from redrafter.kernels import top_continuations as kernel_top_continuations
-from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.kernels.block_size import BLOCK_SIZE, CHUNK
 from redrafter.kernels.cache_format import as_bytes, read_slots, round_trip, to_format, write_slots
 from redrafter.kernels.linear import split_k_linear
 from redrafter.kernels.tree import find_ancestors
@@ -82,6 +83,29 @@ def test_scores_that_all_beams_share_are_read_once(named):
     ones = (one.expand(-1, 4, -1)[:, :, :50], one[:, :, :50].repeat(1, 4, 1))  # whose rows are apart
     found, expected = (kernel_top_continuations(x, total, 3, None) for x in ones)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(("vocab", "size"), [(3000, 2), (2049, 2), (5000, 4)])
+def test_continuations_of_ids_that_ranks_divide_are_those_of_all_ids(vocab, size):
+    generator = torch.Generator().manual_seed(3)
+    scores, total = (torch.randn(2, *shape, generator=generator).to(DEVICE) for shape in ((3, vocab), (3,)))
+    scores[:, :, -1] += 9.0  # ids of the last rank are chosen too
+    names = torch.randperm(9000, generator=generator)[:vocab].to(DEVICE)
+    share = -(-vocab // (size * CHUNK)) * CHUNK
+    parts = [slice(first, min(first + share, vocab)) for first in range(0, vocab, share)]
+    messages = list[torch.Tensor]()
+
+    def find(part: slice, exchange: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        own = scores[:, :, part]
+        return kernel_top_continuations(own, total, 5, names, first=part.start, vocabulary=vocab, share=exchange)
+
+    for part in parts:
+        find(part, lambda message: messages.append(message.clone()) or message)
+    assert all(message.nbytes % 16 == 0 for message in messages)
+    expected = kernel_top_continuations(scores, total, 5, names)
+    for part in parts:
+        found = find(part, lambda message: sum(messages))
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 def test_no_continuation_is_likelier_than_its_beam():

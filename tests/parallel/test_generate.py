@@ -14,9 +14,10 @@ from helpers.ranks import decode, make_models, run_on_ranks
 JOBS = {
     2: [
         *("llama:drafter", "qwen3:drafter", "gemma2:drafter", "qwen3_moe:drafter"),
-        *("llama:draft model", "llama:lookup", "llama:astray"),
+        *("llama:draft model", "llama:lookup", "llama:astray", "llama:eagle"),
+        *("llama_with_mtp:mtp", "llama_of_one_key_head:drafter"),
     ],
-    4: ["llama:drafter", "qwen3_moe:drafter", "llama:draft model"],
+    4: ["llama:drafter", "qwen3_moe:drafter", "llama:draft model", "llama_of_two_key_heads:drafter"],
 }
 RUNS = [(ranks, job) for ranks, jobs in JOBS.items() for job in jobs]
 MODES = [

@@ -77,10 +77,13 @@ def without_plan() -> PreTrainedModel:
     [
         *((lambda: tiny_model("llama"), size, ArgumentError, "positive integer") for size in (0, -1, True, 2.0)),
         *(
-            (lambda: tiny_model("llama"), size, ArgumentError, f"tp_size={size} does not divide .* take 1 or 2")
-            for size in (3, 4)  # of 4 heads and 2 key-value heads
+            (lambda: tiny_model("llama"), size, ArgumentError, f"tp_size={size} does not divide .* take 1, 2 or 4")
+            for size in (3, 8)  # of 4 heads and 2 key-value heads
         ),
-        (lambda: tiny_model("llama", num_key_value_heads=1), 2, ArgumentError, "one key-value head"),
+        (
+            lambda: tiny_model("llama", num_attention_heads=1, num_key_value_heads=1),
+            *(2, ArgumentError, "has one head, which cannot"),
+        ),
         (without_plan, 2, UnsupportedError, "no tensor-parallel plan"),
         (quantised, 2, UnsupportedError, "quantised"),
     ],

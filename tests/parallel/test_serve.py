@@ -2,19 +2,24 @@
 
 import os
 import signal
+import subprocess
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import psutil
 import pytest
 from transformers import AutoTokenizer
 
-from helpers.processes import children, soon
+from helpers.processes import children, engine_of, soon
+from helpers.ranks import environment, launch
 from helpers.serving import Program, offline, text_of
 from redrafter import ReDrafter
 
 pytestmark = pytest.mark.slow
 NEW = 30
+EXIT_SECONDS = 30.0  # in which a server ends after a rank is lost
 
 
 @pytest.fixture(scope="module")
@@ -76,18 +81,56 @@ def test_it_ends_its_texts_when_torchrun_is_ended(folder):
         assert answer.result().status_code == 200
 
 
-def test_clients_hear_which_rank_has_ended(folder):
+def engine_of_rank(program: Program, rank: int) -> int:
+    """Return the process of a rank's engine: on rank 0 the server's child, on others the rank's own process."""
+    own = sorted(children(program.process.pid))[rank]
+    return engine_of(own) if rank == 0 else own
+
+
+@pytest.mark.parametrize(
+    ("rank", "sent", "said"),
+    [
+        (1, signal.SIGKILL, "the process of rank 1 has ended (torchrun reports how)"),
+        (1, signal.SIGSTOP, "the process of rank 1 is stopped"),
+        (0, signal.SIGSTOP, "the engine's process was ended by SIGKILL"),  # the other rank ends what is stopped
+    ],
+)
+def test_clients_hear_which_rank_is_lost(folder, rank, sent, said):
     program = Program(str(folder / "merged"), ranks=2)
     body = {"model": "merged", "prompt": "ja", "max_tokens": 140, "ignore_eos": True, "stream": True}
+    victim = engine_of_rank(program, rank)
     with httpx.stream("POST", f"{program.url}/v1/completions", json=body, timeout=300) as answer:
         lines = (line for line in answer.iter_lines() if line)
         next(lines)
-        os.kill(max(children(program.process.pid)), signal.SIGKILL)
+        os.kill(victim, sent)
+        began = time.monotonic()
         *_, last = lines
-    program.process.wait(timeout=300)
-    assert "the process of rank 1 has ended (torchrun reports how)" in last
-    assert any("error: the process of rank 1 has ended" in line for line in program.log)
+    assert program.process.wait(timeout=300) != 0
+    assert time.monotonic() - began < EXIT_SECONDS
+    assert said in last
+    assert any(f"error: {said}" in line for line in program.log)
     assert not any("Traceback" in line for line in program.log if line.startswith("  "))
+    assert not psutil.pid_exists(victim)
+
+
+def test_a_rank_that_is_killed_while_it_loads_ends_the_server(folder):
+    words = launch(2, "redrafter", "serve", "--port", "0", folder / "merged", module=True)
+    process = subprocess.Popen(words, env=environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        assert soon(lambda: len(children(process.pid)) == 2)
+        first, second = sorted(children(process.pid))
+        assert soon(lambda: psutil.Process(first).children())  # its engine, which loads
+        os.kill(second, signal.SIGKILL)
+        began = time.monotonic()
+        _, log = process.communicate(timeout=300)
+        assert time.monotonic() - began < EXIT_SECONDS
+        assert process.returncode != 0
+        assert [line for line in log.splitlines() if "redrafter: " in line][1:] == [
+            "redrafter: stopped while the model was being loaded"
+        ]
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

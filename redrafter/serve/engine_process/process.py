@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
 from transformers import PreTrainedTokenizerBase
@@ -131,7 +131,8 @@ class _EngineServer:
             self._call(self._done.set)
 
         line = scheduler, channel.send, end
-        self._worker = SharedWorker(*line, self._refuse) if TENSOR_PARALLELISM in self._features else Worker(*line)
+        shared = TENSOR_PARALLELISM in self._features
+        self._worker = SharedWorker(*line, self._refuse, self._give_up) if shared else Worker(*line)
         self._changing: set[asyncio.Task[None]] = set()
         self._compiling: dict[tuple[int, ...], asyncio.Task[None]] = {}  # by the numbers of a request's sequences
 
@@ -145,6 +146,12 @@ class _EngineServer:
             self._channel.send(EngineFailed(failure))
         self._channel.close(FLUSH_SECONDS)
         return 0 if failure is None else 1
+
+    def _give_up(self, reason: str) -> NoReturn:
+        """Send the reason to all clients and exit, although the worker's thread waits for ever."""
+        self._channel.send(EngineFailed(reason))
+        self._channel.close(FLUSH_SECONDS)
+        os._exit(1)
 
     def _receive(self) -> None:
         try:

@@ -1,6 +1,7 @@
 """The thread that runs the scheduler, and sends the output of each half of a round as one message."""
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -8,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 from redrafter.checkpoints.adapters import read_adapter
 from redrafter.engine.changes import ChangeDrafter
@@ -32,6 +33,9 @@ MAX_FAILED_ROUNDS = 8  # in a row without a token written: the cause then affect
 STOP_SECONDS = 10.0  # time limit of `stop` for the current round
 IDLE_SECONDS = 5.0  # interval of messages to idle ranks, well below their timeout
 ENDED_SECONDS = 0.2  # time for a process to end after its connections close
+WATCH_SECONDS = 1.0  # interval at which the processes of other ranks are checked
+# Time for which a rank is lost before the rounds are given up: most rounds fail by themselves in less.
+LOST_SECONDS = 8.0
 
 
 class Worker:
@@ -262,6 +266,9 @@ class SharedWorker(Worker):
 
     Before each round, rank 0 broadcasts the messages that have arrived since the last one. All ranks apply them in the
     same order and then make the same decisions, so that they launch the same forwards.
+
+    A round may wait for ever for a rank that has ended or is stopped: on a GPU, inside a kernel. So a thread watches
+    the processes of the other ranks on this machine.
     """
 
     def __init__(
@@ -270,10 +277,16 @@ class SharedWorker(Worker):
         send: Callable[[Written], object],
         on_end: Callable[[], object],
         refuse: Callable[[Submit, Exception], object],
+        give_up: Callable[[str], NoReturn],
     ):
-        """Create a worker. `refuse` is called in its thread with a request that cannot be queued, and the error."""
+        """Create a worker.
+
+        `refuse` is called in its thread with a request that cannot be queued, and the error; `give_up` in another
+        thread with the reason why rounds wait for ever: it ends the process.
+        """
         super().__init__(scheduler, send, on_end)
-        self._ranks, self._refuse = scheduler.engine.target.ranks, refuse
+        self._ranks, self._refuse, self._give_up = scheduler.engine.target.ranks, refuse, give_up
+        self._ended = threading.Event()  # after the last round
         self._heard: deque[Submit | Cancel] = deque()
 
         def fail(error: Exception, count: int) -> None:
@@ -296,6 +309,25 @@ class SharedWorker(Worker):
         """Run the rounds in this thread until rank 0 ends them; return True if nothing failed."""
         self._run()
         return self.failure is None
+
+    def _run(self) -> None:
+        threading.Thread(target=self._watch, name="redrafter-watch", daemon=True).start()
+        try:
+            super()._run()
+        finally:
+            self._ended.set()
+
+    def _watch(self) -> None:
+        """Give the rounds up if another rank is lost for some seconds, and they have not ended by then."""
+        lost_since = float("inf")
+        while not self._ended.wait(WATCH_SECONDS):
+            reason = self._ranks.describe_lost()
+            lost_since = min(lost_since, time.monotonic()) if reason else float("inf")
+            if reason is not None and time.monotonic() - lost_since >= LOST_SECONDS:
+                # A stopped process ends at no other signal, and torchrun would wait for it.
+                for rank in self._ranks.stopped():
+                    self._ranks.peers[rank].kill()
+                self._give_up(reason)
 
     def _continues(self) -> bool:
         """Receive rank 0's messages and apply them; return False when the rounds should end. Collective."""
@@ -321,10 +353,9 @@ class SharedWorker(Worker):
         """Describe an error; if ranks that have ended caused it, name them."""
         if isinstance(error, RuntimeError):  # torch has no other type for the errors of gloo's messages
             time.sleep(ENDED_SECONDS)
-        if not (ended := self._ranks.ended()):
+        if (reason := self._ranks.describe_lost()) is None:
             return super()._explain(error)
-        reason = f"the process of rank {', '.join(map(str, ended))} has ended (torchrun reports how)"
-        _LOG.error("%s: %s", reason, first_line(error))
+        _LOG.debug("%s: %s", reason, first_line(error))  # the server reports the reason
         return reason
 
 
@@ -335,5 +366,9 @@ def follow(request: LoadEngine) -> int:
         engine.warm_up()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # rank 0 receives them too, drains, and then ends this rank
-    worker = SharedWorker(engine.scheduler, lambda written: None, lambda: None, lambda request, error: None)
+
+    def give_up(reason: str) -> NoReturn:
+        os._exit(2)
+
+    worker = SharedWorker(engine.scheduler, lambda written: None, lambda: None, lambda request, error: None, give_up)
     return 0 if worker.run_here() else 2

@@ -396,6 +396,8 @@ def _ranks(drafter: ReplayableDrafter, target: Target, at: Positions) -> Tensor:
     expand = proposer.scores(at.state, at.sampler, at.noise, at.context)
     for k in range(depth):
         scores = expand(k, tokens[:, k : k + 1].clamp(min=0), torch.zeros_like(tokens[:, :1]))
-        scores = scores.spread(drafter.lm_head.out_features) if isinstance(scores, Candidates) else scores
+        if isinstance(scores, Candidates):
+            scores = scores.spread(drafter.lm_head.out_features)
+        assert isinstance(scores, Tensor), "an evaluation runs in one process"
         ranks.append(rank_of(scores[:, 0], label[:, k + 1]))
     return torch.stack(ranks, dim=1)

@@ -1,0 +1,143 @@
+"""A program on several ranks that compares sums by peer memory with the process group's; an error ends it.
+
+On CPUs, which have no such memory, gloo's sums stand in for torch's operators.
+"""
+
+import os
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from redrafter.drafting.head_part import HeadPart
+from redrafter.parallel import all_reduce
+from redrafter.parallel.all_reduce import MAX_BYTES, PEER_MEMORIES, PeerMemory, collective_sum, peer_sum
+from redrafter.parallel.local_shards import SummedLinear
+from redrafter.parallel.ranks import Ranks, join_ranks
+from redrafter.scheduler.captured_step import capture
+from redrafter.tree.beam_search import PartOfScores, top_continuations
+
+WIDTH = 4096
+
+
+class GlooOperators:
+    """Stands in for torch's operators, and counts their calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def one_shot_all_reduce_out(self, message: Tensor, what: str, group_name: str, out: Tensor) -> None:
+        """Sum into `out`."""
+        self.calls.append("one shot")
+        out.copy_(message)
+        dist.all_reduce(out)
+
+    def two_shot_all_reduce_out(self, message: Tensor, what: str, group_name: str, out: Tensor) -> None:
+        """Sum into `out`."""
+        self.one_shot_all_reduce_out(message, what, group_name, out)
+        self.calls[-1] = "two shots"
+
+
+def connect_cpus(size: int) -> GlooOperators:
+    """Let `peer_sum` use a stand-in for torch's operators."""
+    operators, name = GlooOperators(), dist.group.WORLD.group_name
+    memory = PEER_MEMORIES[name] = PeerMemory(name, size, operators)
+    memory.buffer = torch.empty(MAX_BYTES, dtype=torch.uint8)
+    memory.check_sums(dist.get_rank())
+    assert operators.calls.count("one shot") == 3 * len(all_reduce.DTYPES)
+    assert operators.calls.count("two shots") == 2 * len(all_reduce.DTYPES)
+    return operators
+
+
+def check_rows(name: str, size: int, device: torch.device) -> None:
+    """Check sums of any number of rows against the group's, and each row's against those of other numbers."""
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        x = torch.randn(700, WIDTH, device=device).to(dtype)
+        first = peer_sum(x[:1], name)
+        for rows in (1, 3, 64, 300, 700):  # the last ones are beyond one shot, and beyond the buffer
+            summed, expected = peer_sum(x[:rows], name), collective_sum(x[:rows], name)
+            if size == 2:  # a sum of two has one order
+                torch.testing.assert_close(summed, expected, rtol=0, atol=0)
+            else:
+                torch.testing.assert_close(summed, expected, rtol=0.05, atol=0.05)
+            if size == 2 or (dtype != torch.float16 and summed.nbytes <= MAX_BYTES):
+                assert torch.equal(summed[:1], first), f"a row's sum changes with {rows} rows"
+        odd = torch.ones(3, device=device, dtype=dtype)  # its bytes are no multiple of what a thread loads
+        assert torch.equal(peer_sum(odd, name), odd * size)
+
+
+def check_captured(ranks: Ranks) -> None:
+    """Check sums in a CUDA graph, compiled and not, which read new inputs at each replay."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    layer = nn.Linear(WIDTH * ranks.size, WIDTH, bias=False, device="meta")
+    torch.manual_seed(ranks.rank)
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH, device=device, dtype=torch.bfloat16) / 64, requires_grad=False)
+    summed = SummedLinear(layer, weight, None, ranks, splits=False)
+    x = torch.empty(8, WIDTH, device=device, dtype=torch.bfloat16)
+
+    def run() -> Tensor:
+        y = x
+        for _ in range(20):
+            y = summed(y).sigmoid() + y
+        return y
+
+    alone = Ranks(ranks.rank, ranks.size, ranks.group)
+    for function in (run, torch.compile(run, fullgraph=True)):
+        out = list[Tensor]()
+        with torch.inference_mode():
+            graph = capture(lambda function=function, out=out: out.append(function()), watched=True)
+            for seed in range(5):
+                torch.manual_seed(seed)  # the same inputs on all ranks
+                x.normal_()
+                graph.replay()
+                torch.testing.assert_close(out[-1], function(), rtol=0, atol=0)
+                if function is run and ranks.size == 2:
+                    replayed, summed.ranks = out[-1].clone(), alone
+                    torch.testing.assert_close(run(), replayed, rtol=0, atol=0)  # NCCL's
+                    summed.ranks = ranks
+    print(f"rank {ranks.rank}: captured sums are equal")
+
+
+def check_divided_ids(ranks: Ranks) -> None:
+    """Check, in a CUDA graph, that ranks that divide the ids choose the continuations of all ids."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)  # the same scores on all ranks
+    head = nn.Linear(1024, 128_256, bias=False, device=device, dtype=torch.bfloat16)
+    part = HeadPart.of_rank(head, None, ranks)
+    assert part is not None
+    for rows, beams in ((1, 1), (1, 5), (8, 5)):
+        scores, total = torch.randn(rows, beams, 128_256, device=device), torch.randn(rows, beams, device=device)
+        own = scores[..., part.first : part.first + len(part.names)]
+        out = list[tuple[Tensor, ...]]()
+
+        def choose(own: Tensor = own, total: Tensor = total, out: list[tuple[Tensor, ...]] = out) -> None:
+            out.append(PartOfScores(own, part.first, 128_256, ranks).best(total, 5, None))
+
+        graph = capture(choose, watched=True)
+        for _ in range(3):
+            scores.normal_()
+            graph.replay()
+            for found, expected in zip(out[-1], top_continuations(scores, total, 5, None), strict=True):
+                torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    print(f"rank {ranks.rank}: continuations are equal")
+
+
+def main() -> None:
+    """Compare on this rank."""
+    size = int(os.environ["WORLD_SIZE"])
+    join_ranks(size)
+    ranks = Ranks.of_world()
+    on_gpu = torch.cuda.is_available()
+    assert ranks.reads_peers is on_gpu
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    if not on_gpu:
+        connect_cpus(size)
+    torch.manual_seed(ranks.rank)
+    check_rows(dist.group.WORLD.group_name, size, device)
+    if on_gpu:
+        check_captured(ranks)
+        check_divided_ids(ranks)
+
+
+if __name__ == "__main__":
+    main()
