@@ -1,8 +1,8 @@
 """When a step reads prompts: at once, or later together with prompts that are expected to arrive.
 
-A captured step reads prompts into a buffer of a fixed size, and computes the buffer's padding too. Where the products
-of a step are compute-bound, a few prompts that each arrive in a step of their own cost several times as much as the
-same prompts in one step. A prompt that waits leaves its row idle, which costs the tokens of the row.
+A captured step reads prompts into a buffer of one of a few sizes, and computes the buffer's padding too. Where the
+products of a step are compute-bound, that padding costs time, and prompts that are expected to arrive in the next steps
+could take its place. A prompt that waits leaves its row idle, which costs the tokens of the row.
 """
 
 from redrafter.drafting.estimates import ASSUMED_STEPS, time_at
@@ -34,20 +34,20 @@ class PromptGathering:
         self.arrivals += SHARE * (self._arrived - self.arrivals)
         self._arrived = arrived
 
-    def waits(self, prompts: int, rows: int, step_tokens: int, padded: int) -> bool:
-        """Return whether the next step reads none of the prompts that wait.
+    def waits(self, prompts: int, rows: int, step_tokens: int, padded: int, filled: int = 0) -> bool:
+        """Return whether the next step reads `filled` prompt tokens, and leaves the rest to later steps.
 
         Args:
-            prompts: Number of prompts that wait; their tokens leave a part of the largest buffer empty.
+            prompts: Number of prompts whose last tokens would be left.
             rows: Rows that decode in the step.
             step_tokens: Nodes of the step's trees.
-            padded: Size of the buffer that the prompts need, in tokens.
+            padded: Size of the buffer that all waiting prompts need, in tokens.
+            filled: Size of the largest buffer that they fill; 0 for none.
         """
-        if rows and self.waited < MOST_STEPS:
-            step = time_at(ASSUMED_STEPS["cuda"], step_tokens)
-            saved = self.arrivals * (time_at(ASSUMED_STEPS["cuda"], step_tokens + padded) - step)
-            if saved > MARGIN * step * prompts / rows:
-                self.waited += 1
+        if rows and (filled or self.waited < MOST_STEPS):
+            step, least, most = (time_at(ASSUMED_STEPS["cuda"], step_tokens + read) for read in (0, filled, padded))
+            if self.arrivals * (most - least) > MARGIN * step * prompts / rows:
+                self.waited = 0 if filled else self.waited + 1
                 return True
         self.waited = 0
         return False

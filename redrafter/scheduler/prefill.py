@@ -362,10 +362,14 @@ class Prefiller:
         self._gathering.count(len(arrived))
         if not sequences:
             return []
-        left = _left(sequences)
-        room = choose_room(len(sequences), left, ROOMS if rows else ROOMS_ALONE)
-        fills = len(sequences) >= ROOMS[-1] or left >= ROOMS[-1] * TOKENS_PER_CHUNK
-        if not fills and self._gathering.waits(len(sequences), rows, step_tokens, room * TOKENS_PER_CHUNK):
+        left, rooms = _left(sequences), ROOMS if rows else ROOMS_ALONE
+        room = choose_room(len(sequences), left, rooms)
+        filled = max((each for each in rooms if each * TOKENS_PER_CHUNK <= left), default=0)
+        sizes = room * TOKENS_PER_CHUNK, filled * TOKENS_PER_CHUNK
+        # After a full buffer at most one prompt is left in part, unless there are many.
+        if filled < room and self._gathering.waits(1 if filled else len(sequences), rows, step_tokens, *sizes):
+            room = filled
+        if not room:
             return []
         # However many tokens the trees have, some of a prompt are read, or it would wait for rows to end.
         budget = min(room * TOKENS_PER_CHUNK, max(self._limits.max_num_tokens - step_tokens, BLOCK_SIZE))

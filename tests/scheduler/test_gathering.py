@@ -12,12 +12,11 @@ from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.gathering import MOST_STEPS, PromptGathering
 from redrafter.scheduler.prefill import ROOMS, Prefiller, choose_room
 
-BUFFER = 256  # tokens of the largest buffer of a step with rows
 CURVE = ASSUMED_STEPS["cuda"]
 
 
 def simulate(rows: int, nodes: int, arrivals: float, tokens: int, *, gathers: bool) -> tuple[float, int, int]:
-    """Return the time per useful step of a row, the steps without prompts to wait for, and the longest wait."""
+    """Return the time per useful step of a row, the steps that leave tokens of prompts, and the longest wait."""
     choices, gathering = random.Random(1), PromptGathering()
     waiting: list[list[int]] = []  # tokens left, and steps since its arrival, of each prompt
     time, useful, waits, longest = 0.0, 0.0, 0, 0
@@ -27,8 +26,10 @@ def simulate(rows: int, nodes: int, arrivals: float, tokens: int, *, gathers: bo
         waiting += [[tokens, 0] for _ in range(arrived)]
         left = sum(each for each, _ in waiting)
         room = 16 * choose_room(len(waiting), left, ROOMS) if waiting else 0
-        if waiting and gathers and left < BUFFER and gathering.waits(len(waiting), rows, nodes, room):
-            room, waits = 0, waits + 1
+        filled = 16 * max((each for each in ROOMS if 16 * each <= left), default=0)
+        prompts = 1 if filled else len(waiting)
+        if filled < room and gathers and gathering.waits(prompts, rows, nodes, room, filled):
+            room, waits = filled, waits + 1
         time += time_at(CURVE, nodes + room)
         useful += rows - len(waiting)
         longest = max([longest, *(age for _, age in waiting)])
@@ -60,6 +61,16 @@ def test_a_prompt_waits_for_few_steps_and_never_without_rows():
         gathering.count(1)
     assert [gathering.waits(1, 64, 160, 64) for _ in range(MOST_STEPS + 2)] == [True] * MOST_STEPS + [False, True]
     assert not gathering.waits(1, 0, 0, 64)
+
+
+def test_a_full_buffer_is_read_at_once_and_only_the_rest_of_a_prompt_waits():
+    gathering = PromptGathering()
+    for _ in range(300):
+        gathering.count(1)
+    assert all(gathering.waits(1, 64, 160, 256, 128) for _ in range(MOST_STEPS + 2))  # each reads 128 tokens
+    assert gathering.waited == 0
+    gathering.arrivals = 0.05
+    assert not gathering.waits(1, 4, 20, 256, 128)  # an idle row of four costs more than the padding
 
 
 def test_prompts_that_wait_are_read_together_and_change_no_token(monkeypatch):
