@@ -180,13 +180,19 @@ class TrainingSession:
             raise NotFiniteLossError(error.step, error.process, rows) from None
 
     def validate(self) -> float | None:
-        """Return the drafter's tokens per step on the validation texts; None if there are none."""
+        """Return the drafter's tokens per step on the greedy validation texts; None if there are none."""
         texts = self.validation_texts
         if texts is None or not texts.count:
             return None
-        measured = texts.measure(self.drafter, served_shape(self.drafter)).tokens_per_step
-        self.console.print_line(f"walked {measured:.3f} tokens per step over {texts.count} {self.validation_kind}")
-        return measured
+        shape = served_shape(self.drafter)
+        greedy, sampled = (
+            texts.measure(self.drafter, shape, seed).tokens_per_step for seed in (None, self.config.seed)
+        )
+        self.console.print_line(
+            f"walked {greedy:.3f} tokens per step greedily and {sampled:.3f} at T=1 over {texts.count} "
+            f"{self.validation_kind}"
+        )
+        return greedy
 
     def finish(self, result: TrainingState) -> None:
         """Save the drafter with the best validation, its model card and its record."""

@@ -297,6 +297,7 @@ def test_the_command_makes_a_directory_that_loads(tmp_path, capsys):
     assert all(
         word in said for word in ("frozen", "12 windows", "walked", "right 0.5 0.4 ...: the drafter's best guess")
     )
+    assert re.search(r"walked \d\.\d+ tokens per step greedily and \d\.\d+ at T=1 over 1 prompts", said)
     card = (out / "README.md").read_text()
     assert ModelCard(card).data.to_dict() == {
         "library_name": "redrafter",
