@@ -82,6 +82,11 @@ class TrainableDrafter(ReplayableDrafter):
         """
         return [(x, self.lm_head.weight)]
 
+    def head_weights(self) -> list[Tensor]:
+        """Return the weights of `trained_heads`, each with a row for each id."""
+        nothing = self.lm_head.weight.new_empty(0, 1, self.lm_head.in_features)
+        return [weight for _, weight in self.trained_heads(nothing)]
+
     def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
         """Return about how many bytes `unroll` keeps for the gradients of all positions of rows of `length` tokens.
 

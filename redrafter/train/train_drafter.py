@@ -36,6 +36,7 @@ from redrafter.train.config import TrainConfig, main, shown_command
 from redrafter.train.evaluate.replay import ReplayStats, ValidationTexts, choose_tree
 from redrafter.train.init_drafter import new_config, new_drafter, size_form
 from redrafter.train.loop import train
+from redrafter.train.optimizer import check_optimizer
 from redrafter.train.output import (
     describe_size,
     hash_windows,
@@ -82,6 +83,7 @@ __all__ = ["TrainConfig", "main", "new_drafter", "train"]
 
 def train_from_files(config: TrainConfig, log: Callable[[str], object]) -> None:
     """Train a drafter on the files of a command line, and save it."""
+    check_optimizer(config)  # before the base is loaded
     tokenizer = load_tokenizer(str(config.model), trust_remote_code=config.trust_remote_code)
     if config.show_sample:
         log(show_first_document(config, tokenizer))
