@@ -296,6 +296,8 @@ class TrainConfig:
             highest = MAX_VALUES.get(name, 1 << 31)
             if type(value) in (int, float) and value > highest and name not in ("epochs", "minutes"):
                 raise ArgumentError(f"{flag(name)} must be at most {highest}, got {value}")
+        if self.loss != "kl" and self.distill == 0:
+            raise ArgumentError(f"--loss {self.loss} weighs --distill, which is 0: leave one out")
         if self.reach_by == "dpace" and self.reach == 0:
             raise ArgumentError("--reach-by dpace weighs by --reach, which is 0: give it too, 0.5 as in the paper")
         # A recipe sets sizes that these options also determine.

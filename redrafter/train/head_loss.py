@@ -15,7 +15,7 @@ from torch import Tensor
 CHUNK_BYTES = 1 << 29  # of one float32 copy of a chunk's logits; a few copies are alive at once
 # A trade-off on a CPU: a chunk's logits should stay in its cache, but each chunk also reads the whole head.
 CHUNK_PREDICTIONS_ON_CPU = 256
-LK_ETA = 3.0  # of the hybrid LK loss, its authors' value
+LK_ETA = 3.0  # of the hybrid LK loss (arXiv 2602.23881), its authors' value
 
 
 class Objective(NamedTuple):
@@ -33,13 +33,12 @@ class Objective(NamedTuple):
     reach_by: str  # one of `REACHES`
     rejected: float  # weight reduction, from 0 to 1, of rollouts in which the drafter's best guesses are all correct
 
-    def distance(self, log_p: Tensor, log_q: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    def distance(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
         """Compute D and its gradient in the drafter's logits.
 
         Args:
             log_p: The base's log-probabilities, `[C, K, V']` float32.
             log_q: The drafter's log-probabilities, `[C, K, V']` float32.
-            counts: True for steps with a loss, `[C, K]` bool.
 
         Returns D of each step, `[C, K]`, and its gradient, `[C, K, V']`.
         """
@@ -54,13 +53,9 @@ class Objective(NamedTuple):
             overlap = overlap.clamp(min=torch.finfo(overlap.dtype).tiny)
             return -overlap.log(), gradient / overlap[:, :, None]
         if self.loss == "lk-lambda":
-            # The authors average over a batch. A chunk has hundreds of anchors on a GPU, and needs no second pass.
-            mean = (overlap * counts).sum(dim=0) / counts.sum(dim=0).clamp(min=1)  # [K]
-            share = torch.exp(-LK_ETA * mean)  # weight of the KL divergence at each step
-            kl = (p * (log_p - log_q)).sum(dim=-1)
-            share_of_logits = share[:, None]  # [K, 1]
-            gradient = share_of_logits * (q - p) + (1 - share_of_logits) * gradient
-            return share * kl + (1 - share) * distance, gradient
+            share = torch.exp(-LK_ETA * overlap)  # weight of the KL divergence, which has no gradient itself
+            distance = share * (p * (log_p - log_q)).sum(dim=-1) + (1 - share) * distance
+            gradient = share[:, :, None] * (q - p) + (1 - share)[:, :, None] * gradient
         return distance, gradient
 
     def step_weights(self, label_q: Tensor, drafted: Tensor, correct: Tensor, counts: Tensor) -> Tensor:
@@ -121,7 +116,7 @@ def chunk_loss(
     correct = counts & known & (rank == 0)
     drafted, label_log_q = known & (rank < objective.beams), label_log_q.squeeze(-1)
     weight = weight * objective.step_weights(label_log_q.exp() * known, drafted, correct, counts)
-    distance, gradient = objective.distance(log_p, log_q, counts)
+    distance, gradient = objective.distance(log_p, log_q)
     hard = (1 - objective.distill) * known  # [C, K], weight of the cross-entropy
     loss = objective.distill * distance - hard * label_log_q
     is_label = torch.arange(log_q.shape[-1], device=label.device) == label

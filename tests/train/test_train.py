@@ -372,6 +372,7 @@ def test_the_command_makes_a_directory_that_loads(tmp_path, capsys):
     [
         ("--batch-size 0", "--batch-size must be positive, got 0"),
         ("--optimizer muon --shard-drafter", "--optimizer muon needs whole matrices"),
+        ("--loss tv --distill 0", "--loss tv weighs --distill, which is 0: leave one out"),
         ("--reach-by dpace", "--reach-by dpace weighs by --reach, which is 0: give it too"),
         ("--rejected 2", "--rejected must be from 0 to 1, got 2"),
         ("--keep 0", "--keep must be positive, got 0"),
