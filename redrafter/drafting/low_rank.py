@@ -55,9 +55,7 @@ class LowRankDrafter:
     def __init__(self, whole: Any, rank: int, seed: int = 0):
         """Copy a drafter, and add updates of a rank, initialised from a seed."""
         self.whole, self.drafter = whole, deepcopy(whole).requires_grad_(False)
-        width = whole.config.hidden_size if whole.lm_head is None else whole.lm_head.in_features
-        nothing = next(whole.parameters()).new_empty(0, 1, width)
-        heads = {id(factor) for head in self.drafter.trained_heads(nothing) for factor in head}
+        heads = {id(weight) for weight in self.drafter.head_weights()}
         self._layers: dict[str, LowRankLinear] = {}
         # The program's random state stays unchanged, or training with these layers would see other data than without.
         with torch.random.fork_rng(devices=[]):

@@ -1,6 +1,7 @@
 """Interfaces of drafters that are evaluated on given texts, or trained on them."""
 
 from collections.abc import Callable
+from itertools import chain
 from typing import ClassVar, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor, nn
@@ -87,6 +88,12 @@ class TrainableDrafter(ReplayableDrafter):
         A weight of None is that of the target's head, which is frozen.
         """
         return [(x, None if self.lm_head is None else self.lm_head.weight)]
+
+    def head_weights(self) -> list[Tensor]:
+        """Return the drafter's weights in `trained_heads`, each with a row for each id."""
+        width = self.config.hidden_size if self.lm_head is None else self.lm_head.in_features
+        factors = chain.from_iterable(self.trained_heads(next(self.parameters()).new_empty(0, 1, width)))
+        return [factor for factor in factors if isinstance(factor, nn.Parameter)]
 
     def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
         """Return about how many bytes `unroll` keeps for the gradients of all positions of rows of `length` tokens.

@@ -18,12 +18,21 @@ from redrafter.drafting.recurrent_form import (
     check_shortlist_rank,
 )
 from redrafter.errors import ArgumentError
-from redrafter.options import option
+from redrafter.options import check_values, option
 from redrafter.train.output_folder import check_no_checkpoints, check_output
 from redrafter.train.recipes import RECIPES
 
 DTYPES = ("float32", "bfloat16", "float16")
 TRACKERS = ("tensorboard", "wandb", "trackio")
+# Distances of the base's and the drafter's distributions that are trained on, as help and model cards write them.
+LOSSES = {
+    "kl": "KL(base || drafter)",
+    "tv": "TV(base, drafter)",
+    "lk-alpha": "-log(1 - TV(base, drafter))",
+    "lk-lambda": "(w KL(base || drafter) + (1 - w) TV(base, drafter)), w falling as acceptance grows",
+}
+OPTIMIZERS = ("adamw", "muon")
+REACHES = ("beams", "dpace")  # what `--reach` follows
 DEFAULT_LENGTH = 512  # tokens
 # Peak learning rates of new weights, of a drafter that is trained further, and of its low-rank updates.
 NEW_LR, FURTHER_LR, LOW_RANK_LR = 1e-3, 5e-4, 3e-3
@@ -241,11 +250,32 @@ class TrainConfig:
         "and save their sum (default: train all weights)",
     )
     draft_len: int = option(5, "draft steps that the drafter is unrolled for")
-    distill: float = option(0.9, "weight of KL(base || drafter); the rest is cross-entropy of the text's own tokens")
+    loss: str = option(
+        "kl",
+        "distance of the base's and the drafter's distributions: " + "; ".join(f"{k}, {v}" for k, v in LOSSES.items()),
+        choices=tuple(LOSSES),
+    )
+    distill: float = option(0.9, "weight of --loss; the rest is cross-entropy of the text's own tokens")
     decay: float = option(0.9, "weight of each draft step relative to the one before")
     reach: float = option(
         0.0,
         "weight reduction of a draft step if an earlier token would not have been among the beams; from 0 to 1",
+    )
+    reach_by: str = option(
+        "beams",
+        "what --reach follows: beams; or dpace, the weights of D-PACE: the drafter's probability that a step and those "
+        "before it are accepted, summed over this step and those after it, where 1 - REACH is the paper's smoothing",
+        choices=REACHES,
+    )
+    rejected: float = option(
+        0.0,
+        "weight reduction of a position from which the drafter's best guesses are all right, so that those with a "
+        "rejected draft weigh more; from 0 to 1",
+    )
+    optimizer: str = option(
+        "adamw",
+        "adamw; or muon for hidden matrices, with AdamW for heads, embeddings and vectors, at the same learning rate",
+        choices=OPTIMIZERS,
     )
     lr: float | None = option(
         None,
@@ -288,6 +318,7 @@ class TrainConfig:
         return NEW_LR if self.drafter is None else FURTHER_LR
 
     def __post_init__(self) -> None:
+        check_values(self)
         optional = ("length", "steps", "epochs", "minutes", "exit_dim", "draft_vocab_size", "head_shortlist", "chunk")
         heads = ("context_heads", "context_kv_heads", "context_head_dim")
         ranks = ("head_shortlist_rank", "markov_rank", "selector_rank")
@@ -301,13 +332,17 @@ class TrainConfig:
         for name in (*counts, "weight_decay", "seed"):
             if not (values[name] is None or 0 <= values[name] < math.inf):
                 raise ArgumentError(f"{flag(name)} must not be negative, got {values[name]}")
-        for name in ("distill", "decay", "warmup", "reach"):
+        for name in ("distill", "decay", "warmup", "reach", "rejected"):
             if not 0 <= values[name] <= 1:
                 raise ArgumentError(f"{flag(name)} must be from 0 to 1, got {values[name]}")
         for name, value in values.items():
             highest = MAX_VALUES.get(name, 1 << 31)
             if type(value) in (int, float) and value > highest and name not in ("epochs", "minutes"):
                 raise ArgumentError(f"{flag(name)} must be at most {highest}, got {value}")
+        if self.loss != "kl" and self.distill == 0:
+            raise ArgumentError(f"--loss {self.loss} weighs --distill, which is 0: leave one out")
+        if self.reach_by == "dpace" and self.reach == 0:
+            raise ArgumentError("--reach-by dpace weighs by --reach, which is 0: give it too, 0.5 as in the paper")
         # A recipe sets sizes that these options also determine.
         if self.recipe is not None and not RECIPES[self.recipe].options.keys().isdisjoint(FORM_OPTIONS):
             others = {
@@ -338,6 +373,10 @@ class TrainConfig:
         if self.lora_rank is not None and self.shard_drafter:
             raise ArgumentError(
                 "--lora-rank leaves little to spread over processes, and --shard-drafter spreads all: leave one out"
+            )
+        if self.optimizer == "muon" and self.shard_drafter:
+            raise ArgumentError(
+                "--optimizer muon needs whole matrices, and --shard-drafter spreads them over processes: leave one out"
             )
         check_shortlist_rank(self.head_shortlist, self.head_shortlist_rank)
         if self.context_heads and self.context_kv_heads:

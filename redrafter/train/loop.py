@@ -14,7 +14,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW
 from transformers import PreTrainedModel
 
 from redrafter.drafting.low_rank import LowRankDrafter
@@ -23,12 +22,12 @@ from redrafter.errors import CheckpointError, first_line
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, gather_random_states, restore_random_state
 from redrafter.train.config import TrainConfig
 from redrafter.train.loss import Unroll, total_weight
+from redrafter.train.optimizer import make_optimizer
 from redrafter.train.processes import new_accelerator
 from redrafter.train.progress import Clock, LossMeter, Progress, TrainingState
 from redrafter.train.sharding import ShardedDrafter, gather_tensor
 from redrafter.train.teacher import Teacher
 
-ADAM_BETAS = (0.9, 0.95)
 ASSUMED_STEPS = 1000  # of a training that only minutes limit, for the learning rate of its first step
 _Group = list[tuple[Tensor, ...]]  # the batches of an optimizer step
 
@@ -126,14 +125,6 @@ def learning_rate_factor(fraction_done: float, warmup: float, half_step: float =
     """
     rise = min((fraction_done + half_step) / warmup, 1.0) if warmup else 1.0
     return rise * (1 + math.cos(math.pi * fraction_done)) / 2
-
-
-def make_optimizer(drafter: TrainableDrafter, config: TrainConfig, device: torch.device) -> AdamW:
-    """Create AdamW over all weights of a drafter that are not frozen; weight decay applies to matrices only."""
-    weights = [weight for weight in drafter.parameters() if weight.requires_grad]
-    matrices, vectors = ([weight for weight in weights if (weight.dim() > 1) == wide] for wide in (True, False))
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return AdamW(groups, lr=config.peak_lr, betas=ADAM_BETAS, fused=device.type == "cuda")
 
 
 class Trainer:

@@ -75,7 +75,9 @@ class Unroll(nn.Module):
     def __init__(self, drafter: TrainableDrafter, config: TrainConfig):
         super().__init__()
         self.drafter, self.config = drafter, config
-        self.objective = Objective(config.distill, config.reach, drafter.config.draft_beams)
+        self.objective = Objective(
+            config.distill, config.reach, drafter.config.draft_beams, config.loss, config.reach_by, config.rejected
+        )
         self.drafter_ids: Tensor
         # [V], the drafter's id of each of the base's ids, or -1
         # A buffer, so that it moves to the device with the module; derived from the drafter, so not saved.

@@ -27,7 +27,7 @@ from redrafter.files.hub import CARD_FILE
 from redrafter.formats.model_card import acceptance_section, make_header, make_introduction
 from redrafter.measure.report import hardware, versions
 from redrafter.scheduler.sequence import Stats
-from redrafter.train.config import TrainConfig, shown_command
+from redrafter.train.config import LOSSES, TrainConfig, shown_command
 from redrafter.train.output_folder import RECORD_FILE, check_output
 from redrafter.train.progress import TrainingState
 from redrafter.tree.sizes import TreeShape
@@ -124,7 +124,7 @@ def make_model_card(
 - Trained for {drafter.config.trained_draft_len} draft steps: {result.step} optimizer steps, {result.tokens:,} tokens \
 in {result.seconds:.0f} s, {speed:,.0f} tokens/s on {facts["processes"]} x {facts["device"]}. {choice}
 - Measured: {said}.
-- Loss: {config.distill:g} x KL(base || drafter) + {1 - config.distill:g} x cross-entropy, each draft step weighing \
+- Loss: {config.distill:g} x {LOSSES[config.loss]} + {1 - config.distill:g} x cross-entropy, each draft step weighing \
 {config.decay:g} of the one before; {result.loss:.4f} at the end.
 - Data: {", ".join(data) or "in memory"}; {facts["windows"]:,} windows. Seed {config.seed}.
 - Made with {used}. training.json has every option, and what validation found on the way:

@@ -29,6 +29,7 @@ from redrafter.model.target import context_of
 from redrafter.train.config import DEFAULT_LENGTH, TrainConfig
 from redrafter.train.head_loss import chunk_anchors
 from redrafter.train.init_drafter import new_config
+from redrafter.train.optimizer import hidden_matrices
 from redrafter.train.recipes import RECIPES, SMALL_BASE
 
 MAX_NAMED_ROWS = 8
@@ -212,12 +213,16 @@ def _memory(
     # Selecting a part of the vocabulary copies the base's logits.
     reduced = vocabulary if drafter_config.draft_vocab_size is not None else 0
     spread = processes if config.shard_drafter else 1
+    muon = 0
+    if config.optimizer == "muon":  # all low-rank updates are hidden matrices
+        muon = trained if config.lora_rank else sum(weight.numel() for weight in hidden_matrices(drafter))
     parts = {
         "base": base.num_parameters() * item_bytes / (processes if config.shard_base else 1),
         "drafter's weights": 4 * drafter_size / spread,
         "their gradients": 4 * trained / spread,
-        # Two FP32 moments per parameter.
-        "AdamW's state": 8 * trained / spread,
+        # Two FP32 moments per parameter with AdamW, one with Muon.
+        "AdamW's state": 8 * (trained - muon) / spread,
+        **({"Muon's state": 4 * muon} if muon else {}),
         "the base's logits": positions * (drafter_config.vocab_size + reduced) * item_bytes,
         **drafter.unroll_bytes(config.batch_size, row, config.draft_len),
         "a chunk's logits": LOGIT_COPIES * chunk,

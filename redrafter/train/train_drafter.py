@@ -36,6 +36,7 @@ from redrafter.train.config import TrainConfig, main, shown_command
 from redrafter.train.evaluate.replay import ReplayStats, ValidationTexts, choose_tree
 from redrafter.train.init_drafter import new_config, new_drafter, size_form
 from redrafter.train.loop import train
+from redrafter.train.optimizer import check_optimizer
 from redrafter.train.output import (
     describe_size,
     hash_windows,
@@ -82,6 +83,7 @@ __all__ = ["TrainConfig", "main", "new_drafter", "train"]
 
 def train_from_files(config: TrainConfig, log: Callable[[str], object]) -> None:
     """Train a drafter on the files of a command line, and save it."""
+    check_optimizer(config)  # before the base is loaded
     tokenizer = load_tokenizer(str(config.model), trust_remote_code=config.trust_remote_code)
     if config.show_sample:
         log(show_first_document(config, tokenizer))
@@ -180,13 +182,19 @@ class TrainingSession:
             raise NotFiniteLossError(error.step, error.process, rows) from None
 
     def validate(self) -> float | None:
-        """Return the drafter's tokens per step on the validation texts; None if there are none."""
+        """Return the drafter's tokens per step on the greedy validation texts; None if there are none."""
         texts = self.validation_texts
         if texts is None or not texts.count:
             return None
-        measured = texts.measure(self.drafter, served_shape(self.drafter)).tokens_per_step
-        self.console.print_line(f"walked {measured:.3f} tokens per step over {texts.count} {self.validation_kind}")
-        return measured
+        shape = served_shape(self.drafter)
+        greedy, sampled = (
+            texts.measure(self.drafter, shape, seed).tokens_per_step for seed in (None, self.config.seed)
+        )
+        self.console.print_line(
+            f"walked {greedy:.3f} tokens per step greedily and {sampled:.3f} at T=1 over {texts.count} "
+            f"{self.validation_kind}"
+        )
+        return greedy
 
     def finish(self, result: TrainingState) -> None:
         """Save the drafter with the best validation, its model card and its record."""

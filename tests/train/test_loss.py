@@ -1,5 +1,6 @@
 """What the trainer minimises: its value and its gradient are those of the chain that drafting runs."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from redrafter import MismatchError
 from redrafter.drafting.context_attention import ContextWindow
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.model.target import Target
-from redrafter.train.config import TrainConfig
+from redrafter.train.config import LOSSES, TrainConfig
 from redrafter.train.head_loss import (
     CHUNK_BYTES,
     CHUNK_PREDICTIONS_ON_CPU,
@@ -29,13 +30,28 @@ from redrafter.train.init_drafter import form_of, new_config, new_drafter
 from redrafter.train.loss import Unroll, find_anchors, target_mask, total_weight
 from redrafter.train.teacher import Teacher, TeacherOutput
 
-OBJECTIVES = [Objective(1, 0, 3), Objective(0, 0, 3), Objective(0.9, 1, 2), Objective(0.3, 0.7, 3)]
+OBJECTIVES = [
+    *(Objective(1, 0, 3, loss, "beams", 0) for loss in LOSSES),
+    Objective(0, 0, 3, "kl", "beams", 0),
+    Objective(0.9, 1, 2, "kl", "beams", 0.4),
+    Objective(0.3, 0.7, 3, "lk-alpha", "beams", 1),
+    Objective(0.9, 0.5, 3, "kl", "dpace", 0),
+    Objective(0.6, 0.8, 3, "lk-lambda", "dpace", 0.3),
+]
 
 
 def loss_of_step(logits: Tensor, teacher: Tensor, label: int, objective: Objective) -> Tensor:
     """Compute the loss of one prediction by the definition, from logits and teacher `[V']`."""
     p, log_q = teacher.softmax(-1), logits.log_softmax(-1)
-    loss = objective.distill * (p * (p.log() - log_q)).sum()
+    overlap = torch.minimum(p, log_q.exp()).sum()
+    kl, share = (p * (p.log() - log_q)).sum(), (-3 * overlap.detach()).exp()
+    of_distributions = {
+        "kl": kl,
+        "tv": (p - log_q.exp()).abs().sum() / 2,
+        "lk-alpha": -overlap.log(),
+        "lk-lambda": share * kl + (1 - share) * (1 - overlap),
+    }
+    loss = objective.distill * of_distributions[objective.loss]
     return loss if label < 0 else loss - (1 - objective.distill) * log_q[label]
 
 
@@ -44,10 +60,18 @@ def loss_of_rollout(
 ) -> Tensor:
     """Compute the loss of the steps from one anchor, from logits and teacher `[K, V']`."""
     total, reached = logits.new_zeros(()), True
-    for k, label in enumerate(labels):
-        part = 1.0 if reached else 1 - objective.reach
-        total = total + part * weights[k] * loss_of_step(logits[k], teacher[k], label, objective)
-        reached = reached and label in logits[k].topk(objective.beams).indices.tolist()
+    steps = [k for k in range(len(labels)) if weights[k] > 0]
+    said = logits.detach().softmax(-1)
+    right = all(labels[k] == logits[k].argmax() for k in steps)
+    for k in steps:
+        if objective.reach_by == "dpace":
+            given = [1 - objective.reach * (1 - (said[j, labels[j]] if labels[j] >= 0 else 0)) for j in steps]
+            part = sum(math.prod(given[: last + 1]) for last in range(k, len(steps)))
+        else:
+            part = 1.0 if reached else 1 - objective.reach
+        part = part * (1 - objective.rejected if right else 1)
+        total = total + part * weights[k] * loss_of_step(logits[k], teacher[k], labels[k], objective)
+        reached = reached and labels[k] in logits[k].topk(objective.beams).indices.tolist()
     return total
 
 
@@ -111,6 +135,7 @@ def test_loss_and_gradient_are_those_of_the_plain_definition(objective, chunk):
     rank[:3, 0] = 0
     label = ranked.gather(-1, rank).squeeze(-1)
     label[1, 1] = label[4, 0] = -1
+    label[6] = ranked[6, :, 0]  # every guess is right
     weights = 0.8 ** torch.arange(steps).expand(anchor_count, -1).clone()
     weights[2, 2:] = weights[5] = 0
     loss, seen, right = HeadLoss.apply(x, head, teacher, place, label, weights, objective, chunk, chunk_loss)
@@ -128,6 +153,46 @@ def test_loss_and_gradient_are_those_of_the_plain_definition(objective, chunk):
     torch.testing.assert_close(head.grad.double(), exact_head.grad, rtol=1e-5, atol=1e-6)
     assert (seen.tolist(), right.tolist()) == counts_of(logits, label, weights)
     assert 0 < right[0] < seen[0]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_equal_distributions_have_no_loss_and_no_gradient(loss):
+    logits = torch.randn(6, 3, 50, generator=torch.Generator().manual_seed(0)) * 3
+    objective, zeros = Objective(1, 0, 3, loss, "beams", 0), torch.zeros(6, 3, dtype=torch.long)
+    position = torch.arange(18).reshape(6, 3)
+    found = chunk_loss(logits, logits.flatten(0, 1), position, zeros, torch.ones(6, 3), objective)
+    assert abs(found.loss) < 1e-5
+    assert found.gradient.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES[:4] + OBJECTIVES[-2:])
+def test_a_compiled_objective_is_one_graph_with_the_same_result(objective):
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher = torch.randn(6, 3, 30, generator=generator), torch.randn(20, 30, generator=generator)
+    position, label = (torch.randint(20, (6, 3), generator=generator) for _ in range(2))
+    arguments = (logits, teacher, position, label, torch.ones(6, 3), objective)
+    compiled = torch.compile(chunk_loss, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*arguments), chunk_loss(*arguments))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_distributions_without_overlap_have_a_finite_loss_and_gradient(loss):
+    teacher, logits = torch.zeros(1, 8), torch.zeros(1, 1, 8)
+    teacher[0, 0], logits[0, 0, 1] = 300.0, 300.0  # probabilities that are 0 in float32
+    one = torch.zeros(1, 1, dtype=torch.long)
+    found = chunk_loss(logits, teacher, one, one, torch.ones(1, 1), Objective(1, 0, 3, loss, "beams", 0))
+    assert found.loss > 0.9
+    assert found.loss.isfinite()
+    assert found.gradient.isfinite().all()
+
+
+def test_dpace_weighs_a_step_by_the_gradient_of_the_expected_accepted_length():
+    """Without smoothing the weights are those by which log-probabilities change sum over m of q_1 ... q_m."""
+    q = torch.tensor([[0.9, 0.5, 0.2, 0.7]], dtype=torch.float64).log().requires_grad_()
+    q.exp().cumprod(dim=1).sum().backward()
+    counts = torch.ones(1, 4, dtype=torch.bool)
+    found = Objective(1, 1, 3, "kl", "dpace", 0).step_weights(q.detach().exp(), counts, ~counts, counts)
+    torch.testing.assert_close(found, q.grad)
 
 
 BASES = [("llama", form) for form in FORMS] + [("gemma2", "all"), ("gpt2", "published"), ("gpt2", "all")]
@@ -151,7 +216,7 @@ def test_loss_is_that_of_the_chain_that_drafting_runs(base, form):
             got = read_prompts(target, text[:, :length], torch.tensor([length]), cache)
         logits.append(got[0][0, ids])
         hidden.append(got[1][0])
-    total, objective = torch.zeros(()), Objective(0.7, 0.6, 30)
+    total, objective = torch.zeros(()), Objective(0.7, 0.6, 30, "kl", "beams", 0)
     for i in range(7):
         state, said, rough, own, taken = None, [], [], [], drafter.fuse_hidden(hidden[i])
         read = reader(drafter, torch.stack(hidden[: i + 1]), target.embedding(text[0, : i + 1]).detach())
@@ -231,6 +296,23 @@ def test_a_batch_without_a_target_moves_nothing():
     assert not any(x.any() for x in grads(drafter).values())
 
 
+@pytest.mark.parametrize("options", [{"loss": loss} for loss in LOSSES] + [{"reach": 0.5, "reach_by": "dpace"}])
+def test_each_loss_learns_with_a_reduced_vocabulary_in_bfloat16(options):
+    model, drafter = tiny_model("llama"), random_drafter(draft_vocab_size=40)
+    tokens = torch.randint(3, VOCAB, (2, 16), generator=torch.Generator().manual_seed(2))
+    read, mask = reading_of(model, drafter, tokens), torch.ones(2, 16, dtype=torch.bool)
+    unroll = Unroll(drafter, TrainConfig(draft_len=3, chunk=30, distill=1, **options))
+    optimizer, losses = torch.optim.AdamW(drafter.parameters(), lr=3e-3), []
+    for _ in range(12):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = unroll(tokens, mask, read)
+        found.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(found.loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_in_bfloat16_the_masters_get_gradients_close_to_those_of_float32(form):
     model, drafter = tiny_model("llama"), random_drafter(**FORMS[form])
@@ -260,7 +342,7 @@ def test_in_bfloat16_the_gradient_of_the_head_is_summed_in_float32():
         ones = torch.ones(600, 1)
         x = ones[..., None].expand(600, 1, 4)
         at = torch.zeros(1, 8), zeros, zeros, ones
-        loss, _, _ = HeadLoss.apply(x, head, *at, Objective(0, 0, 1), 1, chunk_loss)
+        loss, _, _ = HeadLoss.apply(x, head, *at, Objective(0, 0, 1, "kl", "beams", 0), 1, chunk_loss)
     loss.backward()
     torch.testing.assert_close(head.grad[0], torch.full((4,), 600 * (1 / 8 - 1)))  # bfloat16 would stop at 256
 

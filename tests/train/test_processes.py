@@ -80,8 +80,14 @@ def close(one: Path, other: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "form",
-    [["--recurrence", "apple"], ["--context-window", "8"], ["--lora-rank", "2"], ["--form", "dflash2"]],
-    ids=["published", "context", "low rank", "blocks"],
+    [
+        ["--recurrence", "apple"],
+        ["--context-window", "8"],
+        ["--lora-rank", "2"],
+        ["--form", "dflash2"],
+        ["--optimizer", "muon", "--loss", "lk-lambda"],
+    ],
+    ids=["published", "context", "low rank", "blocks", "muon"],
 )
 def test_two_processes_are_one_that_accumulates_whoever_holds_the_base(tmp_path, form):
     one, two, shared = (tmp_path / name for name in ("one", "two", "shared"))

@@ -76,6 +76,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [],
         ["--recurrence", "gated", "--steps", "9", "--context-window", "8"],
         ["--drafter", "WHOLE", "--lora-rank", "2"],
+        ["--optimizer", "muon", "--loss", "lk-lambda", "--reach", "0.5", "--reach-by", "dpace", "--rejected", "0.5"],
     ],
 )
 @pytest.mark.parametrize("saves", [0, 1, 3])

@@ -42,8 +42,9 @@ from redrafter.train import progress
 from redrafter.train.config import TrainConfig, parse, shown_command
 from redrafter.train.evaluate.replay import ValidationTexts
 from redrafter.train.init_drafter import new_drafter
-from redrafter.train.loop import ADAM_BETAS, learning_rate_factor, make_optimizer, train
+from redrafter.train.loop import learning_rate_factor, train
 from redrafter.train.loss import BatchLoss, Unroll, total_weight
+from redrafter.train.optimizer import ADAM_BETAS, make_optimizer
 from redrafter.train.plan import describe_bad_rows
 from redrafter.train.processes import new_accelerator
 from redrafter.train.progress import Clock, LossMeter, Progress, TrainingState
@@ -108,6 +109,43 @@ def test_only_matrices_decay():
         (0.1, ADAM_BETAS),
         (0, ADAM_BETAS),
     ]
+
+
+@pytest.mark.parametrize("shortlist", [None, 128])
+def test_muon_steps_hidden_matrices_and_adamw_the_rest(shortlist):
+    model, config = tiny_model(), TrainConfig(optimizer="muon", lr=0.01)
+    drafter = new_drafter(model, TrainConfig(head_rank=8, exit_dim=16, head_shortlist=shortlist))
+    optimizer = make_optimizer(drafter, config, torch.device("cpu"))
+    before = {name: weight.detach().clone() for name, weight in drafter.named_parameters()}
+    for weight in drafter.parameters():
+        weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    optimizer.step()
+    heads = {"lm_head.weight"} | ({"shortlist.head.weight"} if shortlist else set())
+    orthogonal = set()
+    for name, weight in drafter.named_parameters():
+        step = (weight.detach() - before[name]) / 0.01
+        if "exp_avg" in optimizer.state[weight]:
+            torch.testing.assert_close(step.abs(), torch.ones_like(step), rtol=0.01, atol=0.01)  # Adam's first step
+        else:
+            orthogonal.add(name)
+            spread = torch.linalg.svdvals(step / (0.2 * max(step.shape) ** 0.5))
+            assert (spread - 1).abs().max() < 0.5, name
+    assert orthogonal == {name for name, weight in drafter.named_parameters() if weight.dim() == 2} - heads
+
+
+def test_muon_learns_low_rank_updates():
+    model = tiny_model()
+    drafter, losses = random_drafter(model), []
+    batches = batches_of(*[torch.ones(4, 20, dtype=torch.bool)]) * 12
+    config = TrainConfig(draft_len=3, cpu=True, lora_rank=2, optimizer="muon", lr=0.3, log_every=1)
+    train(model, drafter, batches, config, progress=lambda progress: losses.append(progress.loss))
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_muon_is_refused_before_the_base_is_loaded_where_torch_lacks_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon")
+    monkeypatch.setattr("redrafter.train.train_drafter.load_model", None)
+    assert "--optimizer muon needs torch 2.9 or newer" in refused(capsys, command(tmp_path, "--optimizer", "muon"))
 
 
 def test_bf16_computes_in_half_precision_and_keeps_masters():
@@ -297,6 +335,7 @@ def test_the_command_makes_a_directory_that_loads(tmp_path, capsys):
     assert all(
         word in said for word in ("frozen", "12 windows", "walked", "right 0.5 0.4 ...: the drafter's best guess")
     )
+    assert re.search(r"walked \d\.\d+ tokens per step greedily and \d\.\d+ at T=1 over 1 prompts", said)
     card = (out / "README.md").read_text()
     assert ModelCard(card).data.to_dict() == {
         "library_name": "redrafter",
@@ -332,6 +371,10 @@ def test_the_command_makes_a_directory_that_loads(tmp_path, capsys):
     ("words", "said"),
     [
         ("--batch-size 0", "--batch-size must be positive, got 0"),
+        ("--optimizer muon --shard-drafter", "--optimizer muon needs whole matrices"),
+        ("--loss tv --distill 0", "--loss tv weighs --distill, which is 0: leave one out"),
+        ("--reach-by dpace", "--reach-by dpace weighs by --reach, which is 0: give it too"),
+        ("--rejected 2", "--rejected must be from 0 to 1, got 2"),
         ("--keep 0", "--keep must be positive, got 0"),
         ("--lr inf", "--lr must be positive, got inf"),
         ("--distill 1.5", "--distill must be from 0 to 1, got 1.5"),
