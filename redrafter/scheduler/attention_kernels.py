@@ -69,6 +69,11 @@ class AttentionKernels(TorchDispatchMode):
             self._calls.setdefault((function, widths, keys.dtype, settings), (function, args, kwargs))
         return function(*args, **kwargs)
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let functions be compiled that the forward calls: the mode changes no operator."""
+        return True
+
     @contextmanager
     def compiling(self, store: KVCachePool) -> Iterator[None]:
         """Compile the kernels of `SIZES` in threads during the context, and wait for them at its end.
