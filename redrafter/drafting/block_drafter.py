@@ -34,9 +34,10 @@ from redrafter.model.layer_compiler import LayerCompiler
 from redrafter.model.target import Target
 from redrafter.model.varlen_forward import COMPILE_OPTIONS, CUTS
 
-# Positions of blocks that a training fills at once: enough for the products of a GPU. More would only take more memory,
-# which holds all layers of one such part.
-POSITIONS_AT_ONCE = 4096
+# Attention scores of a layer, and positions on a CPU, that a training computes at once. A GPU needs large parts, since
+# each launches some hundred kernels; the memory holds all layers of one part.
+SCORES_AT_ONCE = 1 << 27
+POSITIONS_ON_CPU = 4096
 
 
 class BlockContext(NamedTuple):
@@ -151,7 +152,8 @@ class BlockDrafter(TrainableDrafter):
         every = tokens.is_cuda or not len(texts.anchors)
         columns = index if every else (texts.anchors % length).unique()  # [P]
         filled = []
-        for part in columns.split(max(POSITIONS_AT_ONCE // (rows * self.config.block_size), 1)):
+        together = self._positions_at_once(length, on_gpu=tokens.is_cuda)
+        for part in columns.split(max(together // (rows * self.config.block_size), 1)):
             arguments = texts, keys, values, part
             if tokens.is_cuda:
                 filled.append(checkpoint(self._fill_columns, *arguments, use_reentrant=False))
@@ -159,6 +161,11 @@ class BlockDrafter(TrainableDrafter):
                 filled.append(self._fill_columns(*arguments))
         place = texts.anchors // length * len(columns) + torch.searchsorted(columns, texts.anchors % length)
         return torch.cat(filled, dim=1).flatten(0, 1).index_select(0, place)
+
+    def _positions_at_once(self, length: int, *, on_gpu: bool = True) -> int:
+        """Return how many positions of blocks a training fills at once, in sequences of a length."""
+        seen = self.config.num_attention_heads * (length + self.config.block_size)
+        return SCORES_AT_ONCE // seen if on_gpu else POSITIONS_ON_CPU
 
     def _fill_columns(self, texts: GivenTexts, keys: Tensor, values: Tensor, columns: Tensor) -> Tensor:
         """Fill blocks whose anchors are at columns `[c]` int64 of each text, and return their states, `[B, c, Q, D]`.
@@ -190,14 +197,13 @@ class BlockDrafter(TrainableDrafter):
         attended = config.num_attention_heads * config.head_dim
         stored = 2 * layers * config.num_key_value_heads * config.head_dim  # keys and values of a token
         kept = 4 * (2 * stored + (count + 3 * steps) * config.hidden_size)
-        together = min(max(POSITIONS_AT_ONCE, rows * count), rows * length * count)
+        together = min(max(self._positions_at_once(length), rows * count), rows * length * count)
         layer = 4 * (10 * config.hidden_size + 4 * config.intermediate_size + 4 * attended)
-        # Of each layer: a mask as booleans and as numbers, and keys and values by query head.
-        seen = length + together // rows
-        masks = layers * seen * (5 * together + 8 * rows * attended)
+        # Of each layer: scores and their weights in float32, a mask, and weights in the dtype of values.
+        scores = 11 * layers * together * config.num_attention_heads * (length + count)
         return {
             "the drafter's states": rows * length * kept + together * layers * layer,
-            "its attention to the texts": masks,
+            "its attention to the texts": scores,
         }
 
     def fill(self, x: Tensor, length: Tensor, read: ReadLayer, rope: tuple[Tensor, float] | None = None) -> Tensor:

@@ -5,6 +5,7 @@ from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -112,15 +113,16 @@ class BlockAttention(AttentionProducts):
     ) -> Tensor:
         """Attend from c blocks of each sequence, as B c rows, and return the attended values, `[B c, Q, h d]`.
 
-        The blocks of a sequence are one row of queries, so that its entries are not copied for each of them.
+        The blocks of a sequence share the products with its entries, which are not copied for each of them.
         """
         (rows, blocks, length), count = context.committed.shape, query.shape[1]
-        copies = query.shape[2] // new[0].shape[2]
-        query, *new_sides = (x.unflatten(0, (rows, blocks)).flatten(1, 2) for x in (query, *new))  # [B, c Q, ., d]
-        key, value = (
-            torch.cat(pair, dim=1).repeat_interleave(copies, dim=2).transpose(1, 2)
-            for pair in zip(context[:2], new_sides, strict=True)
-        )  # [B, h, T + c Q, d]
+        query = rearrange(query, "(b c) q (h g) d -> b h c (q g) d", b=rows, h=new[0].shape[2])
+        own_key, own_value = (rearrange(x, "(b c) q h d -> b h c q d", b=rows) for x in new)
+        key, value = (rearrange(x, "b t h d -> b h t d") for x in context[:2])
+        copies, scaled = query.shape[3] // count, query * query.shape[-1] ** -0.5
+        scores = torch.cat(
+            [torch.unflatten(scaled.flatten(2, 3) @ key.mT, 2, (blocks, -1)), scaled @ own_key.mT], dim=-1
+        )  # [B, H, c, Q g, T + Q]
         index, step = torch.arange(length, device=query.device), torch.arange(count, device=query.device)
         seen = context.committed[:, :, None].expand(-1, -1, count, -1)  # [B, c, Q, T]
         own = torch.ones(count, count, dtype=torch.bool, device=query.device)
@@ -129,12 +131,11 @@ class BlockAttention(AttentionProducts):
             own = own & (step > step[:, None] - self.window)
         if not self.sees_later:
             own = own.tril()
-        same = torch.eye(blocks, dtype=torch.bool, device=query.device)
-        near = (same[:, None, :, None] & own[:, None]).flatten(2).flatten(0, 1)  # [c Q, c Q]
-        seen = torch.cat([seen.flatten(1, 2), near.expand(rows, -1, -1)], dim=-1)
-        with sdpa_kernel(BACKENDS):
-            read = scaled_dot_product_attention(query.transpose(1, 2), key, value, attn_mask=seen[:, None])
-        return read.transpose(1, 2).flatten(2).unflatten(1, (blocks, count)).flatten(0, 1)
+        hidden = ~torch.cat([seen, own.expand(rows, blocks, -1, -1)], dim=-1).repeat_interleave(copies, dim=2)
+        weights = scores.masked_fill(hidden[:, None], -torch.inf).softmax(dim=-1).to(value.dtype)
+        of_text, of_own = weights.split([length, count], dim=-1)
+        read = torch.unflatten(of_text.flatten(2, 3) @ value, 2, (blocks, -1)) + of_own @ own_value
+        return rearrange(read, "b h c (q g) d -> (b c) q (h g d)", g=copies)
 
 
 class BlockPlace(NamedTuple):

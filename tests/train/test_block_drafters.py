@@ -101,7 +101,9 @@ def test_products_that_are_added_learn_as_autograd_learns_them():
     teacher, position = torch.randn(9, 11, generator=order), torch.randint(9, (6, 2), generator=order)
     label, weight = torch.zeros_like(position), torch.rand(6, 2, generator=order)
     x, head, *terms = factors
-    loss, *_ = HeadLoss.apply(x, head, teacher, position, label, weight, Objective(1.0, 0.0, 5), 4, chunk_loss, *terms)
+    loss, *_ = HeadLoss.apply(
+        x, head, teacher, position, label, weight, Objective(1, 0, 5, "kl", "beams", 0), 4, chunk_loss, *terms
+    )
     log_q = sum(x @ head.T for x, head in zip(factors[::2], factors[1::2], strict=True)).log_softmax(dim=-1)
     log_p = teacher[position].log_softmax(dim=-1)
     expected = (weight * (log_p.exp() * (log_p - log_q)).sum(dim=-1)).sum()
@@ -118,7 +120,7 @@ def test_rows_of_different_anchors_and_parts_give_the_sum_of_their_losses(model,
     whole = loss_of(drafter, model, tokens, mask)
     alone = sum(loss_of(drafter, model, tokens[row, None], mask[row, None]) for row in range(2))
     assert_close_by_scale(whole, alone, 1e-5)
-    monkeypatch.setattr("redrafter.drafting.block_drafter.POSITIONS_AT_ONCE", 3 * 2 * BLOCK)
+    monkeypatch.setattr("redrafter.drafting.block_drafter.POSITIONS_ON_CPU", 3 * 2 * BLOCK)
     assert_close_by_scale(loss_of(drafter, model, tokens, mask), whole, 1e-5)
     assert not loss_of(drafter, model, tokens, torch.zeros_like(mask))
 
