@@ -7,7 +7,7 @@ stored as heads of one layer, and to the block itself. A subclass defines what e
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,10 +56,12 @@ class BlockDrafter(TrainableDrafter):
     """The layers of a drafter of blocks.
 
     Attributes:
+        first_entry: The first token of a sequence that blocks attend to: 1 where entries read the token before theirs.
         layers: The decoder layers, in order.
         norm: The norm after them.
     """
 
+    first_entry: ClassVar[int] = 0
     config: BlockConfig
     layers: nn.ModuleList
     norm: nn.RMSNorm
@@ -109,15 +111,23 @@ class BlockDrafter(TrainableDrafter):
         keys, values = (torch.cat(side, dim=-2) for side in sides)
         return keys, values
 
+    def remember_sequences(self, hidden: Tensor, position: Tensor | Sines) -> tuple[Tensor, Tensor]:
+        """Compute keys and values of all tokens of sequences, `[B, T, L H, d]` each; see `remember`.
+
+        Those of tokens before `first_entry` are undefined.
+        """
+        return self.remember(hidden, position)
+
     def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> ReadAt:
         """Return a function that reads the keys and values before positions of sequences."""
         position, heads = torch.arange(tokens.shape[1], device=tokens.device), self.config.num_key_value_heads
-        keys, values = self.remember(self.fuse_hidden(hidden), position.expand_as(tokens))  # [B, T, L H, d]
+        keys, values = self.remember_sequences(self.fuse_hidden(hidden), position.expand_as(tokens))  # [B, T, L H, d]
+        seen = position.masked_fill(position < self.first_entry, -1)
 
         def at(row: Tensor, length: Tensor) -> BlockContext:
             def read_layer(layer: int) -> LayerContext:
                 part = slice(layer * heads, (layer + 1) * heads)
-                return LayerContext(keys[row, :, part], values[row, :, part], position.expand(len(row), -1))
+                return LayerContext(keys[row, :, part], values[row, :, part], seen.expand(len(row), -1))
 
             return BlockContext(length, read_layer)
 
@@ -146,7 +156,7 @@ class BlockDrafter(TrainableDrafter):
         tokens, (rows, length) = texts.tokens, texts.tokens.shape
         index, device = torch.arange(length, device=tokens.device), tokens.device
         sines = Sines.at(index, *rope_of(self.config, device))
-        keys, values = self.remember(self.fuse_hidden(texts.features), sines)  # [B, T, L H, d]
+        keys, values = self.remember_sequences(self.fuse_hidden(texts.features), sines)  # [B, T, L H, d]
         # Blocks are filled at the same columns of all rows. Finding those with an anchor would make the host wait for a
         # GPU, where most columns have one.
         every = tokens.is_cuda or not len(texts.anchors)
@@ -181,6 +191,10 @@ class BlockDrafter(TrainableDrafter):
         committed = (torch.arange(length, device=columns.device) <= columns[:, None]).expand(rows, -1, -1)  # [B, c, T]
         if segment is not None:
             committed = committed & (segment[:, columns, None] == segment[:, None])
+        if self.first_entry:
+            starts = torch.ones_like(texts.tokens, dtype=torch.bool)  # [B, T]
+            starts[:, 1:] = False if segment is None else segment[:, 1:] != segment[:, :-1]
+            committed = committed & ~starts[:, None]
         pending = texts.tokens[:, (columns + 1).clamp(max=length - 1)]  # [B, c]
 
         def read_layer(layer: int) -> GivenContext:
@@ -244,7 +258,7 @@ class BlockProposer(SearchProposer[BlockContext]):
         """Return the keys and values of the rows' committed tokens where they are, or a function that copies them."""
         if reads_pages(cache):
             later = any(layer.self_attn.sees_later for layer in self.drafter.stack)
-            whole = PagedEntries.from_cache(cache, state.length, first=0, sees_later=later)
+            whole = PagedEntries.from_cache(cache, state.length, first=self.drafter.first_entry, sees_later=later)
             heads = self.drafter.config.num_key_value_heads
             sides = zip(*(x.split(heads, dim=2) for x in (whole.keys, whole.values)), strict=True)
             return BlockContext(state.length, tuple(whole._replace(keys=k, values=v) for k, v in sides))
@@ -263,7 +277,8 @@ class BlockProposer(SearchProposer[BlockContext]):
         if size < cache.window:
             position = position + (length - size)[:, None]
         part = slice(layer * heads, (layer + 1) * heads)
-        return LayerContext(*cache.read_drafter_layer(position.clamp(min=0), part), position)
+        seen = position.masked_fill(position < self.drafter.first_entry, -1)
+        return LayerContext(*cache.read_drafter_layer(position.clamp(min=0), part), seen)
 
 
 def _fill(

@@ -262,13 +262,15 @@ def drafter_layer(
     remember: Callable[..., tuple[Tensor, Tensor]],
     carry: Callable[[Tensor], Tensor] | None = None,
     extra_dim: int = 0,
+    *,
+    reads_own: bool = False,
 ) -> DrafterLayer:
     """Return the layer of `heads` keys and values that `remember` computes of every token of a target.
 
-    `carry` and `extra_dim` say what a token leaves for that of the next one, as in `DrafterLayer`.
+    `carry`, `extra_dim` and `reads_own` say what a token leaves for that of the next one, as in `DrafterLayer`.
     """
     shape = LayerShape(heads, width, width, target.dtype, target.device, of_drafter=True, extra_dim=extra_dim)
-    return DrafterLayer(drafter, shape, remember, carry)
+    return DrafterLayer(drafter, shape, remember, carry, reads_own)
 
 
 def layer_bytes(layer: nn.Linear, share: float = 1, *, with_bias: bool = True) -> int:
@@ -311,15 +313,15 @@ def compile_once(function: Callable[..., Any], **options: Any) -> Callable[..., 
     return torch.compile(function, options=options or None)
 
 
-def for_any_tokens(ids: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def for_any_tokens(ids: Tensor, positions: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
     """Return what a stored layer computes T tokens from, marked so that one compilation serves any T.
 
     Args:
         ids: The tokens, `[T]` int64.
         positions: Their positions, `[T]` int64.
-        hidden: What the drafter reads of each token, `[T, F]`.
+        states: What the drafter reads of each token, and what the token before it left, `[T, F]`.
     """
-    by_token = ids.contiguous(), positions.contiguous(), hidden
+    by_token = ids.contiguous(), positions.contiguous(), *states
     for x in by_token:
         torch._dynamo.maybe_mark_dynamic(x, 0)
     return by_token

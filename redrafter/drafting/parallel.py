@@ -10,17 +10,25 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import pad, silu
 
 from redrafter.drafting.block_drafter import BlockContext, BlockDrafter, BlockProposer
-from redrafter.drafting.decoder_parts import fuse_outputs, gated_state, normalise, of_beams
+from redrafter.drafting.decoder_parts import Sines, fuse_outputs, gated_state, normalise, of_beams, rope_of
 from redrafter.drafting.dflash_layers import BlockLayer
-from redrafter.drafting.drafter_model import compile_once, layer_bytes, partial_linear
+from redrafter.drafting.drafter_model import (
+    compile_once,
+    drafter_layer,
+    for_any_tokens,
+    layer_bytes,
+    partial_linear,
+)
 from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.parallel_config import ParallelConfig
 from redrafter.drafting.proposer import State
 from redrafter.drafting.shortlist import head_rows, likeliest_ids
 from redrafter.drafting.text_drafters import GivenTexts
+from redrafter.model.forward_batch import DrafterLayer
+from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.beam_search import Candidates, Expand
 
@@ -95,6 +103,7 @@ class ParallelDrafter(BlockDrafter):
 
     config_class = ParallelConfig
     config: ParallelConfig
+    first_entry = 1
     identity_fields = (
         "model_type",
         "hidden_size",
@@ -142,6 +151,42 @@ class ParallelDrafter(BlockDrafter):
         config = self.config
         fused: Tensor = self.entry_norm(fuse_outputs(hidden, self.fuse, config.hidden_size, config.rms_norm_eps))
         return fused
+
+    def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer:
+        """Return the layer that the drafter stores: every token's entry, and the key of the entry of the next one."""
+        heads, width = self.config.num_layers * self.config.num_key_value_heads, self.config.head_dim
+        rope = rope_of(self.config, target.device)  # of which a compiled function cannot copy anything to the device
+        finish, carry = (_finish_compiled, _carry_compiled) if compiled else (_finish, _carry)
+        remember, carry = partial(finish, self, rope), partial(carry, self)
+        return drafter_layer(self, target, heads, width, remember, carry, extra_dim=heads * width, reads_own=True)
+
+    def carry(self, hidden: Tensor) -> Tensor:
+        """Compute the unfinished keys of the entries of the tokens after some, `[..., L H d]`.
+
+        Args:
+            hidden: Hidden states of the tokens as `fuse_hidden` returns them, `[..., D]`.
+        """
+        return torch.cat([layer.self_attn.k_proj(hidden) for layer in self.stack], dim=-1)
+
+    def finish(self, hidden: Tensor, carried: Tensor, position: Tensor | Sines) -> tuple[Tensor, Tensor]:
+        """Compute the entries of tokens, `[..., L H, d]` each.
+
+        A key is computed from the token before and a value from the token itself, as in `ContextAttention`: what
+        resembles the first finds which token followed it there.
+
+        Args:
+            hidden: Hidden states of the tokens as `fuse_hidden` returns them, `[..., D]`.
+            carried: What `carry` returned for the token before each, `[..., L H d]`.
+            position: Their positions, `[...]` int64, or the sines of these.
+        """
+        attentions = [layer.self_attn for layer in self.stack]
+        parts = zip(attentions, carried.chunk(len(attentions), dim=-1), strict=True)
+        keys = torch.cat([each.finish_key(each.by_head(part), position) for each, part in parts], dim=-2)
+        return keys, torch.cat([each.by_head(each.v_proj(hidden)) for each in attentions], dim=-2)
+
+    def remember_sequences(self, hidden: Tensor, position: Tensor | Sines) -> tuple[Tensor, Tensor]:
+        """Compute the entries of all tokens of sequences; see `BlockDrafter.remember_sequences`."""
+        return self.finish(hidden, pad(self.carry(hidden)[:, :-1], (0, 0, 1, 0)), position)
 
     def open_block(self, pending: Tensor, hidden: Tensor, table: nn.Module) -> Tensor:
         """Return the slots, each with the pending token and the hidden state; see `BlockDrafter.open_block`."""
@@ -208,6 +253,16 @@ class ParallelProposer(BlockProposer):
 ParallelDrafter.proposer_class = ParallelProposer
 
 
+def _carry(drafter: ParallelDrafter, hidden: Tensor) -> Tensor:
+    return drafter.carry(drafter.fuse_hidden(hidden))
+
+
+def _finish(
+    drafter: ParallelDrafter, rope: tuple[Tensor, float], _: Tensor, positions: Tensor, carried: Tensor, hidden: Tensor
+) -> tuple[Tensor, Tensor]:
+    return drafter.finish(drafter.fuse_hidden(hidden), carried, Sines.at(positions, *rope))
+
+
 def _begin(drafter: ParallelDrafter, positions: Tensor, hidden: Tensor) -> HeadStart:
     return drafter.head.begin(positions, drafter.fuse_hidden(hidden))
 
@@ -216,6 +271,19 @@ def _advance(
     drafter: ParallelDrafter, embedding: Tensor, carried: Tensor | None, start: HeadStart
 ) -> tuple[Tensor, Tensor | None]:
     return drafter.head.step(embedding, carried, start)
+
+
+def _carry_compiled(drafter: ParallelDrafter, hidden: Tensor) -> Tensor:
+    """Compute `_carry`, compiled for any number of tokens."""
+    torch._dynamo.maybe_mark_dynamic(hidden, 0)
+    made: Tensor = compile_once(_carry)(drafter, hidden)
+    return made
+
+
+def _finish_compiled(drafter: ParallelDrafter, rope: tuple[Tensor, float], *by_token: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `_finish`, compiled for any number of tokens."""
+    made: tuple[Tensor, Tensor] = compile_once(_finish)(drafter, rope, *for_any_tokens(*by_token))
+    return made
 
 
 def _begin_compiled(drafter: ParallelDrafter, positions: Tensor, hidden: Tensor) -> HeadStart:

@@ -9,8 +9,9 @@ from redrafter.drafting.recurrent_form import HEADS
 class ParallelConfig(BlockConfig):
     """The architecture of a parallel drafter, with the fields of `BlockConfig`, `LayerConfig` and `AnyDrafterConfig`.
 
-    A block has a position for each draft. The layers compute all of them in one pass, as in DFlash (arXiv 2602.06036),
-    and the head makes a draft depend on those before it on its beam. Below, p is the output of the layers at a
+    A block has a position for each draft. The layers compute all of them in one pass, as in DFlash (arXiv 2602.06036).
+    They attend to an entry of each token but the first: a key of the token before and a value of the token, both of
+    fused hidden states. The head makes a draft depend on those before it on its beam. Below, p is the output of the layers at a
     position, e the embedding of the token before it, h the target's hidden state, and s the recurrent state.
 
     Attributes:

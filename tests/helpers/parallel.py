@@ -67,23 +67,23 @@ def plain_logits(drafter: ParallelDrafter, hidden: Tensor, embedding: Tensor, dr
     for number in range(config.num_layers):
         name = f"layers.{number}"
         y = norm(x, f"{name}.input_layernorm")
-        source = torch.cat([fused, y])
+        sources = torch.cat([fused[:-1], y]), torch.cat([fused[1:], y])  # of keys, from the token before, and values
         query = rotated(
             norm(product(y, f"{name}.self_attn.q_proj").unflatten(1, (-1, size)), f"{name}.self_attn.q_norm"),
             place[length:],
         )
         key = rotated(
-            norm(product(source, f"{name}.self_attn.k_proj").unflatten(1, (-1, size)), f"{name}.self_attn.k_norm"),
-            place,
+            norm(product(sources[0], f"{name}.self_attn.k_proj").unflatten(1, (-1, size)), f"{name}.self_attn.k_norm"),
+            place[1:],
         )
-        value = product(source, f"{name}.self_attn.v_proj").unflatten(1, (-1, size))
+        value = product(sources[1], f"{name}.self_attn.v_proj").unflatten(1, (-1, size))
         copies = query.shape[1] // key.shape[1]
         key, value = (part.repeat_interleave(copies, dim=1) for part in (key, value))
         scores = torch.einsum("qhd,shd->hqs", query, key) * size**-0.5
         if config.causal == "all":
-            scores = scores.masked_fill(place > place[length:, None], -torch.inf)
+            scores = scores.masked_fill(place[1:] > place[length:, None], -torch.inf)
         if number in config.sliding_layers:
-            scores = scores.masked_fill(place[length:, None] - place >= config.sliding_window, -torch.inf)
+            scores = scores.masked_fill(place[length:, None] - place[1:] >= config.sliding_window, -torch.inf)
         read = torch.einsum("hqs,shd->qhd", scores.softmax(dim=-1), value).flatten(1)
         x = x + product(read, f"{name}.self_attn.o_proj")
         y = norm(x, f"{name}.post_attention_layernorm")
