@@ -111,17 +111,19 @@ class BlockDrafter(TrainableDrafter):
         keys, values = (torch.cat(side, dim=-2) for side in sides)
         return keys, values
 
-    def remember_sequences(self, hidden: Tensor, position: Tensor | Sines) -> tuple[Tensor, Tensor]:
+    def remember_sequences(self, hidden: Tensor, embedding: Tensor, position: Tensor | Sines) -> tuple[Tensor, Tensor]:
         """Compute keys and values of all tokens of sequences, `[B, T, L H, d]` each; see `remember`.
 
-        Those of tokens before `first_entry` are undefined.
+        Those of tokens before `first_entry` are undefined. `embedding` is the target's of the tokens, `[B, T, D]`.
         """
         return self.remember(hidden, position)
 
     def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> ReadAt:
         """Return a function that reads the keys and values before positions of sequences."""
         position, heads = torch.arange(tokens.shape[1], device=tokens.device), self.config.num_key_value_heads
-        keys, values = self.remember_sequences(self.fuse_hidden(hidden), position.expand_as(tokens))  # [B, T, L H, d]
+        keys, values = self.remember_sequences(
+            self.fuse_hidden(hidden), embedding, position.expand_as(tokens)
+        )  # [B, T, L H, d]
         seen = position.masked_fill(position < self.first_entry, -1)
 
         def at(row: Tensor, length: Tensor) -> BlockContext:
@@ -156,7 +158,9 @@ class BlockDrafter(TrainableDrafter):
         tokens, (rows, length) = texts.tokens, texts.tokens.shape
         index, device = torch.arange(length, device=tokens.device), tokens.device
         sines = Sines.at(index, *rope_of(self.config, device))
-        keys, values = self.remember_sequences(self.fuse_hidden(texts.features), sines)  # [B, T, L H, d]
+        keys, values = self.remember_sequences(
+            self.fuse_hidden(texts.features), texts.embedding, sines
+        )  # [B, T, L H, d]
         # Blocks are filled at the same columns of all rows. Finding those with an anchor would make the host wait for a
         # GPU, where most columns have one.
         every = tokens.is_cuda or not len(texts.anchors)

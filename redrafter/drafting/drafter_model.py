@@ -260,7 +260,7 @@ def drafter_layer(
     heads: int,
     width: int,
     remember: Callable[..., tuple[Tensor, Tensor]],
-    carry: Callable[[Tensor], Tensor] | None = None,
+    carry: Callable[[Tensor, Tensor], Tensor] | None = None,
     extra_dim: int = 0,
     *,
     reads_own: bool = False,
@@ -313,15 +313,10 @@ def compile_once(function: Callable[..., Any], **options: Any) -> Callable[..., 
     return torch.compile(function, options=options or None)
 
 
-def for_any_tokens(ids: Tensor, positions: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-    """Return what a stored layer computes T tokens from, marked so that one compilation serves any T.
-
-    Args:
-        ids: The tokens, `[T]` int64.
-        positions: Their positions, `[T]` int64.
-        states: What the drafter reads of each token, and what the token before it left, `[T, F]`.
-    """
-    by_token = ids.contiguous(), positions.contiguous(), *states
+def for_any_tokens(*by_token: Tensor) -> tuple[Tensor, ...]:
+    """Return what a stored layer computes T tokens from, `[T, ...]`, marked so that one compilation serves any T."""
+    # Ids and positions may be views of a larger buffer, whose strides a compilation would depend on.
+    by_token = tuple(x.contiguous() if x.dim() == 1 else x for x in by_token)
     for x in by_token:
         torch._dynamo.maybe_mark_dynamic(x, 0)
     return by_token

@@ -413,7 +413,7 @@ def _advance(
     return head.step(head.embed(tokens, table), carried, position, path, past)
 
 
-def _carry(head: EagleDrafter, hidden: Tensor) -> Tensor:
+def _carry(head: EagleDrafter, _: Tensor, hidden: Tensor) -> Tensor:
     return head.carry(head.fuse_hidden(hidden))
 
 
@@ -442,10 +442,9 @@ def _fuse_compiled(head: EagleDrafter, hidden: Tensor) -> Tensor:
     return fused
 
 
-def _carry_compiled(head: EagleDrafter, hidden: Tensor) -> Tensor:
+def _carry_compiled(head: EagleDrafter, ids: Tensor, hidden: Tensor) -> Tensor:
     """Compute `_carry`, compiled for any number of tokens."""
-    torch._dynamo.maybe_mark_dynamic(hidden, 0)
-    made: Tensor = compile_once(_carry, combo_kernels=True)(head, hidden)
+    made: Tensor = compile_once(_carry, combo_kernels=True)(head, *for_any_tokens(ids, hidden))
     return made
 
 

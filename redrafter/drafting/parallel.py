@@ -120,6 +120,7 @@ class ParallelDrafter(BlockDrafter):
         width, eps = config.hidden_size, config.rms_norm_eps
         self.fuse = nn.Linear((1 + len(config.target_layers)) * width, width)
         self.entry_norm = nn.RMSNorm(width, eps)
+        self.entry_embedding = nn.Linear(width, width, bias=False)
         self.open = nn.Linear(2 * width, width, bias=False)
         self.slots = nn.Parameter(torch.zeros(config.block_size, width))
         self.layers = nn.ModuleList(BlockLayer(config, layer) for layer in range(config.num_layers))
@@ -157,36 +158,47 @@ class ParallelDrafter(BlockDrafter):
         heads, width = self.config.num_layers * self.config.num_key_value_heads, self.config.head_dim
         rope = rope_of(self.config, target.device)  # of which a compiled function cannot copy anything to the device
         finish, carry = (_finish_compiled, _carry_compiled) if compiled else (_finish, _carry)
-        remember, carry = partial(finish, self, rope), partial(carry, self)
+        remember, carry = partial(finish, self, target.embedding, rope), partial(carry, self, target.embedding)
         return drafter_layer(self, target, heads, width, remember, carry, extra_dim=heads * width, reads_own=True)
 
-    def carry(self, hidden: Tensor) -> Tensor:
-        """Compute the unfinished keys of the entries of the tokens after some, `[..., L H d]`.
+    def read_token(self, hidden: Tensor, embedding: Tensor) -> Tensor:
+        """Return the input of the entries that read tokens, `[..., D]`.
 
         Args:
             hidden: Hidden states of the tokens as `fuse_hidden` returns them, `[..., D]`.
+            embedding: The target's embeddings of the tokens, `[..., D]`.
         """
-        return torch.cat([layer.self_attn.k_proj(hidden) for layer in self.stack], dim=-1)
+        read: Tensor = hidden + self.entry_embedding(normalise(embedding.to(hidden.dtype), self.config.rms_norm_eps))
+        return read
 
-    def finish(self, hidden: Tensor, carried: Tensor, position: Tensor | Sines) -> tuple[Tensor, Tensor]:
+    def carry(self, token: Tensor) -> Tensor:
+        """Compute the unfinished keys of the entries of the tokens after some, `[..., L H d]`.
+
+        Args:
+            token: What `read_token` returned for them, `[..., D]`.
+        """
+        return torch.cat([layer.self_attn.k_proj(token) for layer in self.stack], dim=-1)
+
+    def finish(self, token: Tensor, carried: Tensor, position: Tensor | Sines) -> tuple[Tensor, Tensor]:
         """Compute the entries of tokens, `[..., L H, d]` each.
 
         A key is computed from the token before and a value from the token itself, as in `ContextAttention`: what
         resembles the first finds which token followed it there.
 
         Args:
-            hidden: Hidden states of the tokens as `fuse_hidden` returns them, `[..., D]`.
+            token: What `read_token` returned for them, `[..., D]`.
             carried: What `carry` returned for the token before each, `[..., L H d]`.
             position: Their positions, `[...]` int64, or the sines of these.
         """
         attentions = [layer.self_attn for layer in self.stack]
         parts = zip(attentions, carried.chunk(len(attentions), dim=-1), strict=True)
         keys = torch.cat([each.finish_key(each.by_head(part), position) for each, part in parts], dim=-2)
-        return keys, torch.cat([each.by_head(each.v_proj(hidden)) for each in attentions], dim=-2)
+        return keys, torch.cat([each.by_head(each.v_proj(token)) for each in attentions], dim=-2)
 
-    def remember_sequences(self, hidden: Tensor, position: Tensor | Sines) -> tuple[Tensor, Tensor]:
+    def remember_sequences(self, hidden: Tensor, embedding: Tensor, position: Tensor | Sines) -> tuple[Tensor, Tensor]:
         """Compute the entries of all tokens of sequences; see `BlockDrafter.remember_sequences`."""
-        return self.finish(hidden, pad(self.carry(hidden)[:, :-1], (0, 0, 1, 0)), position)
+        token = self.read_token(hidden, embedding)
+        return self.finish(token, pad(self.carry(token)[:, :-1], (0, 0, 1, 0)), position)
 
     def open_block(self, pending: Tensor, hidden: Tensor, table: nn.Module) -> Tensor:
         """Return the slots, each with the pending token and the hidden state; see `BlockDrafter.open_block`."""
@@ -253,14 +265,21 @@ class ParallelProposer(BlockProposer):
 ParallelDrafter.proposer_class = ParallelProposer
 
 
-def _carry(drafter: ParallelDrafter, hidden: Tensor) -> Tensor:
-    return drafter.carry(drafter.fuse_hidden(hidden))
+def _carry(drafter: ParallelDrafter, table: nn.Module, ids: Tensor, hidden: Tensor) -> Tensor:
+    return drafter.carry(drafter.read_token(drafter.fuse_hidden(hidden), table(ids)))
 
 
 def _finish(
-    drafter: ParallelDrafter, rope: tuple[Tensor, float], _: Tensor, positions: Tensor, carried: Tensor, hidden: Tensor
+    drafter: ParallelDrafter,
+    table: nn.Module,
+    rope: tuple[Tensor, float],
+    ids: Tensor,
+    positions: Tensor,
+    carried: Tensor,
+    hidden: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    return drafter.finish(drafter.fuse_hidden(hidden), carried, Sines.at(positions, *rope))
+    token = drafter.read_token(drafter.fuse_hidden(hidden), table(ids))
+    return drafter.finish(token, carried, Sines.at(positions, *rope))
 
 
 def _begin(drafter: ParallelDrafter, positions: Tensor, hidden: Tensor) -> HeadStart:
@@ -273,16 +292,17 @@ def _advance(
     return drafter.head.step(embedding, carried, start)
 
 
-def _carry_compiled(drafter: ParallelDrafter, hidden: Tensor) -> Tensor:
+def _carry_compiled(drafter: ParallelDrafter, table: nn.Module, ids: Tensor, hidden: Tensor) -> Tensor:
     """Compute `_carry`, compiled for any number of tokens."""
-    torch._dynamo.maybe_mark_dynamic(hidden, 0)
-    made: Tensor = compile_once(_carry)(drafter, hidden)
+    made: Tensor = compile_once(_carry)(drafter, table, *for_any_tokens(ids, hidden))
     return made
 
 
-def _finish_compiled(drafter: ParallelDrafter, rope: tuple[Tensor, float], *by_token: Tensor) -> tuple[Tensor, Tensor]:
+def _finish_compiled(
+    drafter: ParallelDrafter, table: nn.Module, rope: tuple[Tensor, float], *by_token: Tensor
+) -> tuple[Tensor, Tensor]:
     """Compute `_finish`, compiled for any number of tokens."""
-    made: tuple[Tensor, Tensor] = compile_once(_finish)(drafter, rope, *for_any_tokens(*by_token))
+    made: tuple[Tensor, Tensor] = compile_once(_finish)(drafter, table, rope, *for_any_tokens(*by_token))
     return made
 
 

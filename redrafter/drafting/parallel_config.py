@@ -11,8 +11,9 @@ class ParallelConfig(BlockConfig):
 
     A block has a position for each draft. The layers compute all of them in one pass, as in DFlash (arXiv 2602.06036).
     They attend to an entry of each token but the first: a key of the token before and a value of the token, both of
-    fused hidden states. The head makes a draft depend on those before it on its beam. Below, p is the output of the layers at a
-    position, e the embedding of the token before it, h the target's hidden state, and s the recurrent state.
+    fused hidden states and embeddings. The head makes a draft depend on those before it on its beam. Below, p is the
+    output of the layers at a position, e the embedding of the token before it, h the target's hidden state, and s the
+    recurrent state.
 
     Attributes:
         head: "recurrent", `x = P p + S s + O SiLU(H [p, s] + b)` with the gated cell of `DrafterConfig`,

@@ -195,14 +195,14 @@ class DrafterLayer:
         remember: Computes keys and values `[T, H, d]` of tokens, from their ids `[T]`, their positions `[T]` and the
             hidden states that the drafter reads, `[T, F]`: their own, or, where the shape has a third vector
             (`extra_dim`), the vector of the token before each, `[T, X]`, and with `reads_own` their own after it.
-        carry: Computes the third vectors, `[T, X]`, from hidden states; None to store the hidden states themselves.
+        carry: Computes the third vectors, `[T, X]`, from ids and hidden states; None to store the hidden states.
         reads_own: Whether `remember` reads a token's own hidden states in addition to the vector of the token before.
     """
 
     owner: object
     shape: LayerShape
     remember: Callable[..., tuple[Tensor, Tensor]]
-    carry: Callable[[Tensor], Tensor] | None = None
+    carry: Callable[[Tensor, Tensor], Tensor] | None = None
     reads_own: bool = False
 
     def write(
@@ -225,7 +225,7 @@ class DrafterLayer:
         states = [hidden]
         if self.shape.extra_dim:
             # The token before may be in this forward or an earlier one, or in a block that was reused from a prefix.
-            carried = hidden if self.carry is None else self.carry(hidden).nan_to_num(0, 0, 0)
+            carried = hidden if self.carry is None else self.carry(ids, hidden).nan_to_num(0, 0, 0)
             stores[2].index_copy_(0, slots, carried[:, None])
             states = [stores[2].index_select(0, before())[:, 0], *(states if self.reads_own else ())]
         for store, side in zip(stores[:2], self.remember(ids, positions, *states), strict=True):

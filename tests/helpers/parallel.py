@@ -39,7 +39,7 @@ def plain_logits(drafter: ParallelDrafter, hidden: Tensor, embedding: Tensor, dr
     Args:
         drafter: The drafter.
         hidden: Hidden states of the n committed tokens that it reads, `[n, F]`.
-        embedding: Embedding of the pending token, `[D]`.
+        embedding: Embeddings of the committed tokens and of the pending one, `[n + 1, D]`.
         drafts: Embeddings of the drafts of all positions but the last, `[K - 1, D]`.
     """
     weights, config, length = dict(drafter.named_parameters()), drafter.config, len(hidden)
@@ -62,12 +62,13 @@ def plain_logits(drafter: ParallelDrafter, hidden: Tensor, embedding: Tensor, dr
     last, outputs = hidden[:, :width], hidden[:, width:].unflatten(1, (-1, width))
     joined = torch.cat([last, norm(outputs).flatten(1)], dim=-1)
     fused = norm(last + product(joined, "fuse"), "entry_norm")  # [n, D]
+    read, embedding = fused + product(norm(embedding[:-1]), "entry_embedding"), embedding[-1]
     x = product(torch.cat([fused[-1], norm(embedding)]), "open") + weights["slots"][:count]  # [Q, D]
     place = torch.arange(length + count)
     for number in range(config.num_layers):
         name = f"layers.{number}"
         y = norm(x, f"{name}.input_layernorm")
-        sources = torch.cat([fused[:-1], y]), torch.cat([fused[1:], y])  # of keys, from the token before, and values
+        sources = torch.cat([read[:-1], y]), torch.cat([read[1:], y])  # of keys, from the token before, and values
         query = rotated(
             norm(product(y, f"{name}.self_attn.q_proj").unflatten(1, (-1, size)), f"{name}.self_attn.q_norm"),
             place[length:],
@@ -84,8 +85,8 @@ def plain_logits(drafter: ParallelDrafter, hidden: Tensor, embedding: Tensor, dr
             scores = scores.masked_fill(place[1:] > place[length:, None], -torch.inf)
         if number in config.sliding_layers:
             scores = scores.masked_fill(place[length:, None] - place[1:] >= config.sliding_window, -torch.inf)
-        read = torch.einsum("hqs,shd->qhd", scores.softmax(dim=-1), value).flatten(1)
-        x = x + product(read, f"{name}.self_attn.o_proj")
+        attended = torch.einsum("hqs,shd->qhd", scores.softmax(dim=-1), value).flatten(1)
+        x = x + product(attended, f"{name}.self_attn.o_proj")
         y = norm(x, f"{name}.post_attention_layernorm")
         gate, up = product(y, f"{name}.mlp.gate_proj"), product(y, f"{name}.mlp.up_proj")
         x = x + product(silu(gate) * up, f"{name}.mlp.down_proj")

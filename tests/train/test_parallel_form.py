@@ -49,8 +49,8 @@ def test_what_is_trained_is_what_is_drafted(form, model):
     with Teacher(model, drafter.config.target_layers) as teacher:
         read = teacher.read_batch(text)
     for last in (0, 3, LENGTH - depth - 1):
-        embedding = read.embedding[0, last + 1 : last + 1 + depth]
-        expected = plain_logits(drafter, read.hidden[0, : last + 1], embedding[0], embedding[1:])
+        embedding = read.embedding[0, : last + 1 + depth]
+        expected = plain_logits(drafter, read.hidden[0, : last + 1], *embedding.tensor_split([last + 2]))
         assert_close_by_scale(trained[last], expected[:depth], 1e-5)
 
 
