@@ -95,7 +95,7 @@ class BlockDrafter(TrainableDrafter):
 
         Args:
             pending: The pending token of each row, `[..., 1]` int64.
-            hidden: The target's hidden state that produced it, `[..., F]`.
+            hidden: The target's hidden state that produced it, as `fuse_hidden` returns it, `[..., D]`.
             table: The target's embedding table.
         """
         raise NotImplementedError
@@ -149,18 +149,17 @@ class BlockDrafter(TrainableDrafter):
                 f"--draft-len {steps} is more than the {self.config.drafts} tokens that a block of this drafter holds"
             )
 
-    def fill_given(self, texts: GivenTexts) -> Tensor:
+    def fill_given(self, texts: GivenTexts, fused: Tensor) -> Tensor:
         """Fill a block at each of the A anchors of given texts, as the search does, `[A, Q, D]`.
 
-        Blocks attend to the committed tokens before their anchor and to themselves. They are filled in parts, and
-        filled again for the gradients on a GPU, so that of all of them only the hidden states are kept.
+        `fused` is what `fuse_hidden` returns for the texts' features, `[B, T, D]`. Blocks attend to the committed
+        tokens before their anchor and to themselves. They are filled in parts, and filled again for the gradients on a
+        GPU, so that of all of them only the hidden states are kept.
         """
         tokens, (rows, length) = texts.tokens, texts.tokens.shape
         index, device = torch.arange(length, device=tokens.device), tokens.device
         sines = Sines.at(index, *rope_of(self.config, device))
-        keys, values = self.remember_sequences(
-            self.fuse_hidden(texts.features), texts.embedding, sines
-        )  # [B, T, L H, d]
+        keys, values = self.remember_sequences(fused, texts.embedding, sines)  # [B, T, L H, d]
         # Blocks are filled at the same columns of all rows. Finding those with an anchor would make the host wait for a
         # GPU, where most columns have one.
         every = tokens.is_cuda or not len(texts.anchors)
@@ -168,7 +167,7 @@ class BlockDrafter(TrainableDrafter):
         filled = []
         together = self._positions_at_once(length, on_gpu=tokens.is_cuda)
         for part in columns.split(max(together // (rows * self.config.block_size), 1)):
-            arguments = texts, keys, values, part
+            arguments = texts, fused, keys, values, part
             if tokens.is_cuda:
                 filled.append(checkpoint(self._fill_columns, *arguments, use_reentrant=False))
             else:
@@ -181,11 +180,12 @@ class BlockDrafter(TrainableDrafter):
         seen = self.config.num_attention_heads * (length + self.config.block_size)
         return SCORES_AT_ONCE // seen if on_gpu else POSITIONS_ON_CPU
 
-    def _fill_columns(self, texts: GivenTexts, keys: Tensor, values: Tensor, columns: Tensor) -> Tensor:
+    def _fill_columns(self, texts: GivenTexts, fused: Tensor, keys: Tensor, values: Tensor, columns: Tensor) -> Tensor:
         """Fill blocks whose anchors are at columns `[c]` int64 of each text, and return their states, `[B, c, Q, D]`.
 
         Args:
             texts: The texts.
+            fused: As in `fill_given`.
             keys: Keys of their tokens in all layers, `[B, T, L H, d]`.
             values: Values likewise.
             columns: Columns of the anchors.
@@ -205,8 +205,7 @@ class BlockDrafter(TrainableDrafter):
             part = slice(layer * heads, (layer + 1) * heads)
             return GivenContext(keys[:, :, part], values[:, :, part], committed)
 
-        hidden = texts.features[:, columns].flatten(0, 1)
-        x = self.open_block(pending.flatten()[:, None], hidden, texts.table)
+        x = self.open_block(pending.flatten()[:, None], fused[:, columns].flatten(0, 1), texts.table)
         return self.fill(x, (columns + 1).repeat(rows), read_layer).unflatten(0, (rows, -1))
 
     def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
@@ -268,10 +267,16 @@ class BlockProposer(SearchProposer[BlockContext]):
             return BlockContext(state.length, tuple(whole._replace(keys=k, values=v) for k, v in sides))
         return BlockContext(state.length, partial(self.read_layer, cache, state.length))
 
-    def fill(self, state: State, context: BlockContext) -> Tensor:
-        """Fill a block of each row, and return the hidden states of all its positions, `[B, Q, D]`."""
+    def fill(self, state: State, hidden: Tensor, context: BlockContext) -> Tensor:
+        """Fill a block of each row, and return the hidden states of all its positions, `[B, Q, D]`.
+
+        Args:
+            state: The rows.
+            hidden: What `BlockDrafter.open_block` reads of their hidden states.
+            context: What `read_context` returned.
+        """
         fill = _fill_compiled if self.compiled else _fill
-        return fill(self.drafter, self.target.embedding, state.pending, state.hidden, context, self.positions)
+        return fill(self.drafter, self.target.embedding, state.pending, hidden, context, self.positions)
 
     def read_layer(self, cache: KVCache, length: Tensor, layer: int) -> LayerContext:
         """Return the entries that a layer attends to, of rows with `length` `[B]` int64 committed tokens."""

@@ -102,7 +102,7 @@ class DFlashDrafter(BlockDrafter):
             The hidden states of the positions that draft, `[A, K, D]`, followed by the inputs of the Markov head's and
             the selector's product.
         """
-        hidden = self.fill_given(texts)
+        hidden = self.fill_given(texts, self.fuse_hidden(texts.features))
         before, state = texts.tokens.flatten()[texts.position], None  # [A, K], the token before each draft
         first = 0 if self.config.sample_from_anchor else 1
         drafted = hidden[:, first:][:, : before.shape[1]]  # [A, K, D]
@@ -149,7 +149,7 @@ class DFlashProposer(BlockProposer):
     def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: BlockContext) -> Expand:
         """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""
         drafter, markov, selector = self.drafter, self.drafter.markov_head, self.drafter.candidate_selector
-        hidden = self.fill(state, context)
+        hidden = self.fill(state, state.hidden, context)
         carried: Tensor | None = None  # [B, w, r], the state of a recurrent Markov head on each beam
         # The pending token's own position drafts nothing here, but starts the recurrence of the Markov head.
         if not drafter.config.sample_from_anchor:

@@ -60,7 +60,7 @@ class RecurrentHead(nn.Module):
         width, rank, self.kind = config.hidden_size, config.head_rank, config.head
         self.position_proj = nn.Linear(width, rank, bias=False)
         if self.kind != "none":
-            self.gate = nn.Linear(3 * width, 2 * width)
+            self.gate = nn.Linear((3 if self.kind == "recurrent" else 2) * width, 2 * width)
             self.state_proj = nn.Linear(width, rank, bias=False)
             self.inner = nn.Linear(2 * width, width)
             self.inner_proj = nn.Linear(width, rank, bias=False)
@@ -135,10 +135,12 @@ class ParallelDrafter(BlockDrafter):
         levels = 1 if self.config.head_shortlist or self.config.head == "none" else depth
         again = (levels - 1) * layer_bytes(self.lm_head)
         if self.config.head != "none":
-            serial = layer_bytes(head.gate, 2 / 3) + layer_bytes(head.inner, 1 / 2)
+            share = 1 / (head.gate.in_features // self.config.hidden_size)  # of an input
+            serial = layer_bytes(head.gate, 1 - share) + layer_bytes(head.inner, 1 / 2)
             again += (depth - 1) * (serial + layer_bytes(head.state_proj) + layer_bytes(head.inner_proj))
-            again -= layer_bytes(head.gate, 1 / 3, with_bias=False)  # the first level has no state
-        return sum(weight.nbytes for weight in self.parameters()) + again
+            if head.kind == "recurrent":  # the first level has no state
+                again -= layer_bytes(head.gate, share, with_bias=False)
+        return sum(weight.nbytes for weight in self.parameters()) - self.entry_embedding.weight.nbytes + again
 
     def fuse_hidden(self, hidden: Tensor) -> Tensor:
         """Fuse the target's last hidden state with the outputs of `target_layers`, which are RMS-normalised first.
@@ -204,15 +206,15 @@ class ParallelDrafter(BlockDrafter):
         """Return the slots, each with the pending token and the hidden state; see `BlockDrafter.open_block`."""
         # The target's table is frozen, and a training has float32 drafters for targets of any dtype.
         embedding = table(pending)[..., 0, :].detach().to(self.norm.weight.dtype)
-        joined = torch.cat([self.fuse_hidden(hidden), normalise(embedding, self.config.rms_norm_eps)], dim=-1)
+        joined = torch.cat([hidden, normalise(embedding, self.config.rms_norm_eps)], dim=-1)
         opened: Tensor = self.open(joined)[..., None, :] + self.slots
         return opened
 
     def unroll(self, texts: GivenTexts) -> Tensor:
         """Fill a block at each anchor, and unroll the head over the text; see `TrainableDrafter.unroll`."""
-        steps, features = texts.position.shape[1], texts.features.flatten(0, 1)
-        positions = self.fill_given(texts)[:, :steps]  # [A, K, D]
-        start = self.head.begin(positions, self.fuse_hidden(features.index_select(0, texts.anchors)))
+        steps, fused = texts.position.shape[1], self.fuse_hidden(texts.features)
+        positions = self.fill_given(texts, fused)[:, :steps]  # [A, K, D]
+        start = self.head.begin(positions, fused.flatten(0, 1).index_select(0, texts.anchors))
         flat, state, made = texts.embedding.flatten(0, 1), None, []
         for k in range(steps):
             out, state = self.head.step(flat[texts.position[:, k], None], state, start.at(k))
@@ -236,8 +238,9 @@ class ParallelProposer(BlockProposer):
     def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: BlockContext) -> Expand:
         """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""
         drafter, names = self.drafter, self.drafter.draft_ids
-        begin, advance = (_begin_compiled, _advance_compiled) if self.compiled else (_begin, _advance)
-        start = begin(drafter, self.fill(state, context)[:, : self.depth], state.hidden)
+        fuse, begin, advance = _COMPILED if self.compiled else _UNCOMPILED
+        fused = fuse(drafter, state.hidden)
+        start = begin(drafter, self.fill(state, fused, context)[:, : self.depth], fused)
         proposed = None if drafter.config.head_shortlist is None else self._propose_ids(start.rough, sampler, noise)
         carried: Tensor | None = None  # [B, w, D], the recurrent state of each beam
 
@@ -282,8 +285,12 @@ def _finish(
     return drafter.finish(token, carried, Sines.at(positions, *rope))
 
 
-def _begin(drafter: ParallelDrafter, positions: Tensor, hidden: Tensor) -> HeadStart:
-    return drafter.head.begin(positions, drafter.fuse_hidden(hidden))
+def _fuse(drafter: ParallelDrafter, hidden: Tensor) -> Tensor:
+    return drafter.fuse_hidden(hidden)
+
+
+def _begin(drafter: ParallelDrafter, positions: Tensor, fused: Tensor) -> HeadStart:
+    return drafter.head.begin(positions, fused)
 
 
 def _advance(
@@ -306,11 +313,15 @@ def _finish_compiled(
     return made
 
 
-def _begin_compiled(drafter: ParallelDrafter, positions: Tensor, hidden: Tensor) -> HeadStart:
+def _fuse_compiled(drafter: ParallelDrafter, hidden: Tensor) -> Tensor:
+    """Compute `_fuse`, compiled for any number of rows."""
+    made: Tensor = compile_once(_fuse)(drafter, *for_any_tokens(hidden))
+    return made
+
+
+def _begin_compiled(drafter: ParallelDrafter, positions: Tensor, fused: Tensor) -> HeadStart:
     """Compute `_begin`, compiled for any number of rows."""
-    for x in (positions, hidden):
-        torch._dynamo.maybe_mark_dynamic(x, 0)
-    made: HeadStart = compile_once(_begin)(drafter, positions, hidden)
+    made: HeadStart = compile_once(_begin)(drafter, *for_any_tokens(positions, fused))
     return made
 
 
@@ -323,3 +334,7 @@ def _advance_compiled(
             torch._dynamo.maybe_mark_dynamic(x, dim)
     made: tuple[Tensor, Tensor | None] = compile_once(_advance)(drafter, embedding, carried, start)
     return made
+
+
+_UNCOMPILED = _fuse, _begin, _advance
+_COMPILED = _fuse_compiled, _begin_compiled, _advance_compiled

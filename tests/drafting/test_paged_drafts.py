@@ -175,7 +175,7 @@ def test_a_compiler_traces_drafts_and_entries_whole(name, compiled):
     engine, proposer = engine_with(name)
     copies = drafted(engine, proposer)
     entries = {"_carry", "_finish"} if name == "parallel" else {"_remember"}
-    head = {"_begin", "_advance"} if name == "parallel" else set()  # which reads no entries
+    head = {"_fuse", "_begin", "_advance"} if name == "parallel" else set()  # which reads no entries
     assert set(compiled) == entries | head  # only where drafts read pages, the rest is compiled
     pages = drafted(paged(engine), proposer)
     assert len(set(compiled)) == len(entries | head) + 1

@@ -95,8 +95,9 @@ def plain_logits(drafter: ParallelDrafter, hidden: Tensor, embedding: Tensor, dr
     for position, token in zip(x, [embedding, *drafts], strict=False):
         out = product(position, "head.position_proj")
         if config.head != "none":
-            state = state if config.head == "recurrent" else torch.zeros(width)
-            gate, new = product(torch.cat([token, state, fused[-1]]), "head.gate").chunk(2)
+            before = [state] if config.head == "recurrent" else []
+            state = torch.cat([*before, torch.zeros(width)])[:width]
+            gate, new = product(torch.cat([token, *before, fused[-1]]), "head.gate").chunk(2)
             state = (1 - gate.sigmoid()) * state + gate.sigmoid() * silu(new)
             out = out + product(state, "head.state_proj")
             out = out + product(silu(product(torch.cat([position, state]), "head.inner")), "head.inner_proj")
