@@ -132,14 +132,16 @@ class ParallelDrafter(BlockDrafter):
     def draft_bytes(self, depth: int) -> int:
         """Return the bytes of the weights that a draft of `depth` search steps reads."""
         head = self.head
-        levels = 1 if self.config.head_shortlist or self.config.head == "none" else depth
-        again = (levels - 1) * layer_bytes(self.lm_head)
-        if self.config.head != "none":
-            share = 1 / (head.gate.in_features // self.config.hidden_size)  # of an input
-            serial = layer_bytes(head.gate, 1 - share) + layer_bytes(head.inner, 1 / 2)
+        again = 0 if self.config.head_shortlist else (depth - 1) * layer_bytes(self.lm_head)
+        if head.kind != "none":
+            # The columns of the hidden state, those of the position, and biases are read once for all levels.
+            of_hidden = self.config.hidden_size / head.gate.in_features
+            serial = layer_bytes(head.gate, 1 - of_hidden, with_bias=False)
+            serial += layer_bytes(head.inner, 1 / 2, with_bias=False)
             again += (depth - 1) * (serial + layer_bytes(head.state_proj) + layer_bytes(head.inner_proj))
-            if head.kind == "recurrent":  # the first level has no state
-                again -= layer_bytes(head.gate, share, with_bias=False)
+        if head.kind == "recurrent":
+            again -= layer_bytes(head.gate, 1 / 3, with_bias=False)  # the first level has no state
+        # Entries are computed with the target's forward.
         return sum(weight.nbytes for weight in self.parameters()) - self.entry_embedding.weight.nbytes + again
 
     def fuse_hidden(self, hidden: Tensor) -> Tensor:

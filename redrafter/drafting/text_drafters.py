@@ -1,7 +1,6 @@
 """Interfaces of drafters that are evaluated on given texts, or trained on them."""
 
 from collections.abc import Callable
-from itertools import chain
 from typing import ClassVar, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor, nn
@@ -90,10 +89,10 @@ class TrainableDrafter(ReplayableDrafter):
         return [(x, None if self.lm_head is None else self.lm_head.weight)]
 
     def head_weights(self) -> list[Tensor]:
-        """Return the drafter's weights in `trained_heads`, each with a row for each id."""
+        """Return the drafter's own weights of `trained_heads`, each with a row for each id."""
         width = self.config.hidden_size if self.lm_head is None else self.lm_head.in_features
-        factors = chain.from_iterable(self.trained_heads(next(self.parameters()).new_empty(0, 1, width)))
-        return [factor for factor in factors if isinstance(factor, nn.Parameter)]
+        nothing = next(self.parameters()).new_empty(0, 1, width)
+        return [weight for head in self.trained_heads(nothing) for weight in head[1::2] if weight is not None]
 
     def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
         """Return about how many bytes `unroll` keeps for the gradients of all positions of rows of `length` tokens.

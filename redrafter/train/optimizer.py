@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from redrafter.drafting.low_rank import LowRankLinear
 from redrafter.drafting.text_drafters import TrainableDrafter
 from redrafter.errors import ArgumentError
 from redrafter.train.config import TrainConfig
@@ -53,11 +52,19 @@ class MuonWithAdamW(Optimizer):
 
 
 def hidden_matrices(drafter: TrainableDrafter) -> list[Tensor]:
-    """Return the trained matrices of a drafter's products without its heads. Rows of all others belong to ids."""
+    """Return the trained matrices of a drafter's linear layers, or their low-rank updates, without its heads.
+
+    Other matrices, such as embeddings and the codes of a selector, have a row for each id or position, as heads have.
+
+    Raises `ArgumentError` if there are none.
+    """
     heads = {id(weight) for weight in drafter.head_weights()}
-    products = (module for module in drafter.modules() if isinstance(module, (nn.Linear, LowRankLinear)))
-    weights = (weight for product in products for weight in product.parameters(recurse=False))
-    return [weight for weight in weights if weight.requires_grad and weight.dim() == 2 and id(weight) not in heads]
+    layers = [module for module in drafter.modules() if isinstance(module, nn.Linear)]
+    weights = [weight for layer in layers for weight in layer.parameters(recurse=False) if weight.requires_grad]
+    hidden: list[Tensor] = [weight for weight in weights if weight.dim() == 2 and id(weight) not in heads]
+    if not hidden:
+        raise ArgumentError("--optimizer muon is for hidden matrices, and this drafter has none: leave it out")
+    return hidden
 
 
 def check_optimizer(config: TrainConfig) -> None:
