@@ -339,9 +339,12 @@ class CostPolicy(DraftPolicy):
         else:
             chosen = self._add_copies(step, self._reselect(step))
         if step.prompt_tokens:
-            # Prefill may make drafts too expensive. Other candidates are not compared: each would be a step of another
-            # shape, used only while prompts are read.
-            chosen = max(chosen, self._plain, key=partial(self._tokens_per_time, step))
+            # Prompts take their time in one step or another. So drafts pay in this one if they gain more than a step
+            # without prompts would in the time that they add. Other candidates are not compared: each would be a step
+            # of another shape, used only while prompts are read.
+            alone = step._replace(prompt_tokens=0)
+            rate = max(self._tokens_per_time(alone, each) for each in (chosen, self._plain))
+            chosen = max(chosen, self._plain, key=partial(self._gain, step, rate))
         return chosen
 
     def _is_close(self, step: StepRows) -> bool:
@@ -434,18 +437,25 @@ class CostPolicy(DraftPolicy):
 
     def _tokens_per_time(self, step: StepRows, proposer: Proposer) -> float:
         """Return the expected tokens per unit of time of a step with a proposer."""
+        return self._tokens(step, proposer) / self._time(proposer, step.size, step.prompt_tokens)
+
+    def _gain(self, step: StepRows, rate: float, proposer: Proposer) -> float:
+        """Return the expected tokens of a step with a proposer, less those that its time gives at a rate."""
+        return self._tokens(step, proposer) - rate * self._time(proposer, step.size, step.prompt_tokens)
+
+    def _tokens(self, step: StepRows, proposer: Proposer) -> float:
+        """Return the expected tokens of a step with a proposer."""
         history = self._history
         search = _without_copies(proposer)
-        time = self._time(proposer, step.size, step.prompt_tokens)
         if not isinstance(search, SearchProposer):
-            return (step.rows + step.drafting * history.copied_alone * bool(proposer.depth)) / time
+            return step.rows + step.drafting * history.copied_alone * bool(proposer.depth)
         drafts = search.nodes - 1.0
         if search.shared_nodes is not None:
             drafts = (step_tokens(search, step.size) - step.size) / max(step.drafting, 1)
         gained = history.estimator.accepted(search.beams, search.depth, drafts)
         if search is not proposer:
             gained += history.copied
-        return (step.rows + step.drafting * gained) / time
+        return step.rows + step.drafting * gained
 
 
 def _without_copies(proposer: Proposer) -> Proposer:

@@ -248,6 +248,15 @@ def test_prompts_that_a_step_reads_count_as_tokens_of_its_forward():
     assert [choose(choice(cheap, search(1, 1, 2), size=64), 64, more=more).depth for more in (0, 64)] == [1, 1]
 
 
+@pytest.mark.parametrize(("time", "depth"), [(2.3, 1), (2.8, 0)])
+def test_drafts_pay_with_prompts_if_they_gain_more_than_other_steps_would_in_their_time(time, depth):
+    # Alone, 32 drafts are accepted in 0.2; with the prompts, in 0.3 or 0.8, in which other steps write 24 or 64 tokens.
+    # Per step, 96 tokens in 2.8 are more than 64 in 2.0.
+    costs = priced(((64, 1.0), (128, 1.2), (192, 2.0), (256, time)), FREE, FREE)
+    chosen = choice(costs, search(1, 1, 2), size=64)
+    assert [choose(chosen, 64, more=more).depth for more in (0, 128)] == [1, depth]
+
+
 def test_an_untuned_gpu_verifies_fewer_nodes_in_larger_batches():
     whole = search(5, 5, 26)
     found = {rows: best_trees(GPU, whole, rows, rows >= 32, (0.65,)) for rows in (1, 4, 8, 16, 32, 64, 128, 512)}
