@@ -19,6 +19,7 @@ from redrafter.drafting.recurrent_form import (
 )
 from redrafter.errors import ArgumentError
 from redrafter.options import check_values, option
+from redrafter.parallel.launched import launched_processes
 from redrafter.train.output_folder import check_no_checkpoints, check_output
 from redrafter.train.recipes import RECIPES
 
@@ -417,7 +418,9 @@ def parse(argv: Sequence[str] | None) -> TrainConfig:
 
 def check(config: TrainConfig) -> None:
     """Check before loading anything that the inputs of a training exist and that its output can be written."""
-    check_paths(config)
+    # One of several processes may lack a file that the others have. It fails later, where they learn of it.
+    if launched_processes() == 1:
+        check_paths(config)
     if config.save is not None:
         check_output(Path(config.save), config.overwrite, "--save")
     if config.dry_run or config.show_sample or config.watch:  # rounds replace the existing drafter

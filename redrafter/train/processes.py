@@ -25,6 +25,7 @@ from redrafter.app.flags import flag
 from redrafter.app.program import print_message
 from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.errors import ArgumentError, ReDrafterError, UnsupportedError, first_line
+from redrafter.parallel.launched import launched_processes
 from redrafter.train.config import TrainConfig
 
 # Messages that a process sends before it closes its connection.
@@ -83,7 +84,7 @@ def new_accelerator(config: TrainConfig, **arguments: Any) -> Accelerator:
         mixed_precision=config.mixed_precision, cpu=stays_on_cpu(config), kwargs_handlers=[handler], **arguments
     )
     # accelerate silently falls back to independent processes if it cannot form a group, so compare with the launcher.
-    started = int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
+    started = launched_processes()
     if accelerator.num_processes == 1 < started:
         raise ArgumentError(
             f"{started} processes were started, which cannot work together on {accelerator.device.type}; "
