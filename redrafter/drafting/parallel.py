@@ -162,7 +162,7 @@ class ParallelDrafter(BlockDrafter):
         heads, width = self.config.num_layers * self.config.num_key_value_heads, self.config.head_dim
         rope = rope_of(self.config, target.device)  # of which a compiled function cannot copy anything to the device
         finish, carry = (_finish_compiled, _carry_compiled) if compiled else (_finish, _carry)
-        remember, carry = partial(finish, self, target.embedding, rope), partial(carry, self, target.embedding)
+        remember, carry = partial(finish, self, rope), partial(carry, self, target.embedding)
         return drafter_layer(self, target, heads, width, remember, carry, extra_dim=heads * width, reads_own=True)
 
     def read_token(self, hidden: Tensor, embedding: Tensor) -> Tensor:
@@ -176,33 +176,38 @@ class ParallelDrafter(BlockDrafter):
         return read
 
     def carry(self, token: Tensor) -> Tensor:
-        """Compute the unfinished keys of the entries of the tokens after some, `[..., L H d]`.
+        """Compute the products of tokens in entries, `[..., 2 L H d]`.
+
+        Those of keys come first, which the entry of the next token has; those of values are of a token's own entry.
 
         Args:
             token: What `read_token` returned for them, `[..., D]`.
         """
-        return torch.cat([layer.self_attn.k_proj(token) for layer in self.stack], dim=-1)
+        attentions = [layer.self_attn for layer in self.stack]
+        products = [each.k_proj for each in attentions] + [each.v_proj for each in attentions]
+        return torch.cat([product(token) for product in products], dim=-1)
 
-    def finish(self, token: Tensor, carried: Tensor, position: Tensor | Sines) -> tuple[Tensor, Tensor]:
+    def finish(self, before: Tensor, own: Tensor, position: Tensor | Sines) -> tuple[Tensor, Tensor]:
         """Compute the entries of tokens, `[..., L H, d]` each.
 
         A key is computed from the token before and a value from the token itself, as in `ContextAttention`: what
         resembles the first finds which token followed it there.
 
         Args:
-            token: What `read_token` returned for them, `[..., D]`.
-            carried: What `carry` returned for the token before each, `[..., L H d]`.
+            before: The keys of the token before each, from `carry`, `[..., L H d]`.
+            own: What `carry` returned for the tokens, `[..., 2 L H d]`.
             position: Their positions, `[...]` int64, or the sines of these.
         """
         attentions = [layer.self_attn for layer in self.stack]
-        parts = zip(attentions, carried.chunk(len(attentions), dim=-1), strict=True)
+        parts = zip(attentions, before.chunk(len(attentions), dim=-1), strict=True)
         keys = torch.cat([each.finish_key(each.by_head(part), position) for each, part in parts], dim=-2)
-        return keys, torch.cat([each.by_head(each.v_proj(token)) for each in attentions], dim=-2)
+        return keys, attentions[0].by_head(own[..., before.shape[-1] :])
 
     def remember_sequences(self, hidden: Tensor, embedding: Tensor, position: Tensor | Sines) -> tuple[Tensor, Tensor]:
         """Compute the entries of all tokens of sequences; see `BlockDrafter.remember_sequences`."""
-        token = self.read_token(hidden, embedding)
-        return self.finish(token, pad(self.carry(token)[:, :-1], (0, 0, 1, 0)), position)
+        own = self.carry(self.read_token(hidden, embedding))
+        keys, _ = own.chunk(2, dim=-1)
+        return self.finish(pad(keys[:, :-1], (0, 0, 1, 0)), own, position)
 
     def open_block(self, pending: Tensor, hidden: Tensor, table: nn.Module) -> Tensor:
         """Return the slots, each with the pending token and the hidden state; see `BlockDrafter.open_block`."""
@@ -275,16 +280,9 @@ def _carry(drafter: ParallelDrafter, table: nn.Module, ids: Tensor, hidden: Tens
 
 
 def _finish(
-    drafter: ParallelDrafter,
-    table: nn.Module,
-    rope: tuple[Tensor, float],
-    ids: Tensor,
-    positions: Tensor,
-    carried: Tensor,
-    hidden: Tensor,
+    drafter: ParallelDrafter, rope: tuple[Tensor, float], _: Tensor, positions: Tensor, before: Tensor, own: Tensor
 ) -> tuple[Tensor, Tensor]:
-    token = drafter.read_token(drafter.fuse_hidden(hidden), table(ids))
-    return drafter.finish(token, carried, Sines.at(positions, *rope))
+    return drafter.finish(before, own, Sines.at(positions, *rope))
 
 
 def _fuse(drafter: ParallelDrafter, hidden: Tensor) -> Tensor:
@@ -307,11 +305,9 @@ def _carry_compiled(drafter: ParallelDrafter, table: nn.Module, ids: Tensor, hid
     return made
 
 
-def _finish_compiled(
-    drafter: ParallelDrafter, table: nn.Module, rope: tuple[Tensor, float], *by_token: Tensor
-) -> tuple[Tensor, Tensor]:
+def _finish_compiled(drafter: ParallelDrafter, rope: tuple[Tensor, float], *by_token: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `_finish`, compiled for any number of tokens."""
-    made: tuple[Tensor, Tensor] = compile_once(_finish)(drafter, table, rope, *for_any_tokens(*by_token))
+    made: tuple[Tensor, Tensor] = compile_once(_finish)(drafter, rope, *for_any_tokens(*by_token))
     return made
 
 

@@ -194,9 +194,10 @@ class DrafterLayer:
         shape: Shape of the keys and values that it stores for a token.
         remember: Computes keys and values `[T, H, d]` of tokens, from their ids `[T]`, their positions `[T]` and the
             hidden states that the drafter reads, `[T, F]`: their own, or, where the shape has a third vector
-            (`extra_dim`), the vector of the token before each, `[T, X]`, and with `reads_own` their own after it.
-        carry: Computes the third vectors, `[T, X]`, from ids and hidden states; None to store the hidden states.
-        reads_own: Whether `remember` reads a token's own hidden states in addition to the vector of the token before.
+            (`extra_dim`), the vector of the token before each, `[T, X]`, and with `reads_own` what `carry` computed.
+        carry: Computes the third vectors, `[T, X]`, from ids and hidden states, and with `reads_own` further columns,
+            which are not stored; None to store the hidden states.
+        reads_own: Whether `remember` reads a token's own result of `carry` in addition to the vector of the one before.
     """
 
     owner: object
@@ -226,7 +227,7 @@ class DrafterLayer:
         if self.shape.extra_dim:
             # The token before may be in this forward or an earlier one, or in a block that was reused from a prefix.
             carried = hidden if self.carry is None else self.carry(ids, hidden).nan_to_num(0, 0, 0)
-            stores[2].index_copy_(0, slots, carried[:, None])
-            states = [stores[2].index_select(0, before())[:, 0], *(states if self.reads_own else ())]
+            stores[2].index_copy_(0, slots, carried[:, None, : self.shape.extra_dim])
+            states = [stores[2].index_select(0, before())[:, 0], *([carried] if self.reads_own else ())]
         for store, side in zip(stores[:2], self.remember(ids, positions, *states), strict=True):
             store.index_copy_(0, slots, side.nan_to_num(0, 0, 0))

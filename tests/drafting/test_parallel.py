@@ -1,4 +1,4 @@
-"""What a search with a parallel drafter reads."""
+"""The bytes of weights that a search with a parallel drafter reads are counted."""
 
 import pytest
 import torch
