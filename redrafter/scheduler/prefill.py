@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,6 @@ from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.forward_batch import Prompts
 from redrafter.model.target import Target
-from redrafter.scheduler.gathering import PromptGathering
 from redrafter.scheduler.logprobs import score_prompt
 from redrafter.scheduler.paged_memory import tables_of
 from redrafter.scheduler.row_caches import CachePair, RowCaches
@@ -35,6 +35,21 @@ MIN_FORWARD_TOKENS = 64  # tokens of a forward on any machine, however slow; few
 MAX_GROWTH, MIN_GROWTH = 2.0, 0.25  # factors by which one measurement may change the size of the next forward
 
 Chunk = tuple[TokenSequence, int]  # a sequence, and how many more tokens of its prompt are read
+
+
+class PromptStep(NamedTuple):
+    """What a step reads of prompts: chunks, and the size of the buffers that hold them, in chunks."""
+
+    chunks: Sequence[Chunk] = ()
+    room: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the forward computes for prompts, with padding."""
+        return self.room * TOKENS_PER_CHUNK
+
+
+NO_PROMPTS = PromptStep()
 
 
 class PrefillPace:
@@ -119,18 +134,28 @@ def padded_tokens(chunks: Sequence[Chunk], padded: bool) -> int:
     return len(counts) * max(counts) if padded else sum(counts)
 
 
-ROOMS = (4, 8, 16)  # chunks that a step has room for, of TOKENS_PER_CHUNK tokens each on average, the smallest first
-ROOMS_ALONE = (*ROOMS, 32)  # the same for a step without rows, which delays no running sequence
+# Chunks that the buffers of a step have room for, of TOKENS_PER_CHUNK tokens each on average, the smallest first.
+ROOMS = (4, 8, 16)
+# The same for a step without rows, which delays no running sequence.
+ROOMS_ALONE = (*ROOMS, 32)
+# The same for at least `COMPUTE_BOUND_ROWS` rows, whose products are compute-bound: padding costs as much as prompts.
+ROOMS_OF_MANY = (4, 8, 12, 16, 20, 24)
+COMPUTE_BOUND_ROWS = 17  # their steps are captured for 32 rows or more
+# Products of as many tokens take longer than those of more. Measured with cuBLAS 13 on an H200: 12.9 ms for the linear
+# layers of an 8B with 448 tokens, 9.4 ms with 480 and with 512.
+SLOW_TOKENS = range(417, 480)
+
+
+def rooms_of(rows: int, step_tokens: int) -> Sequence[int]:
+    """Return the sizes of the buffers, in chunks, that a step of `rows` rows and `step_tokens` tree nodes may have."""
+    if rows < COMPUTE_BOUND_ROWS:
+        return ROOMS if rows else ROOMS_ALONE
+    return [room for room in ROOMS_OF_MANY if step_tokens + room * TOKENS_PER_CHUNK not in SLOW_TOKENS]
 
 
 def choose_room(prompts: int, tokens: int, rooms: Sequence[int] = ROOMS_ALONE) -> int:
     """Return how many chunks a step needs room for, to read `tokens` tokens of `prompts` prompts or as many as fit."""
     return next((room for room in rooms if prompts <= room and tokens <= room * TOKENS_PER_CHUNK), rooms[-1])
-
-
-def room_for(chunks: Sequence[Chunk]) -> int:
-    """Return how many chunks the forward of a step has room for that reads these chunks of prompts; 0 for none."""
-    return choose_room(len(chunks), sum(count for _, count in chunks)) if chunks else 0
 
 
 def rope_length(target: Target, sequence: TokenSequence) -> int:
@@ -144,12 +169,13 @@ class ChunkBuffers:
 
     def __init__(self, blocks: int, target: Target):
         """Make empty buffers for prompts that a model reads. blocks: width of the block tables."""
-        self._by_room = {room: PromptChunks.room(room, blocks, target.device) for room in ROOMS_ALONE}
+        self._by_room = {
+            room: PromptChunks.room(room, blocks, target.device) for room in {*ROOMS_ALONE, *ROOMS_OF_MANY}
+        }
         self._blocks, self._target = blocks, target
 
-    def load(self, chunks: Sequence[Chunk]) -> PromptChunks:
-        """Write chunks of prompts into the smallest buffers that have room for them."""
-        room = room_for(chunks)
+    def load(self, chunks: Sequence[Chunk], room: int) -> PromptChunks:
+        """Write chunks of prompts into the buffers of a size."""
         buffers = self._by_room[room]
         tokens, starts, lengths = list[int](), [0], list[int]()
         inputs: dict[Feature, list[int]] = {feature: [] for feature in buffers.inputs}
@@ -224,12 +250,10 @@ class Prefiller:
         self._target, self._draft_model, self._limits = target, draft_model, limits
         # A CPU reads rows one after the other, so padding costs it nothing.
         self.padded = target.device.type != "cpu" and not target.varlen.ok
-        self._newest = 0  # arrival of the newest prompt that a step could read
         self.restart_pace()
 
     def restart_pace(self) -> None:
-        """Forget how long forwards took, and how often prompts arrived."""
-        self._gathering = PromptGathering()
+        """Forget how long forwards took."""
         self.pace = PrefillPace(self._limits.max_num_tokens, self._target.device.type)
 
     def choose(self, sequences: Sequence[TokenSequence], step_tokens: int) -> list[list[Chunk]]:
@@ -343,39 +367,29 @@ class Prefiller:
         may_mix = RECURRENT_STATES not in self._target.features and self._target.paged.ok
         return may_mix and self._draft_model is None and self._limits.chunked
 
-    def fits_step(self, sequences: Sequence[TokenSequence], *, alone: bool) -> bool:
-        """Return whether one step can read the rest of all prompts; alone: without decoding rows."""
-        room = (ROOMS_ALONE if alone else ROOMS)[-1]
+    def fits_step(self, sequences: Sequence[TokenSequence], rows: int, step_tokens: int) -> bool:
+        """Return whether one step can read the rest of all prompts; arguments as for `choose_mixed`."""
+        room = rooms_of(rows, step_tokens)[-1]
         most = min(room * TOKENS_PER_CHUNK, self._limits.max_num_tokens)
         return len(sequences) <= room and _left(sequences) <= most
 
-    def choose_mixed(self, sequences: Sequence[TokenSequence], rows: int, step_tokens: int) -> list[Chunk]:
-        """Choose the prompt chunks that one step reads together with the rows' trees. Call this once per step.
+    def choose_mixed(self, sequences: Sequence[TokenSequence], rows: int, step_tokens: int) -> PromptStep:
+        """Choose the prompt chunks that one step reads together with the rows' trees.
 
         Args:
             sequences: Sequences whose prompts steps read; they may have none left for this one.
             rows: Rows that decode.
             step_tokens: Nodes of their trees.
         """
-        arrived = [each.admission.arrival for each in sequences if each.admission.arrival > self._newest]
-        self._newest = max(arrived, default=self._newest)
-        self._gathering.count(len(arrived))
         if not sequences:
-            return []
-        left, rooms = _left(sequences), ROOMS if rows else ROOMS_ALONE
-        room = choose_room(len(sequences), left, rooms)
-        filled = max((each for each in rooms if each * TOKENS_PER_CHUNK <= left), default=0)
-        sizes = room * TOKENS_PER_CHUNK, filled * TOKENS_PER_CHUNK
-        # After a full buffer at most one prompt is left in part, unless there are many.
-        if filled < room and self._gathering.waits(1 if filled else len(sequences), rows, step_tokens, *sizes):
-            room = filled
-        if not room:
-            return []
+            return NO_PROMPTS
+        rooms = rooms_of(rows, step_tokens)
         # However many tokens the trees have, some of a prompt are read, or it would wait for rows to end.
-        budget = min(room * TOKENS_PER_CHUNK, max(self._limits.max_num_tokens - step_tokens, BLOCK_SIZE))
-        [chunks] = choose_chunks(sequences, budget, padded=False, chunked=True)
+        most = max(self._limits.max_num_tokens - step_tokens, BLOCK_SIZE)
+        room = choose_room(len(sequences), min(_left(sequences), most), rooms)
+        [chunks] = choose_chunks(sequences, min(room * TOKENS_PER_CHUNK, most), padded=False, chunked=True)
         # The number of chunks is bounded too: each has a row of the buffers.
-        return chunks[:room]
+        return PromptStep(chunks[:room], room)
 
     def finish_mixed(self, chunks: Sequence[Chunk], ends: ChunkEnds, row_caches: RowCaches) -> PrefilledRows | None:
         """Record chunks that a step has read, and return the prompts that are complete; None if there are none."""

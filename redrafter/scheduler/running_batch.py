@@ -24,13 +24,12 @@ from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.drafting.proposer import Proposer, State, step_tokens
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.features import ADAPTERS
-from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import CapturedStep, HostCopy, LaunchedStep, Timer, bucket, new_state
 from redrafter.scheduler.finished_texts import CopySource, write_pieces
 from redrafter.scheduler.paged_memory import PagedMemory
-from redrafter.scheduler.prefill import Chunk, ChunkBuffers, PrefilledRows, room_for
+from redrafter.scheduler.prefill import NO_PROMPTS, ChunkBuffers, PrefilledRows, PromptStep
 from redrafter.scheduler.row_caches import PagedRows, RowCaches
 from redrafter.scheduler.sampling_tensors import SamplingTensors
 from redrafter.scheduler.sequence import TokenSequence
@@ -67,7 +66,7 @@ class Models(Protocol):
 # Positions that the buffers of each row and the window of a step have at least, by type of device.
 MIN_POSITIONS = {"cpu": 256, "cuda": 2048}
 # Captured steps of one batch; the least recently used are dropped. Seven batch sizes, eight kinds of
-# sampling and four sizes of chunks make 224 for one window and one proposer.
+# sampling and up to six sizes of chunks make some 300 for one window and one proposer.
 MAX_CAPTURED_STEPS = 1024
 GRAPH_BYTES = 2 << 20  # estimate for a captured step without its output: some hundred kernels and arguments
 
@@ -293,15 +292,15 @@ class RunningBatch:
         self.state.length[free].fill_(0)
         self.caches.clear(free)
 
-    def step(self, chunks: Sequence[Chunk] = ()) -> tuple[LaunchedStep, StepOutput]:
+    def step(self, prompts: PromptStep = NO_PROMPTS) -> tuple[LaunchedStep, StepOutput]:
         """Launch one step of all rows, without drafts if no row takes any. The caller holds the lock of the memory.
 
         Without rows, it reads chunks of prompts alone.
 
         Returns the step, and its output, which the next step may overwrite.
         """
-        step = self.prepare_step(chunks)
-        times, size = None if chunks or not step.ran else self.policy.times, len(step.state.length)
+        step = self.prepare_step(prompts)
+        times, size = None if prompts.chunks or not step.ran else self.policy.times, len(step.state.length)
         # Only a step that waits for the result can be timed by a host clock, and none that also reads prompts.
         timer = correct = None
         if times is not None and times.clock is not None and times.wants(size, step.proposer):
@@ -323,8 +322,9 @@ class RunningBatch:
         )
         return launched, step.output
 
-    def prepare_step(self, chunks: Sequence[Chunk] = ()) -> CapturedStep:
+    def prepare_step(self, prompts: PromptStep = NO_PROMPTS) -> CapturedStep:
         """Return the next step of all rows, which is captured if it is the first of its kind."""
+        chunks = prompts.chunks
         if chunks:
             self.reserve(max(sequence.max_length for sequence, _ in chunks))
         if self._given:
@@ -332,7 +332,7 @@ class RunningBatch:
             self._given.clear()
         requirements = self._requirements or self._combine_requirements()
         # Without sequences, the step has one inactive row.
-        rows, proposer = self._sizes[max(len(self.rows), 1)], self._choose_proposer(requirements, chunks)
+        rows, proposer = self._sizes[max(len(self.rows), 1)], self._choose_proposer(requirements, prompts.tokens)
 
         # 1. The window of positions that the step sees.
         ahead = self.depth + 1  # tokens by which each step that was launched may advance a row
@@ -351,7 +351,7 @@ class RunningBatch:
         if chunks:
             if self._chunk_buffers is None:
                 self._chunk_buffers = ChunkBuffers(self._positions // BLOCK_SIZE, self.target)
-            room = self._chunk_buffers.load(chunks)
+            room = self._chunk_buffers.load(chunks, prompts.room)
         # A step without adapters skips their matrices, so it needs a separate key.
         version, stacks = 0, self.target.adapters.stacks
         if stacks is not None and (
@@ -387,7 +387,7 @@ class RunningBatch:
         )
         return self._requirements
 
-    def _choose_proposer(self, requirements: BatchRequirements, chunks: Sequence[Chunk]) -> Proposer:
+    def _choose_proposer(self, requirements: BatchRequirements, prompt_tokens: int) -> Proposer:
         """Return the proposer of the next step."""
         if not requirements.speculate:
             return self._plain
@@ -398,7 +398,7 @@ class RunningBatch:
             self._sizes[len(self.rows)],
             len(self.rows),
             requirements.speculate,
-            prompt_tokens=room_for(chunks) * TOKENS_PER_CHUNK,
+            prompt_tokens=prompt_tokens,
             cached=sum(len(sequence.tokens) for sequence in self.rows),
             match=match,
             indices=[sequence.index for sequence in self.rows],

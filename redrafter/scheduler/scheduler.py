@@ -314,7 +314,7 @@ class Scheduler:
         # A prompt that is scored needs the logits of all its tokens; one with images, a forward of the model's own.
         texts = [sequence for sequence in prefilling if not sequence.needs_scores and sequence.images is None]
         # Where rows are few and prompts long or many, steps would read these in too many small parts.
-        few = len(prefilling) <= rows or self.prefiller.fits_step(texts, alone=not rows)
+        few = len(prefilling) <= rows or self.prefiller.fits_step(texts, rows, self.batch.step_nodes)
         return texts if few else []
 
     def _start_decoding(self, rows: PrefilledRows) -> LaunchedStep | None:
@@ -344,10 +344,11 @@ class Scheduler:
         lock = nullcontext() if self._memory is None else self._memory.lock
         # Other schedulers share the graphs' memory, so outputs are copied before the lock is released.
         with self._ending(lambda: [s for s in (*rows, *reading) if not s.ended]), lock:
-            chunks = self.prefiller.choose_mixed(mixed, len(rows), self.batch.step_nodes)
+            prompts = self.prefiller.choose_mixed(mixed, len(rows), self.batch.step_nodes)
+            chunks = prompts.chunks
             # After the choice: only the chosen sequences are affected by an error.
             reading = [sequence for sequence, _ in chunks]
-            step, output = self.batch.step(chunks)
+            step, output = self.batch.step(prompts)
             self._launch(LaunchedForward(step))
             if not chunks:
                 return

@@ -13,7 +13,7 @@ from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK, AttentionInputs
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler import attention_kernels
 from redrafter.scheduler.attention_kernels import SIZES, TABLE_BLOCKS, StepSize
-from redrafter.scheduler.prefill import ROOMS
+from redrafter.scheduler.prefill import ROOMS_OF_MANY
 
 FEW = (StepSize(1, 1, chunks=2), StepSize(3, 4))
 
@@ -74,5 +74,5 @@ def test_the_sizes_have_the_variants_of_all_steps_of_a_start(heads, group):
         return found
 
     timed = [StepSize(rows, 1) for rows in TOKENS] + [StepSize(*each) for each in product(ROWS, (3, 8))]
-    warmed_up = [StepSize(*each) for each in product((1, 2, 4, 8, 16, 32, 64), (1, 6, 16, 26), (0, *ROOMS))]
+    warmed_up = [StepSize(*each) for each in product((1, 2, 4, 8, 16, 32, 64), (1, 6, 16, 26), (0, *ROOMS_OF_MANY))]
     assert variants(timed + warmed_up, 2048 // BLOCK_SIZE) <= variants(SIZES, TABLE_BLOCKS)

@@ -1,5 +1,6 @@
 """Which parts of prompts are read when: in forwards of their own, or in those of steps, beside the rows' trees."""
 
+import itertools
 import random
 
 import pytest
@@ -11,11 +12,13 @@ from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.prefill import (
     MIN_FORWARD_TOKENS,
+    SLOW_TOKENS,
     TARGET_SECONDS,
     Prefiller,
     PrefillPace,
     choose_chunks,
     padded_tokens,
+    rooms_of,
 )
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import TokenSequence
@@ -42,6 +45,33 @@ def begin_beside(served: Scheduler, rows: int, prompts: list[list[int]], params:
 def forwards(monkeypatch) -> list[int]:
     """The numbers of prompts of all forwards over prompts alone."""
     return noted(monkeypatch, Prefiller, "forward", lambda read, prefiller, chunks, caches: len(chunks))
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 64])
+def test_steps_of_many_rows_have_finer_buffers_and_none_of_slow_products(rows):
+    for nodes in range(0, 600, 8):
+        rooms = rooms_of(rows, nodes)
+        assert [*rooms] == sorted(rooms)
+        finest = max(b - a for a, b in itertools.pairwise([0, *rooms]))
+        assert finest <= 8
+        assert rows <= 16 or not any(nodes + 16 * room in SLOW_TOKENS for room in rooms)
+
+
+def test_a_large_batch_reads_a_prompt_at_once_into_the_smallest_buffers_that_hold_it(monkeypatch):
+    read = noted(monkeypatch, Prefiller, "choose_mixed", lambda step, *_: (sum(n for _, n in step.chunks), step.tokens))
+    engine = with_tree(tiny_model("llama", max_position_embeddings=1024), tiny_drafter(), 2, 3)
+    served = scheduler(engine, blocks=600, max_batch_size=48)
+    running = [make_sequence([1 + row, 5], 60, GREEDY) for row in range(20)]
+    until_stepping(served, *running)
+    read.clear()
+    late = []
+    for length in (9, 158, 190, 9, 300):
+        late.append(make_sequence(prompt(length, length), 5, GREEDY))
+        served.submit(late[-1])
+        served.round()
+    assert [tokens for tokens in read if tokens[0]] == [(9, 64), (158, 192), (190, 192), (9, 64), (300, 320)]
+    run(served, [])
+    same_alone(engine, [*running, *late])
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

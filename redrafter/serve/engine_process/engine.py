@@ -25,7 +25,7 @@ from redrafter.model.lora import Adapter
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.finished_texts import FinishedTexts
 from redrafter.scheduler.paged_memory import MOST_ROWS
-from redrafter.scheduler.prefill import ROOMS, ROOMS_ALONE
+from redrafter.scheduler.prefill import ROOMS_ALONE, rooms_of
 from redrafter.scheduler.running_batch import MIN_POSITIONS
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import TokenSequence
@@ -149,11 +149,12 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
     # A policy that never pauses, so that all drafted steps are captured.
     scheduler.batch.policy = FixedTreePolicy({size: policy.first(size) for size in scheduler.batch.sizes})
     longest = min(scheduler.longest, MIN_POSITIONS[scheduler.engine.target.device.type]) - scheduler.batch.overshoot - 2
-    # Smallest token counts that need each capacity: in mixed prefills with rows, and without rows.
     mixed = scheduler.mixed_prefill
-    beside_rows, alone = (
-        [1 + room * TOKENS_PER_CHUNK for room in (0, *rooms[:-1])] if mixed else [] for rooms in (ROOMS, ROOMS_ALONE)
-    )
+
+    def lengths_for(rooms: Sequence[int]) -> list[int]:
+        """Return the shortest prompt that needs each of these buffers."""
+        return [1 + room * TOKENS_PER_CHUNK for room in (0, *rooms[:-1])] if mixed else []
+
     scheduler.batch.reserve(scheduler.longest)  # a later growth of buffers would discard captured steps
 
     def submit(prompt: list[int], count: int, params: SamplingParams, salt: str | None = None) -> TokenSequence:
@@ -172,15 +173,15 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
         finish()
 
     # Rows that decode until cancelled, so that each prefill is merged with their steps.
-    def prefill_beside(rows: int, lengths: Sequence[int], kind: Sequence[SamplingParams]) -> None:
-        """Prefill prompts of these lengths one after the other, in steps with `rows` rows."""
+    def prefill_mixed(rows: int, kind: Sequence[SamplingParams]) -> None:
+        """Prefill a prompt for each size of buffers, one after the other, in steps with `rows` rows."""
         for row in range(rows):
             submit([1], scheduler.longest - 1, kind[row > 0])
         while scheduler.waiting or len(scheduler.batch.rows) < rows:
             scheduler.round()
-        for length in lengths:
+        for length in lengths_for(rooms_of(rows, scheduler.batch.step_nodes)):
             # A unique salt keeps the cache from shortening the prefill.
-            read = submit([1] * length, 1, kind[0], f"{rows} {length} {kind}")
+            read = submit([1] * min(length, longest - 1), 1, kind[0], f"{rows} {length} {kind}")
             while not read.ended and scheduler.batch.rows:
                 scheduler.round()
         scheduler.cancel_all()
@@ -199,9 +200,9 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
             limited = [replace(each, num_speculative_tokens=limit) for each in kind]
             write(min(rows, limits.max_batch_size), 1, limited)
             # While a large batch reads prompts, drafts may cost more than they gain: without drafts it also reads them.
-            if beside and beside_rows and (limit is None or rows >= MANY_ROWS):
-                prefill_beside(beside, [min(length, longest - 1) for length in beside_rows], limited)
-    for length in sorted({*PROMPT_TOKENS, *alone}):
+            if beside and mixed and (limit is None or rows >= MANY_ROWS):
+                prefill_mixed(beside, limited)
+    for length in sorted({*PROMPT_TOKENS, *lengths_for(ROOMS_ALONE)}):
         if length < longest:
             write(1, length, frequent[0])
             write(min(2, limits.max_batch_size), length, frequent[0])
