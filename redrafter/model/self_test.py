@@ -363,12 +363,16 @@ class _InFloat32(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         # Without the mode, or the conversion would call this function again.
         with torch._C.DisableTorchFunction():
-            args, kwargs = tree_map(_widened, (args, kwargs or {}))
-        return func(*args, **kwargs)
+            wide = [_widened(x) for x in args]
+            named = {key: _widened(x) for key, x in (kwargs or {}).items()}
+        return func(*wide, **named)
 
 
 def _widened(x: object) -> object:
-    return x.float() if isinstance(x, Tensor) and x.dtype in _HALF else x
+    if isinstance(x, Tensor):
+        return x.float() if x.dtype in _HALF else x
+    # Only for what may hold tensors: it takes longer than most functions that the mode is called for.
+    return tree_map(_widened, x) if type(x) in (tuple, list, dict) else x
 
 
 class CacheSupport:

@@ -162,7 +162,6 @@ def _with_config(args: argparse.Namespace) -> argparse.Namespace:
 
 def _serve(request: LoadEngine, keys: ApiKeys, operators: ApiKeys) -> None:
     from redrafter.serve.capture import prepare_folder
-    from redrafter.serve.network.server_process import ServerProcess
 
     def start() -> "tuple[Server, ASGIApp]":
         module = import_libraries("redrafter.serve.server")  # import torch while the engine's process does the same
@@ -180,6 +179,8 @@ def _serve(request: LoadEngine, keys: ApiKeys, operators: ApiKeys) -> None:
         prepare_folder(options.capture)  # report errors before the model loads
     # Listen first, so that a port in use is reported before the model loads and probes get an answer meanwhile.
     with listen(options) as listening, closing(EngineProcess(request)) as engine:
+        from redrafter.serve.network.server_process import ServerProcess  # takes a third of a second to import
+
         url = address(options, listening)
         process = ServerProcess(options, listening)
         _LOG.info("on %s; loading %s", url, request.load.model or "the pair in the box")

@@ -130,3 +130,12 @@ def test_help_and_info_of_a_directory_need_no_torch_and_info_says_what_the_check
 def test_options_are_importable_without_torch():
     code = "import sys; from redrafter import EngineOptions; EngineOptions(); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_imports_of_libraries_are_not_interrupted_by_garbage_collections_and_scanned_by_none_later():
+    code = (
+        "import gc; from redrafter.app.program import import_libraries; ran = []; "
+        "gc.callbacks.append(lambda phase, info: ran.append(phase)); import_libraries('redrafter.errors'); "
+        "print(len(ran), gc.isenabled(), gc.get_freeze_count() > 50000)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "0 True True\n"

@@ -56,6 +56,15 @@ def test_it_answers_503_until_the_model_is_loaded_and_ends_though_a_client_never
     assert "dropped 1 connections" in program.log[-1]
 
 
+def test_the_engine_is_started_before_the_server_imports_its_own_libraries():
+    code = (
+        "import sys; from redrafter.serve import command; "
+        "command.EngineProcess = lambda _: sys.exit(str([x for x in ('uvicorn', 'torch') if x in sys.modules])); "
+        "command.main(['--port', '0'])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == "[]\n"
+
+
 @pytest.mark.slow
 def test_a_second_signal_ends_it_at_once_whatever_hangs(start):
     hangs = "threading.Thread(target=threading.Event().wait).start()"

@@ -23,7 +23,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.app.program import run_command, silence_libraries
+from redrafter.app.program import run_command
 from redrafter.errors import ArgumentError, ReDrafterError, ends_device
 from redrafter.features import GRAMMARS, TENSOR_PARALLELISM
 from redrafter.grammar.grammar import Grammar, GrammarProcess
@@ -81,7 +81,6 @@ def main(descriptor: int) -> None:
         os._exit(1)
 
     threading.Thread(target=end_with_server, daemon=True).start()
-    silence_libraries()
     sys.exit(run_command(lambda: _run(Channel(connection))))
 
 

@@ -24,7 +24,8 @@ from redrafter.serve.config import ServeOptions
 # A fresh interpreter, since CUDA does not survive a fork. It ignores Ctrl-C, which is for the server, from the start.
 PROGRAM = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-    "from redrafter.serve.engine_process.process import main; main(int(sys.argv[1]))"
+    "from redrafter.app.program import import_libraries; "
+    "import_libraries('redrafter.serve.engine_process.process').main(int(sys.argv[1]))"
 )
 END_SECONDS = 5.0  # time for the process to end once the connection is closed
 
