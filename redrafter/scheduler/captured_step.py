@@ -5,7 +5,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property
 from itertools import islice
 from weakref import WeakSet
 
@@ -38,32 +38,25 @@ def capture(
     The graph shares memory with the other graph, if there is one. It is `watched` where another thread asks the device
     for events meanwhile, as NCCL's does that watches collectives.
     """
-    run()  # compiles kernels and allocates workspaces, which cannot be captured
+    # A first call compiles kernels and allocates workspaces, which cannot be captured. CUDA requires a side stream for
+    # it.
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     pool = None if other is None else other.pool()
-    # In the mode "global", a call of another thread that is not allowed during capture would break the capture.
-    mode = "thread_local" if watched else "global"
     collecting = gc.isenabled()
     gc.disable()  # it might free a graph, and freeing one ends the process while another is captured
-    torch.cuda.synchronize()
     try:
-        # Not by `torch.cuda.graph`, which also frees all cached memory: allocating it again took longer than a capture.
-        with torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
-            graph.capture_begin(pool, capture_error_mode=mode)
-            try:
-                run()
-            finally:
-                graph.capture_end()
+        # In the mode "global", a call of another thread that is not allowed during capture would break the capture.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local" if watched else "global"):
+            run()
     finally:
         if collecting:
             gc.enable()
     return graph
-
-
-@cache
-def _capture_stream(device: int) -> torch.cuda.Stream:
-    """Return the stream of all captures on a device: graphs that share memory must be captured on one stream."""
-    return torch.cuda.Stream(device)
 
 
 class HostCopy:
@@ -188,12 +181,7 @@ class GraphCapturer:
             return
         try:
             other = next(iter(self._graphs), None)  # their memory is freed with the last of them
-            capture_step = partial(capture, step.run_step, other, watched=self._target.ranks.size > 1)
-            try:
-                step.graph = capture_step()
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()  # which a capture itself cannot do
-                step.graph = capture_step()
+            step.graph = capture(step.run_step, other, watched=self._target.ranks.size > 1)
             self._graphs.add(step.graph)
         # The model can be captured; only now there is too little memory.
         except torch.OutOfMemoryError:

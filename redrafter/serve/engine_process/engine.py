@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from redrafter.app.engines import PLAIN, can_draft
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
@@ -213,4 +211,3 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
     if scheduler.finished is not None:
         scheduler.finished.clear()
     scheduler.prefiller.restart_pace()  # compilation makes these durations unrepresentative
-    torch.cuda.empty_cache()  # of the steps that ran before they were captured
