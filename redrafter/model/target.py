@@ -28,6 +28,7 @@ from redrafter.features import (
     FeatureSet,
 )
 from redrafter.files.dtype_names import dtype_name
+from redrafter.files.home import keep_kernels
 from redrafter.model.batch_invariance import RowByRow, check_products, check_rows, small_pool, support_of
 from redrafter.model.forward_batch import DrafterLayer, ForwardBatch, ForwardOutput, Prompts, decoder_layers
 from redrafter.model.images import ImageReader, image_arguments, token_type_arguments
@@ -104,6 +105,8 @@ class Target(BoundModel):
         assert isinstance(table, Tensor)
         check_on_device(model, table, self.name)
         self.device = table.device
+        if self.device.type == "cuda":
+            keep_kernels()  # before the self-test launches the first one
         self.hidden_size = head_width(self.head, self.config)
         self.vocab_size = self.config.vocab_size
         self.version, self._drafter_shapes = 0, tuple[LayerShape, ...]()

@@ -18,7 +18,6 @@ from redrafter.cache.states import RowStates
 from redrafter.drafting.vocabulary_map import DraftText
 from redrafter.errors import CacheFullError, UnsupportedError, first_line
 from redrafter.features import BATCH_INVARIANCE, OWNERS_HOOKS, FeatureSet
-from redrafter.files.home import keep_kernels
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.batch_invariance import check_rows
 from redrafter.model.forward_batch import ForwardBatch
@@ -247,7 +246,6 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
     """Merge and compile a model's forward, on a small tree whose sizes all differ and so cannot be confused."""
     from torch._dynamo import config as dynamo_config  # takes seconds to import
 
-    keep_kernels()
     # Unequal sizes (3 rows, 7 nodes, 5 blocks) let a compiler mark each as a separate dimension.
     zeros = torch.zeros(3, 7, dtype=torch.long, device=target.device)
     cache = PagedCache(store, torch.zeros(3, 5, dtype=torch.int32, device=target.device))

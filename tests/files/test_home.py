@@ -15,20 +15,34 @@ def test_the_home_is_in_the_cache_of_the_user_unless_it_is_named(monkeypatch, tm
     assert home() == Path.home() / ".cache" / "redrafter"
 
 
-@pytest.mark.parametrize("chosen", [None, "/elsewhere"])
+@pytest.mark.parametrize("chosen", [None, "elsewhere"])
 def test_compiled_kernels_are_kept_at_home_unless_they_have_a_place(chosen, monkeypatch, tmp_path):
     inductor = pytest.importorskip("torch._inductor.runtime.cache_dir_utils")
     monkeypatch.setenv("REDRAFTER_HOME", str(tmp_path))
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "")  # restored at the end, also if it was not set
+        monkeypatch.delenv(name)
     if chosen is not None:
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", chosen)
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / chosen))
     keep_kernels()
-    assert inductor.cache_dir() == (chosen or str(tmp_path / "kernels"))
+    kept = str(tmp_path / (chosen or "kernels"))
+    assert inductor.cache_dir() == kept
+    # torch.compile sets the variable to this folder at a time of its own: kernels before and after must be in one.
+    assert inductor.triton_cache_dir(0) == os.environ["TRITON_CACHE_DIR"] == f"{kept}/triton"
+
+
+def test_a_folder_for_tritons_kernels_is_left_as_it_is_set(monkeypatch, tmp_path):
+    monkeypatch.setenv("REDRAFTER_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    keep_kernels()
+    assert os.environ["TRITON_CACHE_DIR"] == "/elsewhere"
 
 
 def test_a_home_that_cannot_be_written_to_leaves_kernels_where_torch_has_them(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("REDRAFTER_HOME", str(tmp_path / "file"))
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
     keep_kernels()
-    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    assert not {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"} & os.environ.keys()

@@ -1,6 +1,7 @@
 """Captured steps on a GPU: the same tokens for every architecture, without a wait or an allocation within a step."""
 
 import gc
+import os
 import warnings
 from copy import deepcopy
 from functools import partial
@@ -465,3 +466,13 @@ def test_rows_with_constants_and_with_code_on_the_host_wait_for_their_turn(on_ho
         assert torch.equal(engine.generate(ids, mask, **arguments), expected)
     assert len(engine.batches.idle) == idle == (not on_host)  # the steps of one call serve the next
     assert all(len(step.state.length) <= 4 for each in engine.batches.idle for step in each.captured_steps.values())
+
+
+def test_the_first_kernel_that_a_model_launches_is_stored_where_torch_compile_has_triton_store_its_own(monkeypatch):
+    names = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+    for name in names:
+        monkeypatch.setenv(name, "")  # restored at the end, also if it was not set
+        monkeypatch.delenv(name)
+    Target(tiny_model("llama").cuda())
+    compiler, triton = (os.environ[name] for name in names)
+    assert triton == f"{compiler}/triton"
