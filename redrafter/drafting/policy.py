@@ -323,10 +323,13 @@ class CostPolicy(DraftPolicy):
     def choose(self, step: StepRows) -> Proposer:
         """Return the proposer of the next step. Call this exactly once per step."""
         self._cached, self._sampled = step.cached, step.sampled
-        if self.times.wants(step.size, self._plain, ENOUGH):
-            return self._plain  # calibration: the times of all other steps are relative to undrafted steps
-        if self.times.lacks_plain(step.size, sampled=step.sampled) and self._is_close(step):
-            return self._plain
+        # Calibration: the times of all other steps are relative to undrafted steps, of which none is timed that reads
+        # prompts.
+        if not step.prompt_tokens:
+            if self.times.wants(step.size, self._plain, ENOUGH):
+                return self._plain
+            if self.times.lacks_plain(step.size, sampled=step.sampled) and self._is_close(step):
+                return self._plain
         cheapest = self._cheapest_candidate(step)
         budget = self._history.budget_for(step.size)
         if cheapest is None or not budget.allows_drafts(step.rows, self._relative_cost(step.size, cheapest) - 1):
@@ -338,10 +341,11 @@ class CostPolicy(DraftPolicy):
             chosen = cheapest
         else:
             chosen = self._add_copies(step, self._reselect(step))
-        if step.prompt_tokens:
+        if step.prompt_tokens and step.size >= MANY_ROWS:
             # Prompts take their time in one step or another. So drafts pay in this one if they gain more than a step
             # without prompts would in the time that they add. Other candidates are not compared: each would be a step
-            # of another shape, used only while prompts are read.
+            # of another shape, used only while prompts are read. So are undrafted steps of small batches, where
+            # drafts cost little time.
             alone = step._replace(prompt_tokens=0)
             rate = max(self._tokens_per_time(alone, each) for each in (chosen, self._plain))
             chosen = max(chosen, self._plain, key=partial(self._gain, step, rate))

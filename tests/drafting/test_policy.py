@@ -178,6 +178,20 @@ def test_the_time_to_read_a_token_follows_from_the_bytes_of_layers_without_a_win
     assert time_to_read(engine.make_memory(), 3.0) == pytest.approx(3.0 * slot / forward_bytes(engine.model))
 
 
+def test_steps_of_small_batches_draft_while_they_read_prompts_too():
+    costs = priced(((1, 1.0), (64, 1.0), (128, 2.5)), ((1, 0.1),), FREE)
+    few, many = (choice(costs, search(1, 1, 2), size=size) for size in (16, 32))
+    assert [choose(few, 16, more=tokens).depth for tokens in (0, 64)] == [1, 1]
+    assert [choose(many, 32, more=tokens).depth for tokens in (0, 64)] == [1, 0]
+
+
+@pytest.mark.parametrize("how", [{"corrects": True}, {"clock": lambda: 0.0}], ids=["corrects", "clock"])
+def test_no_step_that_reads_prompts_is_undrafted_only_to_be_timed(how):
+    times = StepTimes(priced(FLAT, ((1, 0.3),), FREE), PlainProposer(), **how)
+    chosen = CostPolicy(times, {1: [search(1, 2, 3)]}, AcceptanceHistory(0.5))
+    assert [choose(chosen, more=tokens).depth for tokens in (0, 64, 0)] == [0, 2, 0]
+
+
 def test_drafts_that_gain_again_go_on():
     chosen = choice(priced(FLAT, ((1, 0.3),), FREE), search(1, 2, 3))
     steps(chosen, 300, accepted=0.0)
