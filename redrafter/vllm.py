@@ -51,6 +51,9 @@ class CopyProposer:
         if self.least_match > self.ngram:
             raise ArgumentError(f"least_match={self.least_match} must be at most ngram={self.ngram}")
 
+    def load_model(self, model: object) -> None:
+        """Load nothing: vLLM calls this once its model is loaded, on a CPU whether or not a proposer has it."""
+
     def propose(
         self,
         sampled_token_ids: Sequence[Sequence[int]],

@@ -14,7 +14,7 @@ import torch
 
 import redrafter
 from helpers.generation import ON_BOTH_CACHES, same_as_model, same_undrafted
-from helpers.models import HIDDEN, VOCAB, tiny_model, uneven_batch
+from helpers.models import HIDDEN, VOCAB, tiny_drafter, tiny_model, uneven_batch
 from redrafter import ArgumentError, CheckpointError, DrafterConfig, RecurrentDrafter, ReDrafter, drafting
 from redrafter.cli import main as command
 from redrafter.drafting.drafter_types import open_drafter_model, register_drafter
@@ -188,3 +188,12 @@ def test_a_package_that_cannot_be_imported_is_named(tmp_path, monkeypatch, searc
     (tmp_path / "config.json").write_text('{"model_type": "broken"}')
     with pytest.raises(CheckpointError, match=r"broken, which defines drafters .* cannot be imported: No module"):
         ReDrafter.from_pretrained(tiny_model("llama"), tmp_path)
+
+
+@pytest.mark.parametrize("settings", [{"quant_method": "bitsandbytes", "load_in_8bit": True}, {}, "fp8"], ids=str)
+def test_a_drafter_of_this_library_with_quantised_weights_is_refused_by_name(settings, tmp_path):
+    tiny_drafter().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": settings}))
+    with pytest.raises(UnsupportedError, match="give the drafter that was quantised"):
+        open_drafter_model(tmp_path)
