@@ -8,6 +8,7 @@ from redrafter.errors import CheckpointError, first_line
 from redrafter.files.regular_file import read_regular
 
 CARD_FILE = "README.md"  # the model card of a repository
+MAX_CARD_BYTES = 1 << 20
 CONNECT_SECONDS = 5.0  # timeout of the hub's answer
 _reached: set[str] = set()  # addresses that have answered this process
 
@@ -76,8 +77,12 @@ def find_model_file(model: str, name: str) -> str | None:
 
 
 def read_card(model: str) -> dict[str, Any]:
-    """Return the header of the model card of a directory or repository; an empty one where there is none to read."""
-    if (card := find_model_file(model, CARD_FILE)) is None:
+    """Return the header of the model card of a directory or repository; an empty one where there is none to read.
+
+    Cards of more than `MAX_CARD_BYTES` are not read: a header of as many keys takes YAML many seconds.
+    """
+    card = find_model_file(model, CARD_FILE)
+    if card is None or Path(card).stat().st_size > MAX_CARD_BYTES:
         return {}
     from huggingface_hub import ModelCard
 

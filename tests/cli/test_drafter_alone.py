@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -87,6 +88,14 @@ def test_a_base_that_is_not_named_or_not_found_is_said_with_what_to_type(alone, 
     (place / "README.md").write_text("---\nbase_model: some-org/gone\n---\n")
     error = fails(capsys, "serve", str(place), "--print-config")
     assert "the base that its README.md names, some-org/gone, is neither a directory here nor a repository" in error
+
+
+def test_a_card_that_would_take_long_to_parse_is_not_read(alone, capsys):
+    place = eagle_dir(alone / "theirs", random_head())
+    (place / "README.md").write_text("---\nbase_model: base\n" + "key: [1, 2, 3]\n" * 80_000 + "---\n")
+    began = time.process_time()
+    assert "names no base in config.json or README.md" in fails(capsys, "serve", str(place), "--print-config")
+    assert time.process_time() - began < 2
 
 
 def test_a_drafter_is_not_the_model_where_another_method_drafts(alone, capsys):
