@@ -55,6 +55,7 @@ def talk(**message: Any) -> dict[str, Any]:
         (COMPLETION, {"stop": MANY}, 422, "stop: List should have at most 16 items"),
         (COMPLETION, {"stop": ["a", 5]}, 422, "stop.1: Input should be a valid string"),
         (COMPLETION, {"suffix": "b"}, 400, "suffix is not supported: write it into prompt"),
+        (COMPLETION, {"thinking_token_budget": 4}, 400, "thinking_token_budget is not supported: chats have thoughts"),
         (COMPLETION, {"stop": 5}, 422, "stop: Input should be a text or a list of texts"),
         (COMPLETION, {"stop": ""}, 422, "stop: String should have at least 1 character"),
         (COMPLETION, {"stop": ["a", "b" * 1001]}, 422, "stop.1: String should have at most 1000 characters"),

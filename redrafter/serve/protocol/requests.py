@@ -307,6 +307,7 @@ class CompletionRequest(_Request):
     suffix: Annotated[
         None, refuse_with("write it into prompt, between the tokens that the model knows for filling in")
     ] = None
+    thinking_token_budget: Annotated[None, refuse_with("chats have thoughts: use /v1/chat/completions")] = None
 
     @property
     def copies(self) -> int:
