@@ -119,7 +119,7 @@ def test_vllm_writes_the_same_tokens_with_copied_drafts_in_fewer_steps(monkeypat
     model = LlamaForCausalLM(LlamaConfig(**SIZES, bos_token_id=1, eos_token_id=2))
     model.save_pretrained(tmp_path)
     prompts = [{"prompt_token_ids": [3 + (row + 2 * at % 7) for at in range(24)]} for row in range(3)]
-    written, steps = [], []
+    written, accepted = [], []
     for drafts in (None, {"model": "redrafter.vllm.CopyProposer", "num_speculative_tokens": 4}):
         llm = vllm.LLM(
             str(tmp_path), skip_tokenizer_init=True, dtype="float32", max_model_len=128, max_num_seqs=4, seed=0,
@@ -128,9 +128,9 @@ def test_vllm_writes_the_same_tokens_with_copied_drafts_in_fewer_steps(monkeypat
         params = vllm.SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, detokenize=False)
         written.append([list(each.outputs[0].token_ids) for each in llm.generate(prompts, params)])
         counts = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
-        steps.append(counts.get("vllm:spec_decode_num_accepted_tokens", 0))
+        accepted.append(counts.get("vllm:spec_decode_num_accepted_tokens", 0))
     assert written[0] == written[1]
-    assert steps[0] == 0 < steps[1]
+    assert accepted[0] == 0 < accepted[1]
 
 
 def test_options_that_are_no_mapping_are_named():

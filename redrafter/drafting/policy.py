@@ -323,8 +323,8 @@ class CostPolicy(DraftPolicy):
     def choose(self, step: StepRows) -> Proposer:
         """Return the proposer of the next step. Call this exactly once per step."""
         self._cached, self._sampled = step.cached, step.sampled
-        # Calibration: the times of all other steps are relative to undrafted steps, of which none is timed that reads
-        # prompts.
+        # Calibration: the times of all other steps are relative to undrafted steps. A step that reads prompts is not
+        # timed.
         if not step.prompt_tokens:
             if self.times.wants(step.size, self._plain, ENOUGH):
                 return self._plain
@@ -344,8 +344,8 @@ class CostPolicy(DraftPolicy):
         if step.prompt_tokens and step.size >= MANY_ROWS:
             # Prompts take their time in one step or another. So drafts pay in this one if they gain more than a step
             # without prompts would in the time that they add. Other candidates are not compared: each would be a step
-            # of another shape, used only while prompts are read. So are undrafted steps of small batches, where
-            # drafts cost little time.
+            # of another shape, used only while prompts are read. In small batches, where drafts add little time, an
+            # undrafted step would be of such a shape too.
             alone = step._replace(prompt_tokens=0)
             rate = max(self._tokens_per_time(alone, each) for each in (chosen, self._plain))
             chosen = max(chosen, self._plain, key=partial(self._gain, step, rate))

@@ -8,7 +8,7 @@ from redrafter.errors import CheckpointError, first_line
 from redrafter.files.regular_file import read_regular
 
 CARD_FILE = "README.md"  # the model card of a repository
-MAX_CARD_BYTES = 1 << 20
+MAX_CARD_BYTES = 1 << 20  # of a card whose header is read
 CONNECT_SECONDS = 5.0  # timeout of the hub's answer
 _reached: set[str] = set()  # addresses that have answered this process
 
@@ -79,15 +79,16 @@ def find_model_file(model: str, name: str) -> str | None:
 def read_card(model: str) -> dict[str, Any]:
     """Return the header of the model card of a directory or repository; an empty one where there is none to read.
 
-    Cards of more than `MAX_CARD_BYTES` are not read: a header of as many keys takes YAML many seconds.
+    The header of a card of more than `MAX_CARD_BYTES` counts as none: YAML takes many seconds for one of that size.
     """
-    card = find_model_file(model, CARD_FILE)
-    if card is None or Path(card).stat().st_size > MAX_CARD_BYTES:
+    if (card := find_model_file(model, CARD_FILE)) is None:
         return {}
     from huggingface_hub import ModelCard
 
     try:
-        text = read_regular(Path(card)).decode("utf-8")
-        return ModelCard(text, ignore_metadata_errors=True).data.to_dict()
+        content = read_regular(Path(card))
+        if len(content) > MAX_CARD_BYTES:
+            return {}
+        return ModelCard(content.decode("utf-8"), ignore_metadata_errors=True).data.to_dict()
     except Exception:  # of YAML's own types, or no UTF-8
         return {}

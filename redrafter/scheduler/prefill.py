@@ -38,7 +38,7 @@ Chunk = tuple[TokenSequence, int]  # a sequence, and how many more tokens of its
 
 
 class PromptStep(NamedTuple):
-    """What a step reads of prompts: chunks, and the size of the buffers that hold them, in chunks."""
+    """Describes which chunks of prompts a step reads, and how many chunks its buffers have room for."""
 
     chunks: Sequence[Chunk] = ()
     room: int = 0
@@ -153,7 +153,7 @@ def rooms_of(rows: int, step_tokens: int) -> Sequence[int]:
     return [room for room in ROOMS_OF_MANY if step_tokens + room * TOKENS_PER_CHUNK not in SLOW_TOKENS]
 
 
-def choose_room(prompts: int, tokens: int, rooms: Sequence[int] = ROOMS_ALONE) -> int:
+def choose_room(prompts: int, tokens: int, rooms: Sequence[int]) -> int:
     """Return how many chunks a step needs room for, to read `tokens` tokens of `prompts` prompts or as many as fit."""
     return next((room for room in rooms if prompts <= room and tokens <= room * TOKENS_PER_CHUNK), rooms[-1])
 

@@ -52,8 +52,8 @@ def test_steps_of_many_rows_have_finer_buffers_and_none_of_slow_products(rows):
     for nodes in range(0, 600, 8):
         rooms = rooms_of(rows, nodes)
         assert [*rooms] == sorted(rooms)
-        finest = max(b - a for a, b in itertools.pairwise([0, *rooms]))
-        assert finest <= 8
+        widest = max(b - a for a, b in itertools.pairwise([0, *rooms]))
+        assert widest <= 8
         assert rows <= 16 or not any(nodes + 16 * room in SLOW_TOKENS for room in rooms)
 
 

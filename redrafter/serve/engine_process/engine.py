@@ -193,13 +193,13 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
         frequent += [(usual, usual), (usual, GREEDY)]
     # A single row loads all kernels that more rows need.
     for rows, kind in [*itertools.product(sizes, frequent), *((1, (params,)) for params in RARE)]:
-        beside = min(rows, limits.max_batch_size - 1)
+        decoding = min(rows, limits.max_batch_size - 1)
         for limit in (None, 0):
             limited = [replace(each, num_speculative_tokens=limit) for each in kind]
             write(min(rows, limits.max_batch_size), 1, limited)
             # While a large batch reads prompts, drafts may cost more than they gain: without drafts it also reads them.
-            if beside and mixed and (limit is None or rows >= MANY_ROWS):
-                prefill_mixed(beside, limited)
+            if decoding and mixed and (limit is None or rows >= MANY_ROWS):
+                prefill_mixed(decoding, limited)
     for length in sorted({*PROMPT_TOKENS, *lengths_for(ROOMS_ALONE)}):
         if length < longest:
             write(1, length, frequent[0])
