@@ -164,8 +164,12 @@ def load_model(
         if device is not None:
             model.to(device)
         hold_in_memory(model)
-        if as_saved and quantization is None and model.device.type == "cpu" and not is_quantized(model.config):
-            _recommend_dtype(model, str(name))
+        if model.device.type == "cpu":
+            # transformers loads to the CPU unless it is given a device, so a GPU would be left idle without a word.
+            if device is None and "device_map" not in kwargs and torch.cuda.is_available():
+                warnings.warn(f"{name} is on the CPU: device='cuda' decodes on the GPU", stacklevel=2)
+            elif as_saved and quantization is None and not is_quantized(model.config):
+                _recommend_dtype(model, str(name))
         return model
 
 

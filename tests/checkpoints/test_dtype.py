@@ -1,4 +1,4 @@
-"""Which dtype a model is loaded in on a CPU, and which one is recommended."""
+"""Which dtype and device a model is loaded in, and which are recommended."""
 
 import warnings
 
@@ -41,6 +41,18 @@ def test_no_dtype_is_recommended_where_one_is_named_or_none_is_known_to_be_faste
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert load(saved, asked, native=native) == saved
+
+
+@pytest.mark.parametrize("where", [{}, {"device": "cpu"}, {"device_map": "cpu"}])
+def test_a_gpu_is_recommended_only_where_no_device_was_named(tmp_path, monkeypatch, where):
+    tiny_model("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_model(tmp_path, dtype="float32", trust_remote_code=False, **({"device": None} | where))
+    assert [str(each.message) for each in caught if "device='cuda'" in str(each.message)] == (
+        [] if where else [f"{tmp_path} is on the CPU: device='cuda' decodes on the GPU"]
+    )
 
 
 def test_norms_that_identify_a_base_do_not_depend_on_the_default_dtype():
