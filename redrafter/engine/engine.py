@@ -179,6 +179,7 @@ class Engine(Changeable, AsyncGeneration):
             compile=self.options.compile,
             draft_pieces=None if self.draft_vocabulary is None else self.draft_vocabulary.max_pieces,
             reuse=reuse,
+            search=self.proposer if isinstance(self.proposer, SearchProposer) else None,
         )
 
     @property

@@ -8,20 +8,17 @@ import torch
 from torch import Tensor
 
 from redrafter.cache.kv_cache import KVCache
-from redrafter.cache.paged import PagedCache
 from redrafter.drafting.estimates import Curve, StepCosts, time_at
 from redrafter.drafting.proposer import PlainProposer, Proposer, SearchProposer, State
-from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.linear_layers import forward_bytes
 from redrafter.sampling.sampler import Sampler
-from redrafter.scheduler.captured_step import CapturedStep, Timer, new_state
+from redrafter.scheduler.captured_step import CapturedStep, Timer, inactive_step
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.tree.token_tree import Tree, chain
 
 TOKENS = (1, 8, 32, 64, 128, 192, 256, 384, 512, 1024, 2048)  # token counts of steps without drafts
 # Row counts of steps with drafts, whose trees have 8 nodes: the time of FP8 products jumps between 64 and 128 tokens.
 ROWS = (1, 8, 16, 32, 64, 256)
-COMMITTED = 64  # committed tokens of each row, which attention reads
 REPLAYS = 2  # the fastest counts
 # A step that takes longer than this is the last one measured of its kind, by type of device.
 LONGEST_SECONDS = {"cuda": 1.0, "cpu": 0.05}
@@ -113,20 +110,7 @@ class _Steps:
         return tuple(found)
 
     def _seconds(self, proposer: Proposer, rows: int) -> float:
-        target, device = self._target, self._device
-        blocks = -(-(COMMITTED + proposer.scratch_slots + proposer.depth + 2) // BLOCK_SIZE)
-        # Inactive rows: their writes go to block 0, which no sequence owns.
-        state = replace(new_state(target, rows, blocks * BLOCK_SIZE), inputs={})
-        state.length.fill_(COMMITTED)
-        with device:
-            table = torch.zeros(rows, blocks, dtype=torch.int32)
-            zeros = torch.zeros(rows, dtype=torch.long)
-            ids = torch.arange(target.vocab_size)
-            sampler = Sampler(
-                seeds=None, processors=(), temperature=torch.ones(rows), prompt=zeros, limit=zeros, ids=ids
-            )
-        cache = PagedCache(self._memory.store, table, zeros)
-        step = CapturedStep(state, proposer, target, cache, sampler, keeps_logits=False)
+        step = inactive_step(self._target, self._memory.store, proposer, rows)
         self._memory.capturer.capture(step)
         times = [self._time(step) for _ in range(1 + REPLAYS)]
         # The first replay may still load kernels.

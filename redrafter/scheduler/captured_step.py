@@ -4,7 +4,7 @@ import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from weakref import WeakSet
@@ -14,15 +14,19 @@ from torch import Tensor
 
 from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.kv_cache import KVCache
+from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.cache.to_device import to_device
 from redrafter.drafting.proposer import Proposer, State
 from redrafter.errors import first_line
 from redrafter.features import ADAPTERS, IMAGES
+from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.logprobs import score_drawn
 from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
 from redrafter.step import StepOutput, StepReport, step
+
+INACTIVE_TOKENS = 64  # committed tokens of each row of an inactive step, which attention reads
 
 
 def bucket(rows: int) -> int:
@@ -164,6 +168,22 @@ def new_state(target: Target, rows: int, width: int, piece: int = 0) -> State:
         active = torch.zeros(rows, dtype=torch.bool)
         pieces = torch.zeros(rows, piece, dtype=torch.long) if piece else None
         return State(tokens=tokens, length=length, hidden=hidden, active=active, inputs=inputs, pieces=pieces)
+
+
+def inactive_step(target: Target, store: KVCachePool, proposer: Proposer, rows: int) -> CapturedStep:
+    """Return a step of inactive rows with `INACTIVE_TOKENS` committed tokens each, which draw greedily.
+
+    It writes only to the unowned block 0 of the target's `store`.
+    """
+    blocks = -(-(INACTIVE_TOKENS + proposer.scratch_slots + proposer.depth + 2) // BLOCK_SIZE)
+    state = replace(new_state(target, rows, blocks * BLOCK_SIZE), inputs={})
+    state.length.fill_(INACTIVE_TOKENS)
+    with target.device:
+        table = torch.zeros(rows, blocks, dtype=torch.int32)
+        zeros = torch.zeros(rows, dtype=torch.long)
+        ids = torch.arange(target.vocab_size)
+        sampler = Sampler(seeds=None, processors=(), temperature=torch.ones(rows), prompt=zeros, limit=zeros, ids=ids)
+    return CapturedStep(state, proposer, target, PagedCache(store, table, zeros), sampler, keeps_logits=False)
 
 
 class GraphCapturer:

@@ -15,6 +15,7 @@ from redrafter.cache.kv_cache import stored_as
 from redrafter.cache.options import CacheOptions
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.cache.states import RowStates
+from redrafter.drafting.proposer import SearchProposer
 from redrafter.drafting.vocabulary_map import DraftText
 from redrafter.errors import CacheFullError, UnsupportedError, first_line
 from redrafter.features import BATCH_INVARIANCE, OWNERS_HOOKS, FeatureSet
@@ -184,6 +185,7 @@ class PagedMemory:
         compile: bool = True,
         draft_pieces: int | None = None,
         reuse: bool = True,
+        search: SearchProposer | None = None,
     ) -> "PagedMemory":
         """Take memory for keys and values and, on a GPU, prepare the models' forwards.
 
@@ -197,6 +199,7 @@ class PagedMemory:
             compile: Whether forwards are compiled.
             draft_pieces: The most tokens of the draft model for one of the target; None where its ids are the target's.
             reuse: Whether stored prefixes are reused.
+            search: The deepest search of a drafter of the target; None without one.
 
         Raises:
             CacheFullError: The device has too little memory.
@@ -220,7 +223,7 @@ class PagedMemory:
         for model, store in zip(models, stores, strict=True):
             # Another engine of the target may have prepared it already, and a model may draft for itself.
             if target.device.type == "cuda" and not model.varlen_forward.linears_fused:
-                prepare(model, store, compile)
+                prepare(model, store, compile, search if model is target else None)
         groups = [stores] if draft_pieces is None else [[store] for store in stores]
         hosts = _take_host_memory(target, options.host_bytes, groups)
         return cls(target, stores[0], stores[1] if len(stores) > 1 else None, *hosts, compile=compile)
@@ -242,8 +245,11 @@ def _take_host_memory(target: Target, num_bytes: int, groups: Sequence[Sequence[
 
 
 @torch.inference_mode()
-def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
-    """Merge and compile a model's forward, on a small tree whose sizes all differ and so cannot be confused."""
+def prepare(target: Target, store: KVCachePool, compile: bool, search: SearchProposer | None = None) -> None:
+    """Merge and compile a model's forward, on a small tree whose sizes all differ and so cannot be confused.
+
+    The attention kernels of forwards, and of the drafts of `search`, are compiled too.
+    """
     from torch._dynamo import config as dynamo_config  # takes seconds to import
 
     # Unequal sizes (3 rows, 7 nodes, 5 blocks) let a compiler mark each as a separate dimension.
@@ -253,6 +259,8 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
     attention = AttentionKernels()
     with attention:
         target.varlen_forward.fuse_linears(forward)
+    if search is not None:
+        attention.record_drafts(target, store, search)
     # Fused weights have new addresses, which must not count as a change of the weights.
     target.note_state()
     compile = compile and all(mixer.tokens_alone for mixer in target.traits.mixers)

@@ -5,14 +5,18 @@ from itertools import product
 
 import pytest
 
-from helpers.models import check_texts, paged, tiny_model
+from helpers.eagle import random_head
+from helpers.models import check_texts, new_pool, paged, tiny_model, with_tree
 from redrafter import PromptLookup
 from redrafter.attention.tree_attention import tree_attention
+from redrafter.cache.paged import PagedCache
+from redrafter.drafting import eagle
 from redrafter.engine.step_timing import ROWS, TOKENS
 from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK, AttentionInputs
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler import attention_kernels
-from redrafter.scheduler.attention_kernels import SIZES, TABLE_BLOCKS, StepSize
+from redrafter.scheduler.attention_kernels import DRAFT_ROWS, SIZES, TABLE_BLOCKS, StepSize
+from redrafter.scheduler.paged_memory import prepare
 from redrafter.scheduler.prefill import ROOMS_OF_MANY
 
 FEW = (StepSize(1, 1, chunks=2), StepSize(3, 4))
@@ -45,6 +49,27 @@ def test_each_kind_of_layer_attends_at_each_size_in_other_threads(attended):
     for keys, values in (stores[:2] for stores in engine.memory.store.stores):
         assert not keys[BLOCK_SIZE:].any()
         assert not values[BLOCK_SIZE:].any()
+    check_texts(engine)
+
+
+def test_drafts_attend_with_few_rows_and_many_in_other_threads(attended, monkeypatch):
+    monkeypatch.setattr(eagle, "reads_pages", lambda cache: isinstance(cache, PagedCache))
+    monkeypatch.setattr(attention_kernels, "SIZES", ())
+    engine = with_tree(tiny_model("llama"), random_head(), 10, 4)
+    store = new_pool(engine, engine.target, 20)
+    attended.clear()
+    prepare(engine.target, store, compile=False, search=engine.proposer)
+    of_threads = [inputs for main, inputs in attended if not main]
+    assert {inputs.first for inputs in of_threads} == {1}, "entries of a head begin with the second token"
+    found = sorted(
+        (x.rows.sizes[0], x.rows.sizes[2] * x.heads[1], x.rows.sizes[1] > x.rows.sizes[2]) for x in of_threads
+    )
+    # Up to 16 queries of a key head are one tile: those of one beam, and of the five that steps choose at most.
+    assert [(rows, queries > 16, cached) for rows, queries, cached in found] == [
+        (rows, *kind) for rows in DRAFT_ROWS for kind in ((False, False), (False, True), (True, True))
+    ]
+    assert not any(pool[BLOCK_SIZE:].any() for layer in store.stores for pool in layer[:2])
+    monkeypatch.undo()
     check_texts(engine)
 
 
