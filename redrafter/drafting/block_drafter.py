@@ -76,7 +76,7 @@ class BlockDrafter(TrainableDrafter):
         heads = self.config.num_layers * self.config.num_key_value_heads
         rope = rope_of(self.config, target.device)  # of which a compiled function cannot copy anything to the device
         compute = partial(_remember_compiled if compiled else _remember, self, rope)
-        return drafter_layer(self, target, heads, self.config.head_dim, compute)
+        return drafter_layer(self, target, heads, self.config.head_dim, compute, compiled=compiled)
 
     def check_search(self, target: Target, depth: int) -> None:
         """Raise `ArgumentError` if a block drafts fewer tokens than `depth`."""

@@ -116,9 +116,8 @@ class RecurrentDrafter(TrainableDrafter):
         if self.context is None:
             return None
         compute = partial(_remember_compiled if compiled else _remember, self, target.embedding)
-        return drafter_layer(
-            self, target, heads=self.config.context_kv_heads, width=self.config.context_head_dim, remember=compute
-        )
+        heads, width = self.config.context_kv_heads, self.config.context_head_dim
+        return drafter_layer(self, target, heads, width, remember=compute, compiled=compiled)
 
     def prepare(self, target: Target) -> None:
         """Tabulate the cell's product with embeddings on a GPU, if the table takes a small part of its memory.

@@ -264,13 +264,32 @@ def drafter_layer(
     extra_dim: int = 0,
     *,
     reads_own: bool = False,
+    compiled: bool = False,
 ) -> DrafterLayer:
     """Return the layer of `heads` keys and values that `remember` computes of every token of a target.
 
-    `carry`, `extra_dim` and `reads_own` say what a token leaves for that of the next one, as in `DrafterLayer`.
+    `carry`, `extra_dim` and `reads_own` say what a token leaves for that of the next one, as in `DrafterLayer`. Where
+    both functions are `compiled`, neither is called with one token alone.
     """
+    if compiled:
+        remember, carry = of_several_tokens(remember), None if carry is None else of_several_tokens(carry)
     shape = LayerShape(heads, width, width, target.dtype, target.device, of_drafter=True, extra_dim=extra_dim)
     return DrafterLayer(drafter, shape, remember, carry, reads_own)
+
+
+def of_several_tokens(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of `[T, ...]` tensors that computes a single token twice.
+
+    A size of 1 has code of its own, which took seconds to compile for the first undrafted step of one row.
+    """
+
+    def compute_several(*by_token: Tensor) -> Any:
+        if len(by_token[0]) > 1:
+            return compute(*by_token)
+        made = compute(*(torch.cat([x, x]) for x in by_token))
+        return made[:1] if isinstance(made, Tensor) else tuple(x[:1] for x in made)
+
+    return compute_several
 
 
 def layer_bytes(layer: nn.Linear, share: float = 1, *, with_bias: bool = True) -> int:

@@ -143,6 +143,7 @@ class EagleDrafter(TrainableDrafter):
             remember=partial(finish, self, target.embedding),
             carry=partial(carry, self),
             extra_dim=2 * heads * width,  # terms of a key and of a value
+            compiled=compiled,
         )
 
     def draft_bytes(self, depth: int) -> int:

@@ -22,7 +22,13 @@ from redrafter.cache.kv_cache import KVCache, LayerShape
 from redrafter.cache.paged import PagedCache
 from redrafter.drafting.decoder_parts import of_beams
 from redrafter.drafting.drafter_config import AnyDrafterConfig
-from redrafter.drafting.drafter_model import DrafterModel, compile_once, for_any_tokens, layer_bytes
+from redrafter.drafting.drafter_model import (
+    DrafterModel,
+    compile_once,
+    for_any_tokens,
+    layer_bytes,
+    of_several_tokens,
+)
 from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.mtp_attention import RUNNING_PAST, DraftedEntries, Made, PagedMTPPast, Past, Recording
 from redrafter.drafting.paged_entries import PagedEntries, reads_pages, with_themselves
@@ -98,12 +104,12 @@ class MTPDrafter(DrafterModel):
         That entry is of the position before, so it also reads the hidden state there.
         """
         one = torch.zeros(1, dtype=torch.long, device=target.device)
-        remember = partial(self.remember, target.embedding)
+        remember: Callable[..., tuple[Tensor, Tensor]] = partial(self.remember, target.embedding)
         hidden = torch.zeros(1, self.config.hidden_size, dtype=target.dtype, device=target.device)
         with torch.no_grad():
             keys, values = remember(one, one, hidden)
             if compiled and self._takes_past(target, one, hidden):
-                remember = partial(_remember_compiled, self, target.embedding)
+                remember = of_several_tokens(partial(_remember_compiled, self, target.embedding))
         widths = keys.shape[2], values.shape[2], target.dtype, target.device
         shape = LayerShape(keys.shape[1], *widths, of_drafter=True, extra_dim=self.config.hidden_size)
         return DrafterLayer(self, shape, remember)

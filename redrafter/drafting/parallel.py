@@ -163,7 +163,9 @@ class ParallelDrafter(BlockDrafter):
         rope = rope_of(self.config, target.device)  # of which a compiled function cannot copy anything to the device
         finish, carry = (_finish_compiled, _carry_compiled) if compiled else (_finish, _carry)
         remember, carry = partial(finish, self, rope), partial(carry, self, target.embedding)
-        return drafter_layer(self, target, heads, width, remember, carry, extra_dim=heads * width, reads_own=True)
+        return drafter_layer(
+            self, target, heads, width, remember, carry, extra_dim=heads * width, reads_own=True, compiled=compiled
+        )
 
     def read_token(self, hidden: Tensor, embedding: Tensor) -> Tensor:
         """Return the input of the entries that read tokens, `[..., D]`.
