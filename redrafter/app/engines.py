@@ -1,10 +1,14 @@
 """Choose a drafting method from command-line options, and load its engine."""
 
 import ast
+import importlib
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
+
+import torch
 
 from redrafter.app.flags import flag
 from redrafter.app.options import DraftOptions, LoadOptions
@@ -23,6 +27,7 @@ from redrafter.model.target import Target
 from redrafter.parallel.launched import launched_processes
 
 DRAFTING_METHODS = DRAFTER, DRAFT_MODEL, PROMPT_LOOKUP = "drafter", "draft model", "prompt lookup"
+COMPILER = "torch._inductor.compile_fx"  # module of the compiler of models
 PLAIN = "plain"  # plain decoding: nothing drafts
 _SET_BY_CONFIG = (
     "draft_len",
@@ -151,6 +156,17 @@ def load_engine(method: str, model: str | Target, options: LoadOptions, draft: D
 
     `model` is a directory or hub id, or a loaded target.
     """
+    # The compiler takes seconds to import, and reading weights leaves Python idle for most of its time.
+    importing = Thread(target=importlib.import_module, args=(COMPILER,), daemon=True)
+    if not options.compile or not torch.cuda.is_available() or str(options.device).startswith("cpu"):
+        return _load(method, model, options, draft)
+    importing.start()
+    engine = _load(method, model, options, draft)
+    importing.join()  # not after an error, which is reported at once
+    return engine
+
+
+def _load(method: str, model: str | Target, options: LoadOptions, draft: DraftOptions) -> Engine:
     use = {item.name: vars(options)[item.name] for item in fields(EngineOptions)}
     load: dict[str, Any] = {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
     load["device"], load["tp_size"] = options.device, launched_processes()

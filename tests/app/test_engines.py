@@ -1,0 +1,34 @@
+"""The engine of a command is loaded while its compiler is imported."""
+
+import sys
+import threading
+
+import pytest
+import torch
+
+from redrafter.app import engines
+from redrafter.app.options import DraftOptions, LoadOptions
+
+
+@pytest.mark.parametrize(
+    ("gpu", "changes", "imported"),
+    [
+        (True, {}, True),
+        (True, {"device": "cuda:1"}, True),
+        (True, {"device": "cpu"}, False),
+        (True, {"compile": False}, False),
+        (False, {}, False),
+    ],
+)
+def test_the_compiler_is_imported_while_weights_are_read(gpu, changes, imported, monkeypatch, tmp_path):
+    (tmp_path / "slow_compiler.py").write_text("import threading\nTHREAD = threading.current_thread()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(engines, "COMPILER", "slow_compiler")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(engines, "bind", lambda *_, **__: "target")
+    monkeypatch.setattr(engines, "Engine", lambda *_: type("Loaded", (), {}))
+    monkeypatch.setattr(engines, "default_sampling", lambda model: None)
+    engines.load_engine(engines.PLAIN, "a-model", LoadOptions(**changes), DraftOptions())
+    found = sys.modules.pop("slow_compiler", None)
+    assert (found is not None) == imported
+    assert found is None or found.THREAD is not threading.main_thread()
