@@ -4,6 +4,7 @@ import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -51,16 +52,24 @@ def capture(
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     pool = None if other is None else other.pool()
+    # In the mode "global", a call of another thread that is not allowed during capture would break the capture.
+    mode = "thread_local" if watched else "global"
+    # A collection might free a graph, and freeing one ends the process while another is captured.
+    with collection_paused(), torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
+        run()
+    return graph
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Let the garbage collector wait for the end of the context."""
     collecting = gc.isenabled()
-    gc.disable()  # it might free a graph, and freeing one ends the process while another is captured
+    gc.disable()
     try:
-        # In the mode "global", a call of another thread that is not allowed during capture would break the capture.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local" if watched else "global"):
-            run()
+        yield
     finally:
         if collecting:
             gc.enable()
-    return graph
 
 
 class HostCopy:

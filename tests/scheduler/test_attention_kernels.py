@@ -1,5 +1,6 @@
 """Kernels of attention are compiled in threads for the sizes of later steps, while a forward is compiled."""
 
+import gc
 import threading
 from itertools import product
 
@@ -101,3 +102,12 @@ def test_the_sizes_have_the_variants_of_all_steps_of_a_start(heads, group):
     timed = [StepSize(rows, 1) for rows in TOKENS] + [StepSize(*each) for each in product(ROWS, (3, 8))]
     warmed_up = [StepSize(*each) for each in product((1, 2, 4, 8, 16, 32, 64), (1, 6, 16, 26), (0, *ROOMS_OF_MANY))]
     assert variants(timed + warmed_up, 2048 // BLOCK_SIZE) <= variants(SIZES, TABLE_BLOCKS)
+
+
+def test_the_garbage_collector_waits_while_a_forward_is_compiled(monkeypatch):
+    engine = with_tree(tiny_model("llama"), random_head(), 3, 3)
+    collects, verify = [], engine.target.verify
+    monkeypatch.setattr(engine.target, "verify", lambda batch: collects.append(gc.isenabled()) or verify(batch))
+    prepare(engine.target, new_pool(engine, engine.target, 20), compile=False)
+    assert collects == [True, False]
+    assert gc.isenabled()
