@@ -27,7 +27,8 @@ from redrafter.model.target import Target
 from redrafter.parallel.launched import launched_processes
 
 DRAFTING_METHODS = DRAFTER, DRAFT_MODEL, PROMPT_LOOKUP = "drafter", "draft model", "prompt lookup"
-COMPILER = "torch._inductor.compile_fx"  # module of the compiler of models
+# Modules of the compiler of models, and of the processes in which it compiles kernels.
+COMPILER, COMPILER_PROCESSES = "torch._inductor.compile_fx", "torch._inductor.async_compile"
 PLAIN = "plain"  # plain decoding: nothing drafts
 _SET_BY_CONFIG = (
     "draft_len",
@@ -156,14 +157,20 @@ def load_engine(method: str, model: str | Target, options: LoadOptions, draft: D
 
     `model` is a directory or hub id, or a loaded target.
     """
-    # The compiler takes seconds to import, and reading weights leaves Python idle for most of its time.
-    importing = Thread(target=importlib.import_module, args=(COMPILER,), daemon=True)
+    # The compiler and its processes take seconds to start, and reading weights leaves Python idle for most of its time.
+    importing = Thread(target=_start_compiler, daemon=True)
     if not options.compile or not torch.cuda.is_available() or str(options.device).startswith("cpu"):
         return _load(method, model, options, draft)
     importing.start()
     engine = _load(method, model, options, draft)
     importing.join()  # not after an error, which is reported at once
     return engine
+
+
+def _start_compiler() -> None:
+    importlib.import_module(COMPILER)
+    # Until its processes have imported torch, kernels are compiled in this one, one by one.
+    importlib.import_module(COMPILER_PROCESSES).maybe_warm_pool()
 
 
 def _load(method: str, model: str | Target, options: LoadOptions, draft: DraftOptions) -> Engine:
