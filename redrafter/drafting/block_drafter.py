@@ -7,18 +7,21 @@ stored as heads of one layer, and to the block itself. A subclass defines what e
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from redrafter.cache.kv_cache import KVCache
+from redrafter.drafting.anchor_attention import SeenRanges, can_fuse
 from redrafter.drafting.decoder_parts import Sines, rope_of
 from redrafter.drafting.dflash_config import BlockConfig
 from redrafter.drafting.dflash_layers import (
     BlockLayer,
     BlockPlace,
+    FusedContext,
     GivenContext,
     LayerContext,
     PagedContext,
@@ -34,10 +37,18 @@ from redrafter.model.layer_compiler import LayerCompiler
 from redrafter.model.target import Target
 from redrafter.model.varlen_forward import COMPILE_OPTIONS, CUTS
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
 # Attention scores of a layer, and positions on a CPU, that a training computes at once. A GPU needs large parts, since
 # each launches some hundred kernels; the memory holds all layers of one part.
 SCORES_AT_ONCE = 1 << 27
 POSITIONS_ON_CPU = 4096
+SCORE_BYTES = 11  # of each score: itself and its weight in float32, a mask, and a weight in the dtype of values
+FUSED_ON = ("cuda",)  # where a training fuses its attention: on a CPU FlexAttention has no gradients
+
+Masks: TypeAlias = "dict[tuple[int | None, bool], BlockMask]"
+"""The masks of a part, by window of the layers and whether their positions see later ones of a block."""
 
 
 class BlockContext(NamedTuple):
@@ -160,27 +171,84 @@ class BlockDrafter(TrainableDrafter):
         index, device = torch.arange(length, device=tokens.device), tokens.device
         sines = Sines.at(index, *rope_of(self.config, device))
         keys, values = self.remember_sequences(fused, texts.embedding, sines)  # [B, T, L H, d]
+        starts = self._find_starts(texts)
         # Blocks are filled at the same columns of all rows. Finding those with an anchor would make the host wait for a
         # GPU, where most columns have one.
         every = tokens.is_cuda or not len(texts.anchors)
         columns = index if every else (texts.anchors % length).unique()  # [P]
+        parts: list[tuple[Tensor, Masks | None]] = []
+        if device.type in FUSED_ON:
+            parts = self._split_fused(columns, starts, values.dtype)
+        if not parts:
+            together = self._positions_at_once(length) if tokens.is_cuda else POSITIONS_ON_CPU
+            parts = [(part, None) for part in _split_evenly(columns, together // (rows * self.config.block_size))]
         filled = []
-        together = self._positions_at_once(length, on_gpu=tokens.is_cuda)
-        for part in columns.split(max(together // (rows * self.config.block_size), 1)):
-            arguments = texts, fused, keys, values, part
+        for part, masks in parts:
+            arguments = texts, fused, keys, values, starts, part, masks
             if tokens.is_cuda:
                 filled.append(checkpoint(self._fill_columns, *arguments, use_reentrant=False))
             else:
                 filled.append(self._fill_columns(*arguments))
+        # Columns that fill the last part follow the others and repeat the last one: the first of equal ones is read.
+        columns = torch.cat([part for part, _ in parts])
         place = texts.anchors // length * len(columns) + torch.searchsorted(columns, texts.anchors % length)
         return torch.cat(filled, dim=1).flatten(0, 1).index_select(0, place)
 
-    def _positions_at_once(self, length: int, *, on_gpu: bool = True) -> int:
-        """Return how many positions of blocks a training fills at once, in sequences of a length."""
-        seen = self.config.num_attention_heads * (length + self.config.block_size)
-        return SCORES_AT_ONCE // seen if on_gpu else POSITIONS_ON_CPU
+    def _find_starts(self, texts: GivenTexts) -> Tensor:
+        """Return the first token that blocks attend to of each token's own text, `[B, T]` int64."""
+        starts = torch.zeros_like(texts.tokens)
+        if texts.segment is not None:
+            opens = pad(texts.segment[:, 1:] != texts.segment[:, :-1], (1, 0))
+            index = torch.arange(texts.tokens.shape[1], device=starts.device)
+            starts = torch.where(opens, index, starts).cummax(dim=1).values
+        return starts + self.first_entry
 
-    def _fill_columns(self, texts: GivenTexts, fused: Tensor, keys: Tensor, values: Tensor, columns: Tensor) -> Tensor:
+    def _split_fused(self, columns: Tensor, starts: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, "Masks | None"]]:
+        """Split columns `[P]` into parts whose attention is fused, with their masks; an empty list if it cannot be.
+
+        `starts` is what `_find_starts` returned, `[B, T]`, and `dtype` that of the values.
+        """
+        config, (rows, length) = self.config, starts.shape
+        # The memory that scores would take holds further positions.
+        spared = SCORE_BYTES * SCORES_AT_ONCE // self._position_bytes
+        together = (self._positions_at_once(length) + spared) // (rows * config.block_size)
+        kinds = {(layer.self_attn.window, layer.self_attn.sees_later) for layer in self.stack}
+        parts: list[tuple[Tensor, Masks | None]] = []
+        for part in _split_evenly(columns, together):
+            seen = starts[:, part]
+            masks = {
+                (window, later): SeenRanges.of_blocks(
+                    part, seen, length, config.block_size, window, sees_later=later
+                ).mask()
+                for window, later in kinds
+            }
+            heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+            if not parts and not all(can_fuse(mask, *heads, dtype) for mask in masks.values()):
+                return []
+            parts.append((part, masks))
+        return parts
+
+    def _positions_at_once(self, length: int) -> int:
+        """Return how many positions of blocks a GPU fills at once with scores in memory, in sequences of a length."""
+        return SCORES_AT_ONCE // (self.config.num_attention_heads * (length + self.config.block_size))
+
+    @property
+    def _position_bytes(self) -> int:
+        """About the bytes that a layer keeps of a position for the gradients, without its attention's scores."""
+        config = self.config
+        attended = config.num_attention_heads * config.head_dim
+        return 4 * (10 * config.hidden_size + 4 * config.intermediate_size + 4 * attended)
+
+    def _fill_columns(
+        self,
+        texts: GivenTexts,
+        fused: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        starts: Tensor,
+        columns: Tensor,
+        masks: "Masks | None",
+    ) -> Tensor:
         """Fill blocks whose anchors are at columns `[c]` int64 of each text, and return their states, `[B, c, Q, D]`.
 
         Args:
@@ -188,22 +256,25 @@ class BlockDrafter(TrainableDrafter):
             fused: As in `fill_given`.
             keys: Keys of their tokens in all layers, `[B, T, L H, d]`.
             values: Values likewise.
+            starts: What `_find_starts` returned, `[B, T]`.
             columns: Columns of the anchors.
+            masks: Masks of the layers, where attention is fused; None to compute scores.
         """
         assert texts.table is not None
-        (rows, length), segment, heads = texts.tokens.shape, texts.segment, self.config.num_key_value_heads
-        committed = (torch.arange(length, device=columns.device) <= columns[:, None]).expand(rows, -1, -1)  # [B, c, T]
-        if segment is not None:
-            committed = committed & (segment[:, columns, None] == segment[:, None])
-        if self.first_entry:
-            starts = torch.ones_like(texts.tokens, dtype=torch.bool)  # [B, T]
-            starts[:, 1:] = False if segment is None else segment[:, 1:] != segment[:, :-1]
-            committed = committed & ~starts[:, None]
+        (rows, length), heads = texts.tokens.shape, self.config.num_key_value_heads
+        committed: Tensor | None = None
+        if masks is None:
+            index = torch.arange(length, device=columns.device)
+            committed = (index <= columns[:, None]) & (index >= starts[:, columns, None])  # [B, c, T]
         pending = texts.tokens[:, (columns + 1).clamp(max=length - 1)]  # [B, c]
 
-        def read_layer(layer: int) -> GivenContext:
+        def read_layer(layer: int) -> GivenContext | FusedContext:
             part = slice(layer * heads, (layer + 1) * heads)
-            return GivenContext(keys[:, :, part], values[:, :, part], committed)
+            if masks is None:
+                assert committed is not None
+                return GivenContext(keys[:, :, part], values[:, :, part], committed)
+            attention = self.stack[layer].self_attn
+            return FusedContext(keys[:, :, part], values[:, :, part], masks[attention.window, attention.sees_later])
 
         x = self.open_block(pending.flatten()[:, None], fused[:, columns].flatten(0, 1), texts.table)
         return self.fill(x, (columns + 1).repeat(rows), read_layer).unflatten(0, (rows, -1))
@@ -211,15 +282,13 @@ class BlockDrafter(TrainableDrafter):
     def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
         """Return about how many bytes `unroll` keeps on a GPU; see `TrainableDrafter.unroll_bytes`."""
         config, layers, count = self.config, self.config.num_layers, self.config.block_size
-        attended = config.num_attention_heads * config.head_dim
         stored = 2 * layers * config.num_key_value_heads * config.head_dim  # keys and values of a token
         kept = 4 * (2 * stored + (count + 3 * steps) * config.hidden_size)
         together = min(max(self._positions_at_once(length), rows * count), rows * length * count)
-        layer = 4 * (10 * config.hidden_size + 4 * config.intermediate_size + 4 * attended)
-        # Of each layer: scores and their weights in float32, a mask, and weights in the dtype of values.
-        scores = 11 * layers * together * config.num_attention_heads * (length + count)
+        # With fused attention, the memory of the scores holds further positions.
+        scores = SCORE_BYTES * layers * together * config.num_attention_heads * (length + count)
         return {
-            "the drafter's states": rows * length * kept + together * layers * layer,
+            "the drafter's states": rows * length * kept + together * layers * self._position_bytes,
             "its attention to the texts": scores,
         }
 
@@ -238,6 +307,17 @@ class BlockDrafter(TrainableDrafter):
             x = layer(x, place, read(number))
         hidden: Tensor = self.norm(x)
         return hidden
+
+
+def _split_evenly(columns: Tensor, most: int) -> tuple[Tensor, ...]:
+    """Split columns `[P]` into parts of one size, at most `most`; the last is filled with copies of the last column.
+
+    Compiled attention has code for each size of a part.
+    """
+    count = -(-len(columns) // max(most, 1))
+    size = -(-len(columns) // count)
+    filled = torch.arange(count * size, device=columns.device).clamp(max=len(columns) - 1)
+    return columns[filled].split(size)
 
 
 @dataclass(frozen=True)

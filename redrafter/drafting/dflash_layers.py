@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from einops import rearrange
@@ -10,11 +10,15 @@ from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from redrafter.drafting.anchor_attention import attend_ranges
 from redrafter.drafting.context_attention import BACKENDS
 from redrafter.drafting.decoder_parts import AttentionProducts, GatedMLP, Sines
 from redrafter.drafting.dflash_config import BlockConfig, DFlashConfig
 from redrafter.drafting.paged_entries import PagedEntries
 from redrafter.kernels.attention_inputs import TokenRows
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 class LayerContext(NamedTuple):
@@ -45,6 +49,20 @@ class GivenContext(NamedTuple):
     committed: Tensor
 
 
+class FusedContext(NamedTuple):
+    """Entries of whole sequences, which blocks at c positions of each attend to at once in one kernel.
+
+    Attributes:
+        keys: Keys of the T tokens of B sequences, `[B, T, H, d]`.
+        values: Their values, `[B, T, H, d]`.
+        mask: The tokens and positions of blocks that each position sees, from `SeenRanges`.
+    """
+
+    keys: Tensor
+    values: Tensor
+    mask: "BlockMask"
+
+
 class PagedContext(NamedTuple):
     """Entries that one layer attends to in a paged cache, those of the block included.
 
@@ -57,7 +75,7 @@ class PagedContext(NamedTuple):
     rows: TokenRows
 
 
-AnyContext: TypeAlias = LayerContext | GivenContext | PagedContext
+AnyContext: TypeAlias = LayerContext | GivenContext | FusedContext | PagedContext
 ReadLayer: TypeAlias = Callable[[int], AnyContext]
 """Returns what the layer of a number attends to before the block."""
 
@@ -83,6 +101,13 @@ class BlockAttention(AttentionProducts):
             return self.o_proj(attended.flatten(2))
         if isinstance(context, GivenContext):
             return self.o_proj(self._attend_together(query, new, place, context))
+        if isinstance(context, FusedContext):
+            rows = context.keys.shape[0]
+            by_row = (rearrange(part, "(b c) q h d -> b (c q) h d", b=rows) for part in (query, *new))
+            queries, keys, values = by_row
+            keys, values = (torch.cat(pair, dim=1) for pair in zip(context[:2], (keys, values), strict=True))
+            attended = attend_ranges(queries, keys, values, context.mask)
+            return self.o_proj(rearrange(attended, "b (c q) h d -> (b c) q (h d)", q=x.shape[1]))
         return self.o_proj(self._attend_densely(query, new, place, context))
 
     def _attend_densely(
