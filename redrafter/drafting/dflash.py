@@ -107,7 +107,11 @@ class DFlashDrafter(BlockDrafter):
         first = 0 if self.config.sample_from_anchor else 1
         drafted = hidden[:, first:][:, : before.shape[1]]  # [A, K, D]
         parts = [drafted * self.config.logit_scale]
-        if (markov := self.markov_head) is not None:
+        markov = self.markov_head
+        if markov is not None and markov.joint_proj is None:  # no state: all positions at once
+            x, _ = markov.advance(before.flatten()[:, None], drafted.flatten(0, 1), None)
+            parts.append(x.view(*before.shape, -1))
+        elif markov is not None:
             if first:
                 _, state = markov.advance(before[:, :1], hidden[:, 0], None)
             inputs = []

@@ -92,9 +92,33 @@ class RecurrentHead(nn.Module):
         inputs = embedding if state is None else torch.cat([embedding, state], dim=-1)
         product = partial_linear(self.gate, inputs, slice(inputs.shape[-1]), with_bias=False)
         state = gated_state(product + start.gate, state)
-        inner = partial_linear(self.inner, state, slice(state.shape[-1], None), with_bias=False) + start.inner
+        return self._read(state, start, start.inner), state
+
+    def unroll(self, embedding: Tensor, start: HeadStart) -> Tensor:
+        """Compute what `step` does at all positions of one beam, of which only the recurrence is serial, `[..., K, R]`.
+
+        Args:
+            embedding: The target's embeddings of the tokens before the positions, `[..., K, D]`.
+            start: What `begin` returned.
+        """
+        if start.inner is None or start.gate is None:
+            return start.rough
+        width = embedding.shape[-1]
+        terms = partial_linear(self.gate, embedding, slice(width), with_bias=False) + start.gate  # [..., K, 2D]
+        if self.kind == "markov":
+            return self._read(gated_state(terms, None), start, start.inner)
+        first, *others = terms.unbind(-2)
+        states = [gated_state(first, None)]
+        for term in others:
+            product = partial_linear(self.gate, states[-1], slice(width, 2 * width), with_bias=False)
+            states.append(gated_state(term + product, states[-1]))
+        return self._read(torch.stack(states, dim=-2), start, start.inner)
+
+    def _read(self, state: Tensor, start: HeadStart, inner: Tensor) -> Tensor:
+        """Return the input of `lm_head` for new states `[..., w, D]`, `[..., w, R]`."""
+        inner = partial_linear(self.inner, state, slice(state.shape[-1], None), with_bias=False) + inner
         direct = partial_linear(self.state_proj, state, slice(None), with_bias=False)
-        return start.rough + direct + partial_linear(self.inner_proj, silu(inner), slice(None), with_bias=False), state
+        return start.rough + direct + partial_linear(self.inner_proj, silu(inner), slice(None), with_bias=False)
 
 
 @register_drafter("parallel drafter", "redrafter_parallel")
@@ -224,13 +248,10 @@ class ParallelDrafter(BlockDrafter):
         steps, fused = texts.position.shape[1], self.fuse_hidden(texts.features)
         positions = self.fill_given(texts, fused)[:, :steps]  # [A, K, D]
         start = self.head.begin(positions, fused.flatten(0, 1).index_select(0, texts.anchors))
-        flat, state, made = texts.embedding.flatten(0, 1), None, []
-        for k in range(steps):
-            out, state = self.head.step(flat[texts.position[:, k], None], state, start.at(k))
-            made.append(out[:, 0])
-        if self.config.head_shortlist is not None:
-            made += start.rough.unbind(1)  # proposals are trained too: `trained_heads` separates them
-        return torch.stack(made, dim=1)
+        made = self.head.unroll(texts.embedding.flatten(0, 1)[texts.position], start)
+        if self.config.head_shortlist is None:
+            return made
+        return torch.cat([made, start.rough], dim=1)  # proposals are trained too: `trained_heads` separates them
 
     def trained_heads(self, x: Tensor) -> list[tuple[Tensor | None, ...]]:
         """Return the head, and with a shortlist its proposals, which share the weight."""

@@ -25,6 +25,7 @@ from helpers.training import (
 from helpers.training import tiny_model as trained_base
 from redrafter import DFlashDrafter, ReDrafter
 from redrafter.convert.convert_checkpoint import main as convert_main
+from redrafter.drafting.dflash_layers import MarkovHead
 from redrafter.drafting.proposer import State
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
@@ -91,6 +92,15 @@ def test_texts_packed_into_a_row_are_apart(form, model):
 @pytest.mark.parametrize("form", TRAINED)
 def test_every_weight_is_learnt_and_the_base_is_not(form, model):
     check_every_weight_is_learnt(random_block_drafter(**TRAINED[form]), model)
+
+
+@pytest.mark.parametrize(("kind", "calls"), [("vanilla", 1), ("gated", 1), ("rnn", DEPTH)])
+def test_only_a_recurrent_markov_head_is_computed_step_by_step(kind, calls, model, monkeypatch):
+    made, advance = [], MarkovHead.advance
+    monkeypatch.setattr(MarkovHead, "advance", lambda *args: made.append(1) or advance(*args))
+    drafter = random_block_drafter(markov_rank=6, markov_type=kind, sample_from_anchor=True)
+    trained_logits(drafter, model, known_text(drafter))
+    assert len(made) == calls
 
 
 def test_products_that_are_added_learn_as_autograd_learns_them():

@@ -23,6 +23,7 @@ from helpers.training import (
 from helpers.training import tiny_model as trained_base
 from redrafter import ParallelDrafter
 from redrafter.cli import main as redrafter
+from redrafter.drafting import parallel
 from redrafter.model.target import Target
 from redrafter.train.config import TrainConfig
 from redrafter.train.evaluate.replay import ValidationTexts
@@ -62,6 +63,18 @@ def test_texts_packed_into_a_row_are_apart(form, model):
 @pytest.mark.parametrize("form", PARALLEL_FORMS)
 def test_every_weight_is_learnt(form, model):
     check_every_weight_is_learnt(random_parallel_drafter(**PARALLEL_FORMS[form]), model, BLOCK)
+
+
+@pytest.mark.parametrize(("head", "serial"), [("recurrent", 1), ("markov", 0), ("none", 0)])
+def test_only_the_recurrence_of_a_head_is_computed_step_by_step(head, serial, model, monkeypatch):
+    products, compute = [], parallel.partial_linear
+    monkeypatch.setattr(parallel, "partial_linear", lambda *args, **how: products.append(1) or compute(*args, **how))
+    drafter, counts = random_parallel_drafter(head=head), []
+    for depth in (2, 4):
+        products.clear()
+        trained_logits(drafter, model, known_text(drafter), depth=depth)
+        counts.append(len(products))
+    assert counts[1] - counts[0] == 2 * serial
 
 
 @pytest.mark.parametrize("head", ["recurrent", "markov"])
