@@ -15,6 +15,17 @@ from redrafter.drafting.drafter_model import FusedParts, partial_linear
 from redrafter.model.linear_layers import fuse_layers
 
 
+class RMSNorm(nn.RMSNorm):
+    """An RMS norm that computes in the dtype of its weight where autocast has made its input of a lower one.
+
+    torch has one kernel for inputs in the dtype of the weight, and computes others in eight.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise `[..., D]`."""
+        return super().forward(x.to(torch.promote_types(x.dtype, self.weight.dtype)))
+
+
 class AttentionProducts(FusedParts):
     """The products of a layer's attention, and its norms of queries and keys where the config asks for them.
 
@@ -32,8 +43,8 @@ class AttentionProducts(FusedParts):
         self.k_proj = nn.Linear(width, keys, bias=bias)
         self.v_proj = nn.Linear(width, keys, bias=bias)
         self.o_proj = nn.Linear(queries, config.width, bias=bias)
-        self.q_norm = nn.RMSNorm(size, eps) if normed else None
-        self.k_norm = nn.RMSNorm(size, eps) if normed else None
+        self.q_norm = RMSNorm(size, eps) if normed else None
+        self.k_norm = RMSNorm(size, eps) if normed else None
         self._fused: tuple[Any, Any] = None, None  # no submodules: their weights are those of the layers above
         self._frequencies: tuple[Tensor, float] | None = None
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from redrafter.drafting.block_drafter import BlockContext, BlockDrafter, BlockProposer
-from redrafter.drafting.decoder_parts import of_beams
+from redrafter.drafting.decoder_parts import RMSNorm, of_beams
 from redrafter.drafting.dflash_config import DFlashConfig
 from redrafter.drafting.dflash_layers import (
     BlockLayer,
@@ -40,9 +40,9 @@ class DFlashDrafter(BlockDrafter):
         super().__init__(config)
         width, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(len(config.target_layers) * width, width, bias=False)
-        self.hidden_norm = nn.RMSNorm(width, eps)
+        self.hidden_norm = RMSNorm(width, eps)
         self.layers = nn.ModuleList(BlockLayer(config, layer) for layer in range(config.num_layers))
-        self.norm = nn.RMSNorm(width, eps)
+        self.norm = RMSNorm(width, eps)
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
         self.lm_head = nn.Linear(width, config.num_draft_ids, bias=False) if config.own_head else None
         self.markov_head = MarkovHead(config) if config.markov_rank else None

@@ -12,7 +12,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from redrafter.drafting.anchor_attention import attend_ranges
 from redrafter.drafting.context_attention import BACKENDS
-from redrafter.drafting.decoder_parts import AttentionProducts, GatedMLP, Sines
+from redrafter.drafting.decoder_parts import AttentionProducts, GatedMLP, RMSNorm, Sines
 from redrafter.drafting.dflash_config import BlockConfig, DFlashConfig
 from redrafter.drafting.paged_entries import PagedEntries
 from redrafter.kernels.attention_inputs import TokenRows
@@ -211,9 +211,9 @@ class BlockLayer(nn.Module):
     def __init__(self, config: BlockConfig, layer: int):
         super().__init__()
         width, eps, convolved = config.hidden_size, config.rms_norm_eps, config.conv_kernel_size is not None
-        self.input_layernorm = nn.RMSNorm(width, eps)
+        self.input_layernorm = RMSNorm(width, eps)
         self.self_attn = BlockAttention(config, layer)
-        self.post_attention_layernorm = nn.RMSNorm(width, eps)
+        self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = GatedMLP(config)
         self.attention_conv = Convolution(config) if convolved else None
         self.mlp_conv = Convolution(config) if convolved else None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from redrafter.cache.kv_cache import KVCache
-from redrafter.drafting.decoder_parts import AttentionProducts, GatedMLP, of_beams
+from redrafter.drafting.decoder_parts import AttentionProducts, GatedMLP, RMSNorm, of_beams
 from redrafter.drafting.drafter_config import EagleConfig
 from redrafter.drafting.drafter_model import compile_once, drafter_layer, for_any_tokens, layer_bytes, partial_linear
 from redrafter.drafting.drafter_types import register_drafter
@@ -101,8 +101,8 @@ class _Layer(nn.Module):
     def __init__(self, config: EagleConfig):
         super().__init__()
         width, eps = config.width, config.rms_norm_eps
-        self.input_layernorm, self.hidden_norm = nn.RMSNorm(width, eps), nn.RMSNorm(width, eps)
-        self.post_attention_layernorm = nn.RMSNorm(width, eps)
+        self.input_layernorm, self.hidden_norm = RMSNorm(width, eps), RMSNorm(width, eps)
+        self.post_attention_layernorm = RMSNorm(width, eps)
         # Queries, keys and values read joined inputs `[e; h]`.
         self.self_attn, self.mlp = AttentionProducts(2 * width, config, config.qk_norm), GatedMLP(config)
 
@@ -120,12 +120,12 @@ class EagleDrafter(TrainableDrafter):
         """Make a head with random weights; see `DrafterModel`."""
         super().__init__(config)
         joined, eps = config.num_target_layers * config.hidden_size, config.rms_norm_eps
-        self.input_norm = nn.RMSNorm(joined, eps) if config.norm_before_fc else None
-        norms = (nn.RMSNorm(config.hidden_size, eps) for _ in range(config.num_target_layers))
+        self.input_norm = RMSNorm(joined, eps) if config.norm_before_fc else None
+        norms = (RMSNorm(config.hidden_size, eps) for _ in range(config.num_target_layers))
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
         self.fc = nn.Linear(joined, config.width, bias=False)
         self.midlayer = _Layer(config)
-        self.norm = nn.RMSNorm(config.width, eps)
+        self.norm = RMSNorm(config.width, eps)
         self.lm_head = nn.Linear(config.width, config.num_draft_ids, bias=False)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.width) if config.own_embedding else None
         self.post_init()

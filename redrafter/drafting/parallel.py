@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
 from redrafter.drafting.block_drafter import BlockContext, BlockDrafter, BlockProposer
-from redrafter.drafting.decoder_parts import Sines, fuse_outputs, gated_state, normalise, of_beams, rope_of
+from redrafter.drafting.decoder_parts import RMSNorm, Sines, fuse_outputs, gated_state, normalise, of_beams, rope_of
 from redrafter.drafting.dflash_layers import BlockLayer
 from redrafter.drafting.drafter_model import (
     compile_once,
@@ -143,12 +143,12 @@ class ParallelDrafter(BlockDrafter):
         super().__init__(config)
         width, eps = config.hidden_size, config.rms_norm_eps
         self.fuse = nn.Linear((1 + len(config.target_layers)) * width, width)
-        self.entry_norm = nn.RMSNorm(width, eps)
+        self.entry_norm = RMSNorm(width, eps)
         self.entry_embedding = nn.Linear(width, width, bias=False)
         self.open = nn.Linear(2 * width, width, bias=False)
         self.slots = nn.Parameter(torch.zeros(config.block_size, width))
         self.layers = nn.ModuleList(BlockLayer(config, layer) for layer in range(config.num_layers))
-        self.norm = nn.RMSNorm(width, eps)
+        self.norm = RMSNorm(width, eps)
         self.head = RecurrentHead(config)
         self.lm_head: nn.Linear = nn.Linear(config.head_rank, config.num_draft_ids, bias=False)
         self.post_init()

@@ -103,6 +103,17 @@ def test_only_a_recurrent_markov_head_is_computed_step_by_step(kind, calls, mode
     assert len(made) == calls
 
 
+def test_norms_compute_in_the_dtype_of_their_weights_under_autocast(model):
+    """For other dtypes torch has no fused kernel."""
+    drafter, dtypes = random_block_drafter(**TRAINED["DFlash"]), set()
+    for module in drafter.modules():
+        if isinstance(module, torch.nn.RMSNorm):
+            module.register_forward_hook(lambda *args: dtypes.add(args[2].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        trained_logits(drafter, model, known_text(drafter))
+    assert dtypes == {torch.float32}
+
+
 def test_products_that_are_added_learn_as_autograd_learns_them():
     order = torch.Generator().manual_seed(0)
     shapes = ((6, 2, 4), (11, 4), (6, 2, 3), (11, 3))  # two inputs and two heads in turn
