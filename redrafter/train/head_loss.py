@@ -117,17 +117,17 @@ def chunk_loss(
     drafted, label_log_q = known & (rank < objective.beams), label_log_q.squeeze(-1)
     weight = weight * objective.step_weights(label_log_q.exp() * known, drafted, correct, counts)
     distance, gradient = objective.distance(log_p, log_q)
-    hard = (1 - objective.distill) * known  # [C, K], weight of the cross-entropy
-    loss = objective.distill * distance - hard * label_log_q
-    is_label = torch.arange(log_q.shape[-1], device=label.device) == label
-    # Closed form: the gradient of the cross-entropy in the logits is q - one_hot(label).
-    gradient = objective.distill * gradient + hard[:, :, None] * (log_q.exp() - is_label.to(log_q.dtype))
+    soft, hard = objective.distill * weight, (1 - objective.distill) * known * weight  # [C, K]
+    loss = (soft * distance - hard * label_log_q).sum()
+    # Closed form: the gradient of the cross-entropy in the logits is q - one_hot(label). Weights are multiplied first,
+    # and the label's entry is written alone, since each operation over the vocabulary takes as long as any other.
+    hard = hard[:, :, None]
+    gradient = torch.addcmul(soft[:, :, None] * gradient, hard, log_q.exp())
+    gradient.scatter_(-1, label, gradient.gather(-1, label) - hard)
 
     earlier = torch.ones_like(counts)
     earlier[:, 1:] = correct[:, :-1].cumprod(dim=1).bool()
-    return ChunkLoss(
-        gradient * weight[:, :, None], (loss * weight).sum(), (earlier & counts).sum(0), (earlier & correct).sum(0)
-    )
+    return ChunkLoss(gradient, loss, (earlier & counts).sum(0), (earlier & correct).sum(0))
 
 
 def chunk_anchors(vocabulary: int, draft_len: int, device: torch.device) -> int:

@@ -390,6 +390,28 @@ def test_logits_of_more_than_a_chunk_are_never_in_memory():
     assert largest_of(vocabulary, TrainConfig(draft_len=steps))[0] == everything  # as much as is allowed
 
 
+class Made(TorchDispatchMode):
+    """Keeps the tensors of a size that operations return."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.size, self.tensors = size, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.numel() == self.size:
+            self.tensors.append(out)
+        return out
+
+
+def test_a_chunk_writes_over_the_whole_vocabulary_few_times():
+    """On a GPU each operation over all logits takes as long as any other."""
+    logits, teacher, zeros = torch.randn(6, 2, 11), torch.randn(9, 11), torch.zeros(6, 2, dtype=torch.long)
+    with Made(logits.numel()) as made:
+        chunk_loss(logits, teacher, zeros, zeros, torch.ones(6, 2), Objective(0.9, 0, 5, "kl", "beams", 0))
+    assert len({tensor.untyped_storage().data_ptr() for tensor in made.tensors}) <= 13
+
+
 def test_compiled_all_chunks_have_one_size_and_the_loss_is_the_same(monkeypatch):
     sizes = []
 
