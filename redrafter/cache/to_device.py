@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,9 +34,11 @@ def to_device(values: Tensor | Sequence[object], device: torch.device, dtype: to
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def move_indices(
-    source: Sequence[int], to: Sequence[int], device: torch.device
-) -> tuple[slice | Tensor, slice | Tensor]:
+MoveIndices: TypeAlias = tuple[slice | Tensor, slice | Tensor]
+"""Rows that are copied, and the rows that they are copied to."""
+
+
+def move_indices(source: Sequence[int], to: Sequence[int], device: torch.device) -> MoveIndices:
     """Return indices `a, b` so that `x[b] = x[a]` copies rows of a tensor on a device to as many other rows.
 
     They are slices where each of the two are successive rows, so that nothing is copied to the device.

@@ -217,6 +217,7 @@ class Engine(Changeable, AsyncGeneration):
             guaranteed_no_evict=True,
             paced=False,
             admit_together=max(rows // 8, min(rows // 4, 2), 1),  # measured on a GPU: docs/benchmarks.md
+            bulk=True,
         )
         with (self.lender or self).batches.lent(drafting, memory, request.params, most, speculate=speculate) as batch:
             scheduler = Scheduler(drafting, memory, limits, speculate=speculate, batch=batch)

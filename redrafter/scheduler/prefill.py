@@ -128,6 +128,19 @@ def choose_chunks(prefilling: Sequence[TokenSequence], budget: int, padded: bool
     return forwards
 
 
+def chunks_that_end_together(sequences: Sequence[TokenSequence], budget: int) -> list[Chunk]:
+    """Choose chunks of prompts in their order, so that one forward reads the last tokens of all, if it can."""
+    left = _left(sequences)
+    kept = budget < left > len(sequences)  # the last token of each prompt is read last
+    chunks: list[Chunk] = []
+    for sequence in sequences:
+        count = min(sequence.prefill_length - sequence.prefilled - kept, budget)
+        if count:
+            chunks.append((sequence, count))
+            budget -= count
+    return chunks
+
+
 def padded_tokens(chunks: Sequence[Chunk], padded: bool) -> int:
     """Count the tokens of a forward, including padding."""
     counts = [count for _, count in chunks]
@@ -141,16 +154,21 @@ ROOMS_ALONE = (*ROOMS, 32)
 # The same for at least `COMPUTE_BOUND_ROWS` rows, whose products are compute-bound: padding costs as much as prompts.
 ROOMS_OF_MANY = (4, 8, 12, 16, 20, 24)
 COMPUTE_BOUND_ROWS = 17  # their steps are captured for 32 rows or more
+# The same for a bulk call. Where answers are short, as many tokens of prompts are read as are drawn, or more: with at
+# most 384 a step, half of 512 slots would hold a prompt that is being read. Few sizes, as each is captured.
+ROOMS_OF_BULK = (16, 32, 64, 96)
+BULK_ROWS = 64  # in fewer rows, sequences end and begin one by one
 # Products of as many tokens take longer than those of more. Measured with cuBLAS 13 on an H200: 12.9 ms for the linear
 # layers of an 8B with 448 tokens, 9.4 ms with 480 and with 512.
 SLOW_TOKENS = range(417, 480)
 
 
-def rooms_of(rows: int, step_tokens: int) -> Sequence[int]:
+def rooms_of(rows: int, step_tokens: int, *, bulk: bool = False) -> Sequence[int]:
     """Return the sizes of the buffers, in chunks, that a step of `rows` rows and `step_tokens` tree nodes may have."""
     if rows < COMPUTE_BOUND_ROWS:
         return ROOMS if rows else ROOMS_ALONE
-    return [room for room in ROOMS_OF_MANY if step_tokens + room * TOKENS_PER_CHUNK not in SLOW_TOKENS]
+    rooms = ROOMS_OF_BULK if bulk and rows >= BULK_ROWS else ROOMS_OF_MANY
+    return [room for room in rooms if step_tokens + room * TOKENS_PER_CHUNK not in SLOW_TOKENS]
 
 
 def choose_room(prompts: int, tokens: int, rooms: Sequence[int]) -> int:
@@ -170,7 +188,8 @@ class ChunkBuffers:
     def __init__(self, blocks: int, target: Target):
         """Make empty buffers for prompts that a model reads. blocks: width of the block tables."""
         self._by_room = {
-            room: PromptChunks.room(room, blocks, target.device) for room in {*ROOMS_ALONE, *ROOMS_OF_MANY}
+            room: PromptChunks.room(room, blocks, target.device)
+            for room in {*ROOMS_ALONE, *ROOMS_OF_MANY, *ROOMS_OF_BULK}
         }
         self._blocks, self._target = blocks, target
 
@@ -369,25 +388,36 @@ class Prefiller:
 
     def fits_step(self, sequences: Sequence[TokenSequence], rows: int, step_tokens: int) -> bool:
         """Return whether one step can read the rest of all prompts; arguments as for `choose_mixed`."""
-        room = rooms_of(rows, step_tokens)[-1]
+        room = rooms_of(rows, step_tokens, bulk=self._limits.bulk)[-1]
         most = min(room * TOKENS_PER_CHUNK, self._limits.max_num_tokens)
         return len(sequences) <= room and _left(sequences) <= most
 
     def choose_mixed(self, sequences: Sequence[TokenSequence], rows: int, step_tokens: int) -> PromptStep:
         """Choose the prompt chunks that one step reads together with the rows' trees.
 
+        In a bulk call, prompts of many rows that were admitted together end in the same step, since about 100 kernels
+        draw the first tokens of sequences and add their rows, however many there are.
+
         Args:
-            sequences: Sequences whose prompts steps read; they may have none left for this one.
+            sequences: Sequences whose prompts steps read, in the order of their admission.
             rows: Rows that decode.
             step_tokens: Nodes of their trees.
         """
         if not sequences:
             return NO_PROMPTS
-        rooms = rooms_of(rows, step_tokens)
+        rooms = rooms_of(rows, step_tokens, bulk=self._limits.bulk)
+        together = self._limits.bulk and rows >= BULK_ROWS
+        if together:
+            first = sequences[0].admission.round
+            sequences = [each for each in sequences if each.admission.round == first]
         # However many tokens the trees have, some of a prompt are read, or it would wait for rows to end.
         most = max(self._limits.max_num_tokens - step_tokens, BLOCK_SIZE)
         room = choose_room(len(sequences), min(_left(sequences), most), rooms)
-        [chunks] = choose_chunks(sequences, min(room * TOKENS_PER_CHUNK, most), padded=False, chunked=True)
+        budget = min(room * TOKENS_PER_CHUNK, most)
+        if together:
+            chunks = chunks_that_end_together(sequences, budget)
+        else:
+            [chunks] = choose_chunks(sequences, budget, padded=False, chunked=True)
         # The number of chunks is bounded too: each has a row of the buffers.
         return PromptStep(chunks[:room], room)
 

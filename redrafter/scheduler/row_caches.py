@@ -14,7 +14,7 @@ from redrafter.cache.dense import DenseCache
 from redrafter.cache.kv_cache import KVCache
 from redrafter.cache.paged import PagedCache, stack_block_tables
 from redrafter.cache.states import StateCopies
-from redrafter.cache.to_device import move_indices, to_device
+from redrafter.cache.to_device import MoveIndices, to_device
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.kernels.block_size import BLOCK_SIZE
@@ -134,9 +134,9 @@ class PagedRows:
         rows = [(table.state_row, table.snapshot_row) for table in tables_of(sequences)]
         return to_device(rows, self.tables.device, torch.long)
 
-    def move(self, source: Sequence[int], to: Sequence[int]) -> None:
-        """Copy the caches and tables of some rows to as many others."""
-        old, new = move_indices(source, to, self.tables.device)
+    def move(self, source: Sequence[int], to: Sequence[int], indices: MoveIndices) -> None:
+        """Copy the tables of some rows to as many others; `indices` are those of `move_indices`."""
+        old, new = indices
         for tables in (*self._all_tables(), self.state_rows):
             tables[new] = tables[old]
 
@@ -216,7 +216,7 @@ class DenseRows:
             mine.reserve(max(mine.window, part.window))
             mine.write_rows(range(first, first + len(rows)), part, rows)
 
-    def move(self, source: Sequence[int], to: Sequence[int]) -> None:
+    def move(self, source: Sequence[int], to: Sequence[int], indices: MoveIndices) -> None:
         """Copy the keys and values of some rows to as many others."""
         for cache in self._caches:
             cache.write_rows(to, cache, source)

@@ -68,6 +68,8 @@ MIN_POSITIONS = {"cpu": 256, "cuda": 2048}
 # Captured steps of one batch; the least recently used are dropped. Seven batch sizes, eight kinds of
 # sampling and up to six sizes of chunks make some 300 for one window and one proposer.
 MAX_CAPTURED_STEPS = 1024
+# One row in this many may be empty before those of a bulk call are moved, which takes some 40 launches.
+ROWS_PER_EMPTY_ROW = 32
 GRAPH_BYTES = 2 << 20  # estimate for a captured step without its output: some hundred kernels and arguments
 
 
@@ -121,14 +123,14 @@ class BatchRequirements(NamedTuple):
 
 
 class RunningBatch:
-    """The running batch: `rows[i]` occupies row i, and there are no gaps.
+    """The running batch: `rows[i]` occupies row i, or did until it ended; few rows are empty, and never all of them.
 
     No method waits for the device: rows are changed by operations that are enqueued after the previous steps.
 
     Attributes:
         target: The model that verifies.
         sampling: How the rows draw.
-        rows: Sequence of each row.
+        rows: Last sequence of each row, which has ended if the row is empty.
         depth: Greatest number of successive drafts of any of the proposers.
         overshoot: Positions after the last token of a sequence that a step may write to.
         policy: Decides the draft tree of each step.
@@ -152,6 +154,7 @@ class RunningBatch:
         self._memory, self._piece = memory, piece
         self._given: dict[TokenSequence, CopySource] = {}  # pieces that are not in the rows yet
         self.rows: list[TokenSequence] = []
+        self._empty: list[int] = []
         self.captured_steps: dict[StepKey, CapturedStep] = {}
         self._requirements: BatchRequirements | None = None  # None after the rows have changed
         self._positions = 0  # of a row's buffers
@@ -263,34 +266,44 @@ class RunningBatch:
             assert isinstance(self.caches, PagedRows)
             self.caches.update(sequences)
 
-    def remove(self, sequences: Sequence[TokenSequence]) -> None:
+    def remove(self, sequences: Sequence[TokenSequence], *, bulk: bool = False) -> None:
         """Remove sequences that have rows, at least one. The last rows move into their slots, all at once.
 
-        Rows have no gaps, so a step over the first rows reads active ones only.
-
-        On a GPU each call launches a dozen copies, however many sequences it removes.
+        On a GPU this launches some 40 copies, however many sequences are removed. With `bulk`, rows of sequences stay
+        in place, inactive, until one in `ROWS_PER_EMPTY_ROW` is empty.
         """
-        removed, self._requirements = {sequence.row for sequence in sequences}, None
+        ended = [sequence.row for sequence in sequences if sequence.row is not None]
+        for sequence in sequences:
+            sequence.row = None
+        self._empty += ended
+        # Code on the host that computes scores, such as a grammar, must not be called for a text that has ended.
+        bulk = bulk and not any(sequence.params.asks_host for sequence in sequences)
+        if bulk and len(self._empty) < len(self.rows) // ROWS_PER_EMPTY_ROW:
+            for row in ended:
+                self._deactivate(slice(row, row + 1))
+            return
+        removed, self._empty, self._requirements = {*self._empty}, [], None
         left = len(self.rows) - len(removed)
-        slots = sorted(row for row in removed if row is not None and row < left)
+        slots = sorted(row for row in removed if row < left)
         last = [row for row in range(left, len(self.rows)) if row not in removed]
         if slots:
             source, to = move_indices(last, slots, self.target.device)
             for tensor in self.state.tensors:  # `active` too: both rows step
                 tensor[to] = tensor[source]
             self.sampling.move(source, to)
-            self.caches.move(last, slots)
-        for sequence in sequences:
-            sequence.row = None
+            self.caches.move(last, slots, (source, to))
         for row, old in zip(slots, last, strict=True):
             self.rows[row] = self.rows[old]
             self.rows[row].row = row
-        # Deactivate the rows that are free now. `fill_`, since `[rows] = ...` may wait for the device.
         free = slice(left, len(self.rows))
         del self.rows[left:]
-        self.state.active[free].fill_(False)
-        self.state.length[free].fill_(0)
-        self.caches.clear(free)
+        self._deactivate(free)
+
+    def _deactivate(self, rows: slice) -> None:
+        """Let rows neither advance nor write to blocks of sequences."""
+        self.state.active[rows].fill_(False)  # `[rows] = ...` may wait for the device
+        self.state.length[rows].fill_(0)
+        self.caches.clear(rows)
 
     def step(self, prompts: PromptStep = NO_PROMPTS) -> tuple[LaunchedStep, StepOutput]:
         """Launch one step of all rows, without drafts if no row takes any. The caller holds the lock of the memory.

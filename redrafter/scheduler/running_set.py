@@ -40,15 +40,23 @@ class RunningSet:
         preempted: Number of preemptions so far.
     """
 
-    def __init__(self, batch: RunningBatch, blocks: SequenceBlocks | None, finished: FinishedTexts | None = None):
+    def __init__(
+        self,
+        batch: RunningBatch,
+        blocks: SequenceBlocks | None,
+        finished: FinishedTexts | None = None,
+        *,
+        bulk: bool = False,
+    ):
         """Begin without sequences.
 
         Args:
             batch: The rows of the sequences that step.
             blocks: The blocks of the cache; None for a dense one, which has room for every slot.
             finished: Store of finished sequences to draft from, or None.
+            bulk: Whether rows of ended sequences are freed in groups, as `Limits.bulk` defines.
         """
-        self._batch, self._blocks, self._finished = batch, blocks, finished
+        self._batch, self._blocks, self._finished, self._bulk = batch, blocks, finished, bulk
         self.prefilling: dict[TokenSequence, None] = {}
         self._lock = threading.Lock()  # of the queue and of the cancelled sequences
         self._queue = WaitingQueue()
@@ -81,7 +89,8 @@ class RunningSet:
 
         A sequence is in both `batch.rows` and `prefilling` if an error occurred while its row was added.
         """
-        return tuple(dict.fromkeys((*self._batch.rows, *self.prefilling)))
+        stepping = [sequence for sequence in self._batch.rows if not sequence.ended]
+        return tuple(dict.fromkeys((*stepping, *self.prefilling)))
 
     def enqueue(self, sequences: Sequence[TokenSequence], limits: Limits) -> None:
         """Queue the sequences of one client, all or none of them.
@@ -325,7 +334,7 @@ class RunningSet:
         if self._blocks is not None and not keep:
             for sequence, _ in ended:
                 self._blocks.withdraw(sequence)
-        self._take_back([sequence for sequence, _ in ended], keep)
+        self._take_back([sequence for sequence, _ in ended], keep, bulk=self._bulk)
         for sequence, delta in ended:
             if self._finished is not None and keep and sequence.written:
                 self._finished.add(sequence.prefix_salt, sequence.prompt, sequence.tokens[len(sequence.prompt) :])
@@ -345,7 +354,7 @@ class RunningSet:
         if self._blocks is not None:
             self._blocks.end_wait()
 
-    def _take_back(self, sequences: Sequence[TokenSequence], keep: bool) -> None:
+    def _take_back(self, sequences: Sequence[TokenSequence], keep: bool, *, bulk: bool = False) -> None:
         """Take back the blocks and the rows of sequences, whose keys and values may be reused if `keep` is set."""
         for sequence in sequences:
             if self._blocks is not None:
@@ -356,4 +365,4 @@ class RunningSet:
             if sequence.draft is not None:
                 sequence.draft.prefilled = 0
         if stepping := [sequence for sequence in sequences if sequence.row is not None]:
-            self._batch.remove(stepping)
+            self._batch.remove(stepping, bulk=bulk)

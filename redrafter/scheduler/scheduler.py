@@ -114,7 +114,7 @@ class Scheduler:
         self.prefiller = Prefiller(engine.target, draft_model, limits)
         self._blocks = None if memory is None else SequenceBlocks(memory, draft_model is not None, limits.reuse)
         self.finished = finished
-        self._running = RunningSet(batch, self._blocks, finished)
+        self._running = RunningSet(batch, self._blocks, finished, bulk=limits.bulk)
         self.longest = self._bound()
         self.overlap = memory is not None and engine.target.device.type == "cuda"
         self.mixed_prefill = self.overlap and self.prefiller.can_mix
@@ -252,7 +252,7 @@ class Scheduler:
     @torch.inference_mode()
     def step(self) -> None:
         """Run the second half of a round: one step of all rows."""
-        with self._ending(lambda: tuple(self.batch.rows)):
+        with self._ending(lambda: [sequence for sequence in self.batch.rows if not sequence.ended]):
             if self.asleep:
                 return
             if self._blocks is not None and (grown := self._running.grow(self.settle)):

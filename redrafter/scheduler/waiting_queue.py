@@ -59,6 +59,8 @@ class Limits:
         reuse: Look for prefixes that are in the cache already.
         admit_together: Slots that must be free before sequences are admitted while others run, if as many wait
             and prompts have forwards of their own: one over several prompts takes little longer than over one.
+        bulk: Whether only the time of all sequences together counts, so that many rows are exchanged in groups: see
+            `RunningBatch.remove` and `Prefiller.choose_mixed`.
     """
 
     max_batch_size: int = 32
@@ -70,6 +72,7 @@ class Limits:
     paced: bool = True
     reuse: bool = True
     admit_together: int = 1
+    bulk: bool = False
 
 
 @dataclass(eq=False)

@@ -35,7 +35,7 @@ from redrafter.engine.changes import ChangeDrafter, Sleep, UpdateWeights, Wake
 from redrafter.engine.options import EngineOptions
 from redrafter.features import RECURRENT_STATES
 from redrafter.model.target import Target
-from redrafter.scheduler import running_batch
+from redrafter.scheduler import prefill, running_batch
 from redrafter.scheduler.finished_texts import FinishedTexts
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import TokenSequence
@@ -182,6 +182,7 @@ class Episode:
             guaranteed_no_evict=choices.random() < 0.25,
             admit_together=choices.choice((1, 1, 2)),
             reuse=self.on_host or choices.random() < 0.85,
+            bulk=self.seed % 3 == 0,
         )
         served.overlap = choices.random() < 0.6  # as on a GPU
         served.mixed_prefill = served.overlap and served.prefiller.can_mix and choices.random() < 0.8
@@ -266,6 +267,8 @@ class Episode:
 def _small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(running_batch.MIN_POSITIONS, "cpu", 32)
     monkeypatch.setattr(block_manager, "MIN_SAVED", 1)
+    monkeypatch.setattr(running_batch, "ROWS_PER_EMPTY_ROW", 2)
+    monkeypatch.setattr(prefill, "BULK_ROWS", 2)
 
 
 KINDS_OF_DRAFTERS = ("recurrent", "EAGLE", "DFlash", "MTP", "others")
