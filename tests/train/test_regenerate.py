@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -255,6 +256,42 @@ def test_as_many_rows_as_asked_for_are_decoded_at_once_and_others_take_the_slots
     written(pair, rows[:12], replace(config, temperatures=(0.0,), overwrite=True))
     assert max(steps) == config.batch_size == 3
     assert calls[0] == 4 * config.batch_size
+
+
+def test_prompts_are_tokenised_while_a_batch_is_decoded(pair, config, monkeypatch):
+    tokenised, decode, make = threading.Event(), AnswerWriter.decode, answer_writer.make_task
+
+    def made(number: int, *arguments: object) -> Task:
+        task = make(number, *arguments)
+        if number == 2:  # the first row that is not of the first two batches
+            tokenised.set()
+        return task
+
+    def decoded(self: AnswerWriter, batch: list[Task]) -> object:
+        assert tokenised.wait(20), "row 2 is tokenized only after the batch"
+        return decode(self, batch)
+
+    rows = [talk(f"number {number}", "x") for number in range(4)]
+    expected = written(pair, rows, config)
+    monkeypatch.setattr(answer_writer, "make_task", made)
+    monkeypatch.setattr(AnswerWriter, "decode", decoded)
+    assert written(pair, rows, replace(config, batch_size=1, overwrite=True)) == expected
+
+
+def test_no_more_than_three_batches_are_open_and_every_turn_is_answered(pair, config, monkeypatch):
+    opened = noted(monkeypatch, answer_writer, "choose_batch", lambda _, tasks, size: len(tasks))
+    rows = [ROWS[1]] * 30  # of several turns, so that tasks stay open
+    expected = written(pair, rows, replace(config, limit=None, batch_size=30))
+    opened.clear()
+    assert written(pair, rows, replace(config, limit=None, batch_size=2, overwrite=True)) == expected
+    assert max(opened) <= 3 * 4 * 2
+
+
+def test_a_batch_of_many_slots_has_more_rows_for_each(pair, config, monkeypatch):
+    calls = noted(monkeypatch, AnswerWriter, "decode", lambda _, writer, batch: len(batch))
+    rows = [Row(f"t:{number}", ids=[1, 40 + number % 20, 50, 60]) for number in range(400)]
+    written(pair, rows, replace(config, limit=None, batch_size=64, temperatures=(0.0,), max_new_tokens=2))
+    assert calls == [400]
 
 
 def test_batches_hold_the_first_row_and_those_of_its_length(pair):

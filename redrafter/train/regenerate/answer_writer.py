@@ -10,6 +10,7 @@ next answer is decoded after exactly the ids that the base has read and generate
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,6 +40,9 @@ SEED_RANGE = 1 << 62  # seeds are less than this
 # A batch is decoded in one call, in which waiting rows take the slots of those that end. With one row for each slot,
 # ever more slots would be empty until the longest answer of each batch ends.
 ROWS_PER_SLOT = 4
+# Many slots write a batch of so few rows in seconds, of which the longest answers leave most slots empty for a part: a
+# sixth of the steps, where answers have 180 tokens and at most 320. A kill loses a batch, some 15 s of work.
+MANY_SLOTS, ROWS_PER_SLOT_OF_MANY = 64, 16
 POOL_BATCHES = 2  # pool size in batches, from which rows of similar length are batched
 OUT_OF_MEMORY_ERRORS = (CacheFullError, torch.OutOfMemoryError, MemoryError)
 LOG_SECONDS = 10.0  # between lines of progress
@@ -194,33 +198,47 @@ class AnswerWriter:
 
     def _limit_rows(self, slots: int) -> None:
         """Let the engine decode at most `slots` rows at once, and set the size of a batch."""
-        self.slots, self.size = slots, slots * ROWS_PER_SLOT if slots > 1 else 1
+        rows_per_slot = ROWS_PER_SLOT_OF_MANY if slots >= MANY_SLOTS else ROWS_PER_SLOT
+        self.slots, self.size = slots, slots * rows_per_slot if slots > 1 else 1
         engine = self.pair.engine
         engine.options = replace(engine.options, max_batch_size=slots)
 
     def answer(self, rows: Iterable[Row]) -> None:
         """Answer all rows of this shard that are not in the journal."""
         coming = select_rows(rows, self.config)
-        while True:
-            self._open_tasks(coming)
-            if not self.open:
-                break
-            self._answer_batch()
+        # Prompts of a later batch are tokenized while one is decoded: a tokenizer computes outside of the interpreter's
+        # lock.
+        with ThreadPoolExecutor(1, "redrafter-prompts") as thread:
+            # A pool of several batches, so that rows of about the same length can be batched.
+            self._open_tasks(*self._make_tasks(coming, POOL_BATCHES * self.size))
+            while self.open:
+                count = min((POOL_BATCHES + 1) * self.size - len(self.open), self.size)
+                made = thread.submit(self._make_tasks, coming, count)
+                self._answer_batch()
+                self._open_tasks(*made.result())
         self._log_progress()
 
-    def _open_tasks(self, coming: Iterator[tuple[int, Row, bool]]) -> None:
-        # A pool of several batches, so that rows of about the same length can be batched.
-        while len(self.open) < POOL_BATCHES * self.size and (new := next(coming, None)) is not None:
+    def _make_tasks(
+        self, coming: Iterator[tuple[int, Row, bool]], count: int
+    ) -> tuple[Sequence[Task], Sequence[Record]]:
+        """Make `count` tasks of the next rows, or as many as there are, and the records of invalid rows among them."""
+        tasks, errors = list[Task](), list[Record]()
+        while len(tasks) < count and (new := next(coming, None)) is not None:
             number, row, chosen = new
             self.input += 1
             self.skipped += not chosen
             if not chosen or number in self.journal.done:
                 continue
             try:
-                self.open.append(make_task(number, row, self.pair.tokenizer, self.limits, self.config))
+                tasks.append(make_task(number, row, self.pair.tokenizer, self.limits, self.config))
             # An invalid row must not end a run of hours; it is recorded as failed.
             except ReDrafterError as error:
-                self.journal.add([_error(number, row, first_line(error))])
+                errors.append(_error(number, row, first_line(error)))
+        return tasks, errors
+
+    def _open_tasks(self, tasks: Sequence[Task], errors: Sequence[Record]) -> None:
+        self.open += tasks
+        self.journal.add(errors)
 
     def _answer_batch(self) -> None:
         """Decode one answer for each task of a batch chosen from `open`, and add finished tasks to the journal.
