@@ -2,6 +2,7 @@
 
 import warnings
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from redrafter.engine.options import EngineOptions
 from redrafter.engine.tuning import Tuning
 from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
+from redrafter.scheduler.prefill import ROOMS_OF_BULK
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.waiting_queue import Limits
 from redrafter.tree.sizes import TreeShape
@@ -216,6 +218,22 @@ def test_states_of_a_stored_prefix_are_restored_where_captured_steps_read_them(a
     assert sequences[1].tokens == sequences[-1].tokens
     assert [x.data_ptr() for x in states] == addresses
     assert any(step.graph is not None for step in served.batch.captured_steps.values())
+
+
+@COMPILE
+@pytest.mark.parametrize("speculate", [False, True])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_rows_that_are_exchanged_in_groups_write_the_same_in_captured_steps(compile, setting, speculate):
+    engine = on_gpu("llama", compile=compile, max_batch_size=8)  # in so few rows, sequences end and begin one by one
+    torch.manual_seed(4)
+    ids = torch.randint(50, 90, (300, 50), device="cuda")
+    how = {"max_new_tokens": 40, "eos_token_id": [5, 11, 30, 31, 32]} | SETTINGS[setting]
+    expected = engine.generate(ids, speculate=False, **how)
+    engine.options = replace(engine.options, max_batch_size=96)
+    assert torch.equal(engine.generate(ids, speculate=speculate, **how), expected)
+    steps = engine.batches.idle[-1].captured_steps
+    assert any(key.rows >= 64 and key.chunks in ROOMS_OF_BULK for key in steps)
+    assert all(step.graph is not None for step in steps.values())
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -14,7 +14,7 @@ from redrafter import Engine
 from redrafter.engine.options import EngineOptions
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler import prefill, running_batch
-from redrafter.scheduler.prefill import ROOMS_OF_BULK, Prefiller, chunks_that_end_together, rooms_of
+from redrafter.scheduler.prefill import MAX_GROUP, ROOMS_OF_BULK, Prefiller, chunks_that_end_together, rooms_of
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.serve.config import ServeOptions
@@ -138,6 +138,16 @@ def test_prompts_that_were_admitted_together_begin_together(monkeypatch):
     again = [make_sequence(list(each.prompt), each.max_new_tokens, GREEDY) for each in (*running, *first, *second)]
     run(plain, again)
     assert [each.sink.tokens for each in again] == [each.sink.tokens for each in (*running, *first, *second)]
+
+
+def test_of_many_prompts_that_were_admitted_together_the_first_do_not_wait_for_the_last(llama, monkeypatch):
+    served = scheduler(engine_of(llama, 100), blocks=900, max_batch_size=90, **BULK)
+    until_stepping(served, *(make_sequence([1 + row], 30, GREEDY) for row in range(45)))
+    begun = noted(monkeypatch, RunningBatch, "begin", lambda _, batch, read: len(read.sequences))
+    late = [make_sequence([5 + row] * (50 + row), 4, GREEDY) for row in range(40)]
+    served.submit(*late)
+    run(served, [])
+    assert begun == [MAX_GROUP, 40 - MAX_GROUP]
 
 
 @pytest.mark.parametrize("budget", [1, 3, 16, 40, 1000])
