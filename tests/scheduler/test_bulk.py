@@ -16,6 +16,7 @@ from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler import prefill, running_batch
 from redrafter.scheduler.prefill import MAX_GROUP, ROOMS_OF_BULK, Prefiller, chunks_that_end_together, rooms_of
 from redrafter.scheduler.running_batch import RunningBatch
+from redrafter.scheduler.running_set import RunningSet
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.serve.config import ServeOptions
 
@@ -201,3 +202,40 @@ def test_code_of_the_caller_is_not_called_for_texts_that_have_ended(llama):
     seen.clear()
     assert torch.equal(paged(engine_of(llama, 12)).generate(ids, mask, **arguments), expected)
     assert sorted(seen) == in_few_rows
+
+
+def test_a_call_that_is_given_up_while_rows_are_empty_leaves_nothing(llama):
+    served = scheduler(engine_of(llama, 20), max_batch_size=20, **BULK)
+    served.submit(*(make_sequence([1 + row], 5 + row, GREEDY) for row in range(30)))
+    while not any(each.ended for each in served.batch.rows):
+        served.round()
+    with torch.inference_mode():  # as in a call
+        served.abandon()
+    assert served.idle
+    nothing_is_held(served)
+    again = [make_sequence([3 + row], 6, GREEDY) for row in range(9)]
+    run(served, again)
+    assert all(len(each.sink.tokens) == 6 for each in again)
+
+
+@pytest.mark.parametrize(("owner", "name"), [(RunningSet, "admit"), (RunningSet, "grow"), (RunningBatch, "step")])
+def test_an_error_while_rows_are_empty_ends_no_text_twice(llama, monkeypatch, owner, name):
+    served, errors = scheduler(engine_of(llama, 20), max_batch_size=20, **BULK), []
+    running = [make_sequence([1 + row], 5 + row, GREEDY) for row in range(20)]
+    served.submit(*running)
+    while not any(each.ended for each in served.batch.rows):
+        served.round()
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(owner, name, fail)
+    served.on_failure = lambda error, count: errors.append((str(error), count))
+    left = sum(not each.ended for each in running)
+    with torch.inference_mode():
+        served.round()
+    assert errors == [("broken", left)]
+    assert all(
+        [delta.finish for delta in each.sink.deltas].count(None) + 1 == len(each.sink.deltas) for each in running
+    )
+    nothing_is_held(served)
