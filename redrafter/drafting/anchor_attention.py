@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 TILE = 128  # queries, and keys, of a tile of FlexAttention's masks
+# Fewer queries than a tile would else have the kernel for decoding, which divides keys by other rules.
+KERNEL_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 
 
 class SeenRanges(NamedTuple):
@@ -115,7 +117,9 @@ def attend_ranges(query: Tensor, key: Tensor, value: Tensor, mask: "BlockMask") 
     query, key, value = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
     # All are in one dtype already, and FlexAttention's backward has no autocast.
     with torch.autocast(query.device.type, enabled=False):
-        attended: Tensor = compiled_attention()(query, key, value, block_mask=mask, enable_gqa=True)
+        attended: Tensor = compiled_attention()(
+            query, key, value, block_mask=mask, enable_gqa=True, kernel_options=KERNEL_OPTIONS
+        )
     return attended.transpose(1, 2)
 
 

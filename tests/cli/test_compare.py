@@ -308,9 +308,9 @@ def test_a_token_that_cannot_stand_there_or_none_is_a_true_difference(compare, r
 
 @pytest.mark.parametrize(
     ("dtype", "largest", "most"),
-    [("bfloat16", 12.0, 4 / 16), ("bfloat16", -3.0, 4 / 64), ("float16", 12.0, 4 / 128), ("float32", 12.0, 1e-4)],
+    [("bfloat16", 12.0, 8 / 16), ("bfloat16", -3.0, 8 / 64), ("float16", 12.0, 8 / 128), ("float32", 12.0, 1e-4)],
 )
-def test_a_near_tie_is_four_steps_of_a_half_precision(dtype, largest, most):
+def test_a_near_tie_is_eight_steps_of_a_half_precision(dtype, largest, most):
     logits = torch.tensor([0.5, largest, -1.0, float("-inf")])
     assert tolerance(logits, getattr(torch, dtype)) == most
 

@@ -43,7 +43,9 @@ def learnt(drafter: BlockDrafter, model: torch.nn.Module, packed: bool, device: 
     return [loss.detach().cpu(), *(weight.grad.cpu() for weight in drafter.parameters() if weight.grad is not None)]
 
 
-def attend_densely(query: Tensor, key: Tensor, value: Tensor, *, block_mask: BlockMask, enable_gqa: bool) -> Tensor:
+def attend_densely(
+    query: Tensor, key: Tensor, value: Tensor, *, block_mask: BlockMask, enable_gqa: bool, kernel_options: object
+) -> Tensor:
     """Compute FlexAttention with gradients, which it lacks on a CPU."""
     row, q, k = (torch.arange(size) for size in (len(query), query.shape[2], key.shape[2]))
     seen = block_mask.mask_mod(row[:, None, None, None], torch.tensor(0), q[:, None], k)
