@@ -1,9 +1,10 @@
 """Steps captured in CUDA graphs where the device supports it, and forwards that are launched but not read yet."""
 
+import atexit
 import gc
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -201,6 +202,10 @@ class GraphCapturer:
     def __init__(self, target: Target):
         self._target, self._capturable = target, True
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        if target.ranks.size > 1:
+            # NCCL destroys no communicator before all graphs with its collectives, so the exit would wait for ever.
+            # Functions run at exit in reverse order, and the group was opened earlier.
+            atexit.register(_reset, self._graphs)
 
     def capture(self, step: CapturedStep) -> None:
         """Capture a step if possible, else return it uncaptured. All rows of its buffers must be inactive."""
@@ -224,6 +229,11 @@ class GraphCapturer:
                 "one, slower; where it has experts, experts_implementation='batched_mm' at loading may help",
                 stacklevel=2,
             )
+
+
+def _reset(graphs: Iterable[torch.cuda.CUDAGraph]) -> None:
+    for graph in graphs:
+        graph.reset()
 
 
 @dataclass(frozen=True)

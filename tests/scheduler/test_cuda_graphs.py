@@ -1,11 +1,14 @@
 """Captured steps are shared between requests; here they run uncaptured, on a paged cache."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from helpers.generation import same_undrafted
 from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import DraftTarget, Engine
+from redrafter.scheduler import captured_step
 from redrafter.scheduler.captured_step import CapturedStep, GraphCapturer
 
 NEW = 12
@@ -104,3 +107,21 @@ def test_a_draft_model_sees_the_settings_that_were_loaded(steps, acceptance):
     text = write(engine, top_p=0.5, **common)
     check_shared(steps)
     assert torch.equal(text, write(dense, top_p=0.5, **common))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_several_ranks_reset_their_graphs_at_exit(ranks, monkeypatch):
+    reset, at_exit = [], []
+    graph = type("Graph", (), {"reset": lambda self: reset.append(self), "pool": lambda self: None})
+    monkeypatch.setattr(captured_step, "atexit", SimpleNamespace(register=lambda *call: at_exit.append(call)))
+    monkeypatch.setattr(captured_step, "capture", lambda run, other, watched: graph())
+    capturer = GraphCapturer(
+        SimpleNamespace(ranks=SimpleNamespace(size=ranks), device=torch.device("cuda"), hooked=False)
+    )
+    steps = [SimpleNamespace(sampler=SimpleNamespace(capturable=True), run_step=None, graph=None) for _ in range(3)]
+    for step in steps:
+        capturer.capture(step)
+    del steps[0]  # it was dropped before
+    for call, *arguments in at_exit:
+        call(*arguments)
+    assert {*reset} == ({step.graph for step in steps} if ranks > 1 else set())
