@@ -74,6 +74,19 @@ def test_a_large_batch_reads_a_prompt_at_once_into_the_smallest_buffers_that_hol
     same_alone(engine, [*running, *late])
 
 
+def test_a_prompt_alone_is_read_at_once_into_the_smallest_buffers_that_hold_it(monkeypatch):
+    read = noted(monkeypatch, Prefiller, "choose_mixed", lambda step, *_: (sum(n for _, n in step.chunks), step.tokens))
+    engine = with_tree(tiny_model("llama", max_position_embeddings=1024), tiny_drafter(), 2, 3)
+    served, sequences = scheduler(engine, blocks=600, max_batch_size=2), []
+    for length in (9, 158, 161, 300, 340, 500):
+        sequences.append(make_sequence(prompt(length, length), 1, GREEDY))
+        served.submit(sequences[-1])
+        run(served, [])
+    found = [tokens for tokens in read if tokens[0]]
+    assert found == [(9, 64), (158, 160), (161, 192), (300, 320), (340, 384), (500, 512)]
+    same_alone(engine, sequences)
+
+
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     ("rows", "lengths", "limits"),
@@ -100,7 +113,7 @@ def test_some_prompts_are_read_alone(engine, forwards, rows, lengths, params, al
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     ("lengths", "rooms"),
-    [([1], {4}), ([64], {4}), ([65], {8}), ([60] * 3, {16}), ([256, 256], {32}), ([1] * 33, {0})],
+    [([1], {4}), ([64], {4}), ([65], {8}), ([60] * 3, {12}), ([256, 256], {32}), ([1] * 33, {0})],
     ids=str,
 )
 def test_first_prompts_are_read_by_a_step_without_rows(forwards, lengths, rooms, params):
