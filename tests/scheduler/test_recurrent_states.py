@@ -37,10 +37,10 @@ def test_drafts_are_as_good_after_a_prompt_that_was_read_in_chunks(engine):
 def test_a_row_that_moves_without_its_state_is_seen(monkeypatch):
     engine, move = make_engine("draft model's tree", recurrent_model("lfm2")), PagedRows.move
 
-    def without_state(self, source, to):
-        state_row = self.state_rows[to].clone()
-        move(self, source, to)
-        self.state_rows[to] = state_row
+    def without_state(self, *moved):
+        state_row = self.state_rows[moved[1]].clone()
+        move(self, *moved)
+        self.state_rows[moved[1]] = state_row
 
     monkeypatch.setattr(PagedRows, "move", without_state)
     sequences = [make_sequence([5 + n, 6, 7], 10 + 10 * n, GREEDY) for n in range(3)]
