@@ -157,13 +157,13 @@ def load_engine(method: str, model: str | Target, options: LoadOptions, draft: D
 
     `model` is a directory or hub id, or a loaded target.
     """
-    # The compiler and its processes take seconds to start, and reading weights leaves Python idle for most of its time.
-    importing = Thread(target=_start_compiler, daemon=True)
     if not options.compile or not torch.cuda.is_available() or str(options.device).startswith("cpu"):
         return _load(method, model, options, draft)
-    importing.start()
+    # The compiler and its processes take seconds to start, and reading weights leaves Python idle for most of its time.
+    starting = Thread(target=_start_compiler, daemon=True)
+    starting.start()
     engine = _load(method, model, options, draft)
-    importing.join()  # not after an error, which is reported at once
+    starting.join()  # not after an error, which is reported at once
     return engine
 
 

@@ -234,7 +234,7 @@ class BlockDrafter(TrainableDrafter):
 
     @property
     def _position_bytes(self) -> int:
-        """About the bytes that a layer keeps of a position for the gradients, without its attention's scores."""
+        """Return about how many bytes a layer keeps of a position for the gradients, without scores."""
         config = self.config
         attended = config.num_attention_heads * config.head_dim
         return 4 * (10 * config.hidden_size + 4 * config.intermediate_size + 4 * attended)

@@ -14,7 +14,7 @@ from redrafter.engine.engine import Engine
 from redrafter.sampling.noise import gumbel
 
 # Rounding may move a logit by this many steps of the format at the largest logit. Of the 20 likeliest tokens at 9,500
-# positions of SmolLM2 in bfloat16, computed in two shapes, one of a thousand moved by 4 and the last by 7.5.
+# positions of SmolLM2 in bfloat16, computed in two shapes, one in a thousand moved by more than 4; the most is 7.5.
 HALF_PRECISION_STEPS = 8
 FLOAT32_TOLERANCE = 1e-4  # the same in float32 and float64, where rounding differs by a few 1e-5
 MAX_TEXTS, MAX_LINE_CHARS = 3, 60  # printed differences per method, and characters of each

@@ -82,8 +82,7 @@ class AttentionKernels(TorchDispatchMode):
                 inputs = AttentionInputs.from_arguments(*args, **kwargs)
                 rows, nodes, new, _ = inputs.rows.sizes
                 tile = max(1 << (new * inputs.heads[1] - 1).bit_length(), _SMALLEST_TILE)
-                run = partial(self._launch, partial(function, *args, **kwargs), query.device)
-                self._draft_calls.setdefault((kind, rows, tile, nodes > new), run)
+                self._draft_calls.setdefault((kind, rows, tile, nodes > new), partial(function, *args, **kwargs))
                 return inputs.new_output().zero_()
             self._calls.setdefault(kind, (function, args, kwargs))
         return function(*args, **kwargs)
@@ -125,7 +124,7 @@ class AttentionKernels(TorchDispatchMode):
             yield
             return
         with ThreadPoolExecutor(min(len(runs), os.cpu_count() or 1), "redrafter-kernels") as threads:
-            launched = [threads.submit(run) for run in runs]
+            launched = [threads.submit(self._launch, run, store.pools[0].device) for run in runs]
             yield
         # They hold tensors of a forward and of drafts.
         self._calls.clear()
@@ -136,24 +135,22 @@ class AttentionKernels(TorchDispatchMode):
             _LOG.warning("an attention kernel cannot be compiled: %s", line)
 
     @staticmethod
-    @torch.inference_mode()
-    def _launch(call: Callable[[], object], device: torch.device) -> None:
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # chosen for each thread
-            call()
+    @torch.inference_mode()  # which holds in one thread alone, as the device does
+    def _launch(run: Callable[[], object], device: torch.device) -> None:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            run()
 
     @staticmethod
-    @torch.inference_mode()
     def _attend(
         store: KVCachePool, size: StepSize, function: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         query, key, value, *pools = args[:7]
         device = query.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # chosen for each thread
-            tokens = size.rows * size.nodes + size.chunks * TOKENS_PER_CHUNK
-            tokens += -tokens % TOKEN_MULTIPLE
-            table = torch.zeros(size.rows, TABLE_BLOCKS, dtype=torch.int32, device=device)
-            ids = torch.zeros(size.rows, size.nodes, dtype=torch.long, device=device)
-            chunks = PromptChunks.room(size.chunks, TABLE_BLOCKS, device)
-            plan = PagedCache(store, table).plan(chain(ids), ids[:, 0], windows=(), chunks=chunks, tokens=tokens)
-            new = (x.new_zeros(tokens, *x.shape[1:]) for x in (query, key, value))
-            function(*new, *pools, *plan.tensors, *args[15:], **kwargs)
+        tokens = size.rows * size.nodes + size.chunks * TOKENS_PER_CHUNK
+        tokens += -tokens % TOKEN_MULTIPLE
+        table = torch.zeros(size.rows, TABLE_BLOCKS, dtype=torch.int32, device=device)
+        ids = torch.zeros(size.rows, size.nodes, dtype=torch.long, device=device)
+        chunks = PromptChunks.room(size.chunks, TABLE_BLOCKS, device)
+        plan = PagedCache(store, table).plan(chain(ids), ids[:, 0], windows=(), chunks=chunks, tokens=tokens)
+        new = (x.new_zeros(tokens, *x.shape[1:]) for x in (query, key, value))
+        function(*new, *pools, *plan.tensors, *args[15:], **kwargs)

@@ -203,7 +203,7 @@ class GraphCapturer:
         self._target, self._capturable = target, True
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
         if target.ranks.size > 1:
-            # NCCL destroys no communicator before all graphs with its collectives, so the exit would wait for ever.
+            # NCCL destroys no communicator before all graphs with its collectives, so the exit would wait forever.
             # Functions run at exit in reverse order, and the group was opened earlier.
             atexit.register(_reset, self._graphs)
 

@@ -1,4 +1,4 @@
-"""What drafters store of tokens is compiled once for any number of them, one token included."""
+"""Check that functions which compute what drafters store of tokens are compiled once, for one token and for many."""
 
 from typing import Any
 
