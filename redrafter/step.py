@@ -9,11 +9,9 @@ proposer fix all of them and nothing here reads a value on the host, so a step c
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from redrafter.attention.tree_plan import ChunkEnds, PromptChunks
 from redrafter.cache.kv_cache import KVCache
@@ -25,63 +23,9 @@ from redrafter.model.target import Target
 from redrafter.parallel.ranks import ALONE, Ranks
 from redrafter.sampling.prefixes import Prefixes
 from redrafter.sampling.sampler import Sampler, finite_draws
-from redrafter.tree.accept import Path, accept, acceptable_nodes
-from redrafter.tree.likelihood import LIKELIHOODS, count_outcomes
+from redrafter.tree.accept import Path
+from redrafter.tree.report import StepReport, accept_drafts
 from redrafter.tree.token_tree import Tree, chain
-
-
-class StepReport(NamedTuple):
-    """What the host reads of a step of B rows. Packed into one tensor, it takes one copy from the device.
-
-    Attributes:
-        tokens: Accepted drafts and then the token that the target drew after them, `[B, K+1]` int64. Entries past
-            `accepted` are undefined.
-        accepted: Number of accepted drafts, `[B]` int64.
-        drafted: Number of drafts verified, those below the row's `Sampler.draft_limits` excluded, `[B]` int64.
-        finite: How many of the tokens, from the first on, were drawn from logits that are finite numbers, `[B]` int64.
-        copied: How many accepted drafts only the text itself had drafted, `[B]` int64.
-        outcomes: Counts of the drafts by their likelihood, `[2 + S, J]` int64 for S searched levels, as
-            `count_outcomes` returns them; None for drafts without scores.
-    """
-
-    tokens: Tensor
-    accepted: Tensor
-    drafted: Tensor
-    finite: Tensor
-    copied: Tensor
-    outcomes: Tensor | None = None
-
-    def pack(self) -> Tensor:
-        """Return all of it in one tensor, `[B + R, K+5]` int64: a line for each row, then R lines of `outcomes`."""
-        counts = torch.stack([self.accepted, self.drafted, self.finite, self.copied], dim=1)
-        packed = torch.cat([self.tokens, counts], dim=1)
-        if self.outcomes is None:
-            return packed
-        flat, width = self.outcomes.flatten(), packed.shape[1]
-        return torch.cat([packed, pad(flat, (0, -len(flat) % width)).view(-1, width)])
-
-    @classmethod
-    def unpack(cls, packed: Tensor, rows: int, searched: int) -> "StepReport":
-        """Return what `pack` has packed, as views.
-
-        Args:
-            packed: `[B + R, K+5]` int64.
-            rows: B.
-            searched: S, levels of drafts that were searched.
-        """
-        outcomes = None
-        if len(packed) > rows:
-            flat = packed[rows:].flatten()
-            outcomes = flat[: (2 + searched) * len(LIKELIHOODS)].view(-1, len(LIKELIHOODS))
-        accepted, drafted, finite, copied = packed[:rows, -4:].unbind(1)
-        return cls(
-            tokens=packed[:rows, :-4],
-            accepted=accepted,
-            drafted=drafted,
-            finite=finite,
-            copied=copied,
-            outcomes=outcomes,
-        )
 
 
 @dataclass(frozen=True)
@@ -149,8 +93,8 @@ def step(
     # Where rows share nodes, most nodes of a row have no logits, and nothing of the vocabulary's size is made for them.
     ragged = tree.counts is not None and isinstance(cache, PagedCache)  # a dense forward computes all nodes
     flat = ragged and sampler.draws_logits and not keeps_logits
-    batch = ForwardBatch(tree, state.length, cache, inputs=state.inputs, chunks=chunks, flat_logits=flat)
-    verified = target.verify(batch)  # logits [B, N, V], or [1, T, V] if flat; hidden states [B, N, F]
+    batch = ForwardBatch(tree, state.length, cache, inputs=state.inputs, chunks=chunks, flat_outputs=flat)
+    verified = target.verify(batch)  # logits [B, N, V] and hidden states [B, N, F]; [1, T, ...] if flat
     logits = scores = verified.logits
 
     # 4. Process. Processors change the scores at every node, after that node's own prefix.
@@ -175,10 +119,12 @@ def step(
     # All ranks must accept and commit the same tokens, so rank 0's draws are used.
     drawn, finite = target.ranks.of_first(drawn, finite)
 
-    # 6. Accept. A draft holds if it is the token that was drawn at its parent, and its parent holds.
+    # 6. Accept. A draft holds if it is the token that was drawn at its parent, and its parent holds. Each row's text
+    #    gets the accepted tokens and the one drawn after them, the next pending token.
     tree = verified.tree  # in which tokens past a switch of the target's rope are masked
-    acceptable = acceptable_nodes(tree, sampler.draft_limits)  # [B, N]
-    path = accept(tree, drawn, proposer.depth, acceptable)  # [B, K+1]
+    path, report, length = accept_drafts(
+        tree, drawn, finite, state.tokens, state.length, state.active, proposer.depth, sampler.draft_limits
+    )  # path [B, K+1]
 
     # 7. Commit. The accepted nodes' keys and values move next to the committed tokens'; of recurrent states,
     #    those after the last accepted nodes stay.
@@ -190,16 +136,6 @@ def step(
     if draft_cache is not None:
         commit_drafts(state, tree, path, draft_cache)
 
-    # 8. Advance. The token drawn at the end of the path is the next pending token.
-    tokens = drawn.gather(1, path.nodes)  # [B, K+1]
-    report = StepReport(
-        tokens=tokens,
-        accepted=path.accepted,
-        drafted=torch.full_like(tokens[:, 0], tree.new - 1) if acceptable is None else acceptable.sum(1) - 1,
-        finite=finite.gather(1, path.nodes).cumprod(1).sum(1),
-        copied=(path.nodes >= tree.tokens.shape[1] - tree.grafted).sum(1),
-        outcomes=None if tree.score is None else count_outcomes(tree, path),
-    )
     output = StepOutput(
         report=report,
         path=path,
@@ -209,7 +145,16 @@ def step(
         scores=scores,
         chunk_ends=verified.chunk_ends,
     )
-    return _advance(state, tokens, path, verified.hidden), output
+
+    # 8. Advance. The next step drafts after the hidden state that produced the pending token.
+    if flat:
+        hidden = verified.hidden[0, tree.row_starts()[:-1] + path.end]  # [B, F]
+    else:
+        end = path.end[:, None, None].expand(-1, 1, verified.hidden.shape[-1])
+        hidden = verified.hidden.gather(1, end).squeeze(1)
+    # Inactive rows are masked, not left out: a captured step has fixed shapes.
+    hidden = torch.where(state.active[:, None], hidden, state.hidden)
+    return replace(state, length=length, hidden=hidden), output
 
 
 def draw_first_tokens(
@@ -242,11 +187,9 @@ def draw_first_tokens(
     scores = _process(logits[:, None], before, tree, sampler, window)  # [B, 1, V]
     drawn = sampler.draw(scores, sampler.noise(prompt, 1), tree.depth)  # [B, 1]
     drawn, finite = ranks.of_first(drawn, finite_draws(logits[:, None], drawn))
-    path = accept(tree, drawn, max_depth=0)
-    none = torch.zeros_like(prompt)
-    report = StepReport(tokens=drawn, accepted=path.accepted, drafted=none, finite=finite[:, 0], copied=none)
+    path, report, length = accept_drafts(tree, drawn, finite, tokens, before.length, before.active, max_depth=0)
     output = StepOutput(report=report, path=path, levels=0, grafted=0, logits=logits[:, None], scores=scores)
-    return _advance(before, drawn, path, hidden[:, None]), output
+    return replace(before, length=length, hidden=hidden), output
 
 
 def _process(logits: Tensor, state: State, tree: Tree, sampler: Sampler, window: int) -> Tensor:
@@ -259,19 +202,3 @@ def _process(logits: Tensor, state: State, tree: Tree, sampler: Sampler, window:
         state.tokens, state.length, prompt=sampler.prompt, limit=sampler.limit, tree=tree, window=window
     )
     return sampler.process(logits, prefixes)
-
-
-def _advance(state: State, tokens: Tensor, path: Path, hidden: Tensor) -> State:
-    """Append the new tokens `[B, K+1]` to each row and move the active rows on by the tokens they gained.
-
-    Entries past a row's new pending token are overwritten by its next step.
-    """
-    positions = state.length[:, None] + 1 + torch.arange(tokens.shape[1], device=tokens.device)  # [B, K+1]
-    state.tokens.scatter_(1, positions, tokens)
-    end = path.end[:, None, None].expand(-1, 1, hidden.shape[-1])  # [B, 1, F]
-    # Inactive rows are masked, not left out: a captured step has fixed shapes.
-    return replace(
-        state,
-        length=torch.where(state.active, state.length + path.accepted + 1, state.length),
-        hidden=torch.where(state.active[:, None], hidden.gather(1, end).squeeze(1), state.hidden),
-    )

@@ -11,6 +11,7 @@ __all__ = [
     "MAX_THIN_TOKENS",
     "MAX_WIDENED_TOKENS",
     "TRITON",
+    "accept_drafts",
     "best_candidates",
     "best_of_parts",
     "candidate_scores",
@@ -35,6 +36,7 @@ __all__ = [
 TRITON = find_spec("triton") is not None
 
 if TRITON:
+    from redrafter.kernels.accept import accept_drafts
     from redrafter.kernels.attention import tree_attention
     from redrafter.kernels.cache_tiles import commit
     from redrafter.kernels.float8_matmul import float8_product

@@ -41,8 +41,8 @@ class ForwardBatch:
         chunks: Chunks of prompts that are read in addition to the trees, on a paged cache; None for none.
         pieces: For chains that are parts of prompts, the tokens read of each row that continues; its recurrent states
             are then those after them. None for a tree, whose path is committed later.
-        flat_logits: Whether to return the logits of the T verified nodes alone if rows share nodes. By row, logits also
-            have entries for all nodes that are not verified.
+        flat_outputs: Whether to return logits and hidden states of the T verified nodes alone if rows share nodes. By
+            row, they also have entries for all nodes that are not verified.
     """
 
     tree: Tree
@@ -52,7 +52,7 @@ class ForwardBatch:
     inputs: Mapping[Feature, Tensor] = field(default_factory=dict)
     chunks: PromptChunks | None = None
     pieces: Sequence[Piece] | None = None
-    flat_logits: bool = False
+    flat_outputs: bool = False
 
     @property
     def places(self) -> Tensor:
@@ -100,8 +100,8 @@ class ForwardOutput:
     Attributes:
         tree: The trees of the batch, without tokens that cannot be accepted because the model's rope switches there.
         logits: Logits of the new nodes, `[B, M, V]`; M is 1 with `logits_index`. Logits of the T verified nodes,
-            `[1, T, V]`, with `flat_logits`.
-        hidden: Hidden states that a drafter reads, `[B, M, F]`.
+            `[1, T, V]`, with `flat_outputs`.
+        hidden: Hidden states that a drafter reads, `[B, M, F]`, or `[1, T, F]` likewise.
         chunk_ends: Both of the last token of each chunk; None for no chunks.
     """
 

@@ -159,8 +159,8 @@ class VarlenForward(TreeForward):
         ends = None if chunks is None else ChunkEnds(logits[of_nodes:], hidden[index[of_nodes:]])
         if batch.logits_index is not None:
             return logits[:of_nodes, None], hidden[index[:of_nodes]][:, None], ends
-        by_node = logits[:count]
-        return by_node[None] if batch.flat_logits else tree.by_row(by_node), tree.by_row(hidden[:count]), ends
+        outputs = logits[:count], hidden[:count]
+        return *(x[None] if batch.flat_outputs else tree.by_row(x) for x in outputs), ends
 
     def read_pieces(self, pieces: Sequence[Piece], read: Prompts, *, all_tokens: bool) -> tuple[Tensor, Tensor]:
         """Read pieces of prompts, T tokens together, in one forward on a CPU.

@@ -26,7 +26,8 @@ from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.logprobs import score_drawn
 from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
-from redrafter.step import StepOutput, StepReport, step
+from redrafter.step import StepOutput, step
+from redrafter.tree.report import StepReport
 
 INACTIVE_TOKENS = 64  # committed tokens of each row of an inactive step, which attention reads
 
@@ -112,7 +113,7 @@ class CapturedStep:
         chunks: Buffers of the prompt chunks read together with the rows, or None.
         output: The output of the last replay. The next replay overwrites it. Logits and scores are empty unless they
             were asked for: a graph would hold them for good, in addition to those of every other graph.
-        packed: Its report, packed by `StepReport.pack`, overwritten likewise.
+        packed: Its report, as in `StepReport`, overwritten likewise.
         num_bytes: Bytes of the logits and scores that the step holds.
         graph: The captured step; None where it cannot be captured and runs as it is.
         ran: Whether it has run, so that a run pays for nothing that only first ones pay for.
@@ -153,7 +154,7 @@ class CapturedStep:
         # In place: a replay reads and writes the buffers that it was captured with.
         self.state.length.copy_(state.length)
         self.state.hidden.copy_(state.hidden)
-        self.packed = self.output.report.pack()
+        self.packed = self.output.report.packed
         logits, scores = self.output.logits, self.output.scores
         self.num_bytes = logits.nbytes + (0 if scores is logits else scores.nbytes)
 
@@ -242,7 +243,7 @@ class LaunchedStep:
 
     Attributes:
         sequences: The sequences of its first R rows.
-        packed: The copy of its report, packed by `StepReport.pack`.
+        packed: The copy of its report, as in `StepReport`.
         logits: Logits along the accepted path, `[K+1, V]`, of the rows whose sequences want them.
         scores: Processed logits, likewise.
         logprobs: The results of `score_drawn` for the rows whose sequences want them: of K+1 tokens each, or of those
@@ -324,7 +325,7 @@ class LaunchedStep:
     @cached_property
     def report(self) -> StepReport:
         """The report of the step on the host, which is waited for."""
-        return StepReport.unpack(self.packed.wait(), self.size, self.levels - self.grafted)
+        return StepReport(self.packed.wait(), self.size, self.levels - self.grafted)
 
     def read_deltas(self) -> Iterator[tuple[TokenSequence, SequenceDelta]]:
         """Wait for the step, and yield the tokens drawn for each of its sequences."""

@@ -221,7 +221,7 @@ class RunningBatch:
                 sampler=sampler,
                 ranks=self.target.ranks,
             )
-            first = LaunchedStep.from_output(drawn.sequences, output, HostCopy(output.report.pack()))
+            first = LaunchedStep.from_output(drawn.sequences, output, HostCopy(output.report.packed))
             pending[to_device(new, pending.device, torch.long)] = output.report.tokens[:, 0]
         self.add(read, pending)
         return first

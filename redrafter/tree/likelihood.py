@@ -22,11 +22,12 @@ def count_likely(score: Tensor) -> Tensor:
     Args:
         score: Log-probability of each draft's path, `[B, ...]`; drafts of all B rows are counted together.
     """
-    return (score[..., None] >= _bounds(score.device)).sum(dim=0)
+    return (score[..., None] >= bounds_on(score.device)).sum(dim=0)
 
 
 @lru_cache(maxsize=8)
-def _bounds(device: torch.device) -> Tensor:
+def bounds_on(device: torch.device) -> Tensor:
+    """Return the logarithms of the likelihoods, `[J]` float32; shared by all callers, so never write to them."""
     return torch.tensor(LIKELIHOODS, device=device).log()
 
 

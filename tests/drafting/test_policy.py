@@ -21,7 +21,6 @@ from redrafter.engine.step_timing import time_to_read
 from redrafter.model.linear_layers import forward_bytes
 from redrafter.model.target import Target
 from redrafter.scheduler.running_batch import RunningBatch
-from redrafter.step import StepReport
 from redrafter.tree.accept import Path
 from redrafter.tree.likelihood import LIKELIHOODS, count_likely, count_outcomes
 from redrafter.tree.token_tree import tree_of
@@ -77,26 +76,6 @@ def test_what_became_of_drafts_leaves_out_those_that_no_row_verified():
     assert verified == [2] * len(LIKELIHOODS)  # the first row left out its last node, the second one's is unlikely
     assert accepted == [2] * len(LIKELIHOODS)
     assert searched == candidates.tolist()
-
-
-@pytest.mark.parametrize("searched", [None, 0, 1, 4])
-def test_the_host_reads_the_report_that_the_device_packed(searched):
-    rows, drafts = 3, 4
-    tokens = torch.arange(rows * (drafts + 1)).view(rows, -1)
-    counts = {
-        name: torch.tensor([7, 8, 9]) + 10 * i for i, name in enumerate(["accepted", "drafted", "finite", "copied"])
-    }
-    outcomes = None if searched is None else torch.arange((2 + searched) * len(LIKELIHOODS)).view(2 + searched, -1)
-    packed = StepReport(tokens, **counts, outcomes=outcomes).pack()
-    assert packed.shape[1] == drafts + 5
-    report = StepReport.unpack(packed, rows, searched or 0)
-    assert report.tokens.equal(tokens)
-    for name, numbers in counts.items():
-        assert getattr(report, name).equal(numbers), name
-    if outcomes is None:
-        assert report.outcomes is None
-    else:
-        assert report.outcomes.equal(outcomes)
 
 
 def test_an_estimate_converges_to_the_rate_of_accepted_drafts():

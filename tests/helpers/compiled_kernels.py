@@ -21,8 +21,10 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from helpers.attention import problem
+from helpers.outcomes import random_outcome
 from redrafter import kernels
 from redrafter.kernels.launch import widening_assembly
+from redrafter.tree.likelihood import bounds_on
 
 FP8, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -90,6 +92,14 @@ def multiply(tokens: int, features: int, inner: int = 512, *, widened: bool = Fa
     return lambda: kernels.float8_product(x.to(weight.dtype), scales[0], weight, scales[1], None, x.dtype)
 
 
+def accept(nodes: int, **how: bool) -> Callable[[], object]:
+    drawn = random_outcome(2, nodes, **how)
+    tree, width = drawn.pop("tree"), drawn.pop("max_depth") + 1
+    shape = {"levels": tree.levels, "width": width, "grafted": tree.grafted, "counts": tree.counts}
+    scores = {"score": tree.score, "bounds": bounds_on(tree.tokens.device), "candidates": tree.candidates}
+    return lambda: kernels.accept_drafts(tree.tokens, tree.parents, tree.depth, **drawn, **shape, **scores)
+
+
 PROGRAMS = {
     "attention of one node": attend([40], 1),
     "attention of a tree": attend([40], 26),
@@ -114,6 +124,8 @@ PROGRAMS = {
     "search with 64 beams": search(64, 262_144),
     "candidates of a head": choose_candidates(5, 128, 4096),
     "many candidates of an FP8 head": choose_candidates(16, 512, 1024, FP8),
+    "acceptance of a token": accept(1, counted=False, limited=False),
+    "acceptance of shared nodes": accept(41, counted=True, limited=True),
     "product of few tokens": lambda: kernels.split_k_linear(*(torch.ones(n, 512).bfloat16() for n in (5, 4096))),
     "residual layer of few tokens": lambda: kernels.split_k_linear(
         *(torch.ones(*n, dtype=torch.bfloat16) for n in ((5, 4096), (4096, 4096), (4096,))), residual=True

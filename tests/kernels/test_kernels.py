@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from helpers.attention import DEVICE, HALF
+from helpers.outcomes import random_outcome
 from redrafter import kernels
 from redrafter.kernels import commit
 from redrafter.kernels import top_continuations as kernel_top_continuations
@@ -20,6 +21,8 @@ from redrafter.kernels.tree import find_ancestors
 from redrafter.sampling.noise import gumbel, streams
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.beam_search import top_continuations
+from redrafter.tree.likelihood import bounds_on
+from redrafter.tree.report import accept_drafts
 from redrafter.tree.token_tree import tree_of
 
 FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -143,6 +146,25 @@ def test_ancestors_found_by_walking_up_equal_those_found_by_squaring():
     tokens = torch.zeros_like(parents)
     expected = tree_of(tokens, parents, tokens, 69).ancestors
     assert torch.equal(find_ancestors(parents.to(DEVICE), 69).cpu(), expected)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("rows, nodes", [(1, 1), (5, 13), (3, 70)])
+def test_drafts_are_accepted_and_reported_as_by_the_reference(rows, nodes, limited, counted):
+    outcome = random_outcome(rows, nodes, counted=counted, limited=limited)
+    tree, texts, limits = outcome["tree"], outcome["texts"].clone().to(DEVICE), outcome["limits"]
+    path, report, after = accept_drafts(**outcome)
+    drawn, finite = torch.stack([outcome["drawn"], outcome["finite"]], dim=2).to(DEVICE).unbind(2)
+    tree = tree.to(torch.device(DEVICE))
+    found = kernels.accept_drafts(
+        tree.tokens, tree.parents, tree.depth, drawn, finite, texts, outcome["length"].to(DEVICE),
+        outcome["active"].to(DEVICE), levels=tree.levels, width=outcome["max_depth"] + 1, grafted=tree.grafted,
+        counts=tree.counts, limits=None if limits is None else limits.to(DEVICE), score=tree.score,
+        bounds=bounds_on(drawn.device), candidates=tree.candidates,
+    )  # fmt: skip
+    for x, expected in zip((*found, texts), (path.nodes, report.packed, after, outcome["texts"]), strict=True):
+        assert x.cpu().equal(expected)
 
 
 @pytest.mark.parametrize("tokens, features, inner", [(1, 128, 1024), (5, 192, 512), (33, 64, 2048)])

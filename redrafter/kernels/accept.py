@@ -1,0 +1,127 @@
+"""Acceptance of drafts on a GPU: a step's path, report and new length of each row, in one launch.
+
+`redrafter.tree.report.accept_drafts` is the reference. In plain torch it is some fifty launches of two microseconds.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit(do_not_specialize=["nodes", "levels", "width", "first_copied", "rows", "likelihoods", "searched"])
+def _accept_kernel(
+    TOKENS, PARENTS, DEPTH, DRAWN, FINITE, TEXTS, LENGTH, ACTIVE, COUNTS, LIMITS, SCORE, BOUNDS, CANDIDATES,
+    NODES, PACKED, AFTER, tokens_row, parents_row, depth_row, drawn_row, drawn_node, finite_row, finite_node, texts_row,
+    nodes, levels, width, first_copied, rows, likelihoods, searched,
+    BLOCK: tl.constexpr, BLOCK_PATH: tl.constexpr, BLOCK_LIKELY: tl.constexpr, BLOCK_SEARCHED: tl.constexpr,
+):  # fmt: skip
+    """Accept the drafts of one row.
+
+    Each node walks up to the root and checks that every token on its way was drawn at the parent. The deepest node
+    that reaches it is the end of the path, which is then read upwards.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    node, entry = tl.arange(0, BLOCK), tl.arange(0, BLOCK_PATH)
+    TOKENS, PARENTS, DEPTH = TOKENS + row * tokens_row, PARENTS + row * parents_row, DEPTH + row * depth_row
+    DRAWN, FINITE = DRAWN + row * drawn_row, FINITE + row * finite_row
+    verified = node < nodes
+    depth = tl.load(DEPTH + node, verified, 0)
+    if COUNTS is not None:
+        verified = verified & (node < tl.load(COUNTS + row))
+    acceptable = verified
+    if LIMITS is not None:
+        acceptable = acceptable & (depth <= tl.load(LIMITS + row))
+    # The ancestors of an acceptable node are acceptable: they come before it, and are less deep.
+    agreed, at = acceptable | (node == 0), node.to(tl.int64)
+    for _ in range(levels):
+        parent = tl.load(PARENTS + at, acceptable, 0)
+        token, draw = tl.load(TOKENS + at, acceptable, 0), tl.load(DRAWN + parent * drawn_node, acceptable, 0)
+        agreed, at = agreed & ((at == 0) | (token == draw)), parent
+    accepted, end = tl.max(tl.where(agreed, depth, -1), 0, return_indices=True)
+    path, at = tl.zeros([BLOCK_PATH], tl.int64), end.to(tl.int64)
+    for step in range(levels):
+        path = tl.where(entry == accepted - step, at, path)
+        at = tl.load(PARENTS + at)
+    inside, line = entry < width, PACKED + row * (width + 4)
+    token = tl.load(DRAWN + path * drawn_node, inside, 0)
+    finite = tl.load(FINITE + path * finite_node, inside, 0)
+    n = tl.load(LENGTH + row)
+    tl.store(NODES + row * width + entry, path, inside)
+    tl.store(line + entry, token, inside)
+    tl.store(TEXTS + row * texts_row + n + 1 + entry, token, inside)
+    tl.store(line + width, accepted)
+    tl.store(line + width + 1, tl.sum(acceptable.to(tl.int64), 0) - 1)
+    tl.store(line + width + 2, tl.min(tl.where(inside & (finite == 0), entry, width), 0))
+    tl.store(line + width + 3, tl.sum((path >= first_copied).to(tl.int64), 0))
+    tl.store(AFTER + row, tl.where(tl.load(ACTIVE + row) != 0, n + accepted + 1, n))
+    if SCORE is not None:
+        likely = tl.arange(0, BLOCK_LIKELY)
+        counted, outcomes = likely < likelihoods, PACKED + rows * (width + 4)
+        bound = tl.load(BOUNDS + likely, counted, float("inf"))
+        score = tl.load(SCORE + row * nodes + node, verified & (node > 0), float("-inf"))
+        kept = tl.load(SCORE + row * nodes + path, (entry > 0) & (entry <= accepted), float("-inf"))
+        tl.atomic_add(outcomes + likely, tl.sum((score[:, None] >= bound).to(tl.int64), 0), counted)
+        tl.atomic_add(outcomes + likelihoods + likely, tl.sum((kept[:, None] >= bound).to(tl.int64), 0), counted)
+        at = tl.arange(0, BLOCK_SEARCHED)
+        own = at < tl.where(row == 0, searched, 0)
+        tl.store(outcomes + 2 * likelihoods + at, tl.load(CANDIDATES + at, own, 0), own)
+
+
+def accept_drafts(
+    tokens: Tensor,
+    parents: Tensor,
+    depth: Tensor,
+    drawn: Tensor,
+    finite: Tensor,
+    texts: Tensor,
+    length: Tensor,
+    active: Tensor,
+    *,
+    levels: int,
+    width: int,
+    grafted: int,
+    counts: Tensor | None,
+    limits: Tensor | None,
+    score: Tensor | None,
+    bounds: Tensor,
+    candidates: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Accept drafts as `redrafter.tree.report.accept_drafts` does, with the fields of a tree as arguments.
+
+    Args:
+        tokens: As in `Tree`, and so are parents, depth, levels, grafted, counts, score and candidates.
+        parents: See there.
+        depth: See there.
+        drawn: As there, and so are finite, texts, length, active and limits.
+        finite: See there.
+        texts: See there.
+        length: See there.
+        active: See there.
+        levels: See there.
+        width: K + 1.
+        grafted: See there.
+        counts: See there.
+        limits: See there.
+        score: See there.
+        bounds: Logarithms of the likelihoods by which drafts are counted, `[J]` float32.
+        candidates: See there.
+
+    Returns:
+        The accepted nodes `[B, K+1]`, the packed report `[B + R, K+5]`, and the lengths after the step `[B]`, int64.
+    """
+    rows, nodes = drawn.shape
+    likelihoods, searched = len(bounds), 0 if score is None else candidates.numel()
+    lines = 0 if score is None else triton.cdiv(2 * likelihoods + searched, width + 4)
+    path, after = texts.new_empty(rows, width), torch.empty_like(length)
+    packed = texts.new_zeros(rows + lines, width + 4)  # outcomes are sums over the rows
+    strides = *(x.stride(0) for x in (tokens, parents, depth)), *drawn.stride(), *finite.stride(), texts.stride(0)
+    score = None if score is None else score.contiguous()
+    _accept_kernel[(rows,)](
+        tokens, parents, depth, drawn, finite, texts, length, active.view(torch.uint8), counts, limits, score, bounds,
+        candidates, path, packed, after, *strides, nodes, levels, width, nodes - grafted, rows, likelihoods, searched,
+        BLOCK=triton.next_power_of_2(nodes), BLOCK_PATH=triton.next_power_of_2(width),
+        BLOCK_LIKELY=triton.next_power_of_2(likelihoods), BLOCK_SEARCHED=triton.next_power_of_2(max(searched, 1)),
+        num_warps=1,
+    )  # fmt: skip
+    return path, packed, after

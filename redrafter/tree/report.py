@@ -1,0 +1,114 @@
+"""The report of a step: the tokens of each row and counts of its drafts, in one tensor that the host reads."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from redrafter import kernels
+from redrafter.tree.accept import Path, accept, acceptable_nodes
+from redrafter.tree.likelihood import LIKELIHOODS, bounds_on, count_outcomes
+from redrafter.tree.token_tree import Tree
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What the host reads of a step of B rows, which takes one copy from the device. All properties are views.
+
+    Attributes:
+        packed: All of it, `[B + R, K+5]` int64: a line for each row, then R lines of `outcomes`.
+        rows: B.
+        searched: S, levels of drafts that were searched.
+    """
+
+    packed: Tensor
+    rows: int
+    searched: int
+
+    @property
+    def tokens(self) -> Tensor:
+        """Accepted drafts, then the token that the target drew, `[B, K+1]` int64; undefined past `accepted`."""
+        return self.packed[: self.rows, :-4]
+
+    @property
+    def accepted(self) -> Tensor:
+        """Number of accepted drafts, `[B]` int64."""
+        return self.packed[: self.rows, -4]
+
+    @property
+    def drafted(self) -> Tensor:
+        """Number of drafts verified, `[B]` int64; those below the row's `Sampler.draft_limits` are excluded."""
+        return self.packed[: self.rows, -3]
+
+    @property
+    def finite(self) -> Tensor:
+        """How many of the tokens, from the first on, were drawn from logits that are finite numbers, `[B]` int64."""
+        return self.packed[: self.rows, -2]
+
+    @property
+    def copied(self) -> Tensor:
+        """How many accepted drafts only the text itself had drafted, `[B]` int64."""
+        return self.packed[: self.rows, -1]
+
+    @property
+    def outcomes(self) -> Tensor | None:
+        """The result of `count_outcomes`, `[2 + S, J]` int64; None for drafts without scores."""
+        if len(self.packed) == self.rows:
+            return None
+        flat = self.packed[self.rows :].flatten()
+        return flat[: (2 + self.searched) * len(LIKELIHOODS)].view(-1, len(LIKELIHOODS))
+
+
+def accept_drafts(
+    tree: Tree,
+    drawn: Tensor,
+    finite: Tensor,
+    texts: Tensor,
+    length: Tensor,
+    active: Tensor,
+    max_depth: int,
+    limits: Tensor | None = None,
+) -> tuple[Path, StepReport, Tensor]:
+    """Accept the drafts that hold, append the new tokens to each row's text, and report them.
+
+    Args:
+        tree: The verified tree.
+        drawn: The target's own next token at every node, `[B, N]` int64.
+        finite: 1 for each node whose draw was made from finite numbers, else 0, `[B, N]` int64.
+        texts: Each row's text by position, `[B, T]` int64; written in place, past the new pending token too, where the
+            next step overwrites it.
+        length: Committed tokens of each row before the step, `[B]` int64.
+        active: Rows that the step advances, `[B]` bool.
+        max_depth: K, at least the depth of every node.
+        limits: Levels of drafts that each row may keep, `[B]` int64; None for all.
+
+    Returns:
+        The accepted nodes, the report, and the committed tokens of each row after the step, `[B]` int64.
+    """
+    searched = tree.levels - tree.grafted
+    if kernels.TRITON and drawn.is_cuda:
+        assert tree.score is None or tree.candidates is not None
+        nodes, packed, after = kernels.accept_drafts(
+            tree.tokens, tree.parents, tree.depth, drawn, finite, texts, length, active,
+            levels=tree.levels, width=max_depth + 1, grafted=tree.grafted, counts=tree.counts,
+            limits=limits if tree.levels else None, score=tree.score, bounds=bounds_on(drawn.device),
+            candidates=tree.candidates,
+        )  # fmt: skip
+        report = StepReport(packed, len(drawn), searched)
+        return Path(nodes, report.accepted), report, after
+    acceptable = acceptable_nodes(tree, limits)  # [B, N]
+    path = accept(tree, drawn, max_depth, acceptable)  # [B, K+1]
+    tokens = drawn.gather(1, path.nodes)  # [B, K+1]
+    texts.scatter_(1, length[:, None] + 1 + torch.arange(tokens.shape[1], device=tokens.device), tokens)
+    counts = [
+        path.accepted,
+        torch.full_like(length, tree.new - 1) if acceptable is None else acceptable.sum(1) - 1,
+        finite.gather(1, path.nodes).cumprod(1).sum(1),
+        (path.nodes >= tree.tokens.shape[1] - tree.grafted).sum(1),
+    ]
+    packed = torch.cat([tokens, torch.stack(counts, dim=1)], dim=1)
+    if tree.score is not None:
+        flat, width = count_outcomes(tree, path).flatten(), packed.shape[1]
+        packed = torch.cat([packed, pad(flat, (0, -len(flat) % width)).view(-1, width)])
+    return path, StepReport(packed, len(drawn), searched), torch.where(active, length + path.accepted + 1, length)

@@ -1,0 +1,45 @@
+"""Random trees with the draws that a target made at their nodes: the arguments of `accept_drafts`."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from redrafter.tree.likelihood import LIKELIHOODS
+from redrafter.tree.token_tree import tree_of
+
+
+def random_outcome(rows: int, nodes: int, *, counted: bool, limited: bool) -> dict[str, Any]:
+    """Return trees of which many drafts were drawn, on the CPU.
+
+    With `counted`, rows share nodes and drafts are counted by their likelihood; else the last two nodes are copies.
+    With `limited`, rows keep a number of levels at most.
+    """
+    generator = torch.Generator().manual_seed(nodes)
+    some = lambda low, high, *shape: torch.randint(low, high, shape, generator=generator)  # noqa: E731
+    parents, depth = torch.zeros(2, rows, nodes, dtype=torch.long)
+    tokens = torch.arange(rows * nodes).view(rows, nodes) + 7
+    drawn = some(0, 7, rows, nodes)
+    for node in range(1, nodes):
+        parents[:, node] = some((node - 1) // 2, node, rows)
+        above = parents[:, node, None]
+        depth[:, node] = depth.gather(1, above)[:, 0] + 1
+        drawn.scatter_(1, above, tokens[:, node, None].where(some(0, 4, rows, 1) > 0, drawn.gather(1, above)))
+    tree = tree_of(tokens, parents, depth, int(depth.max()))
+    if counted:
+        counts, score = some(nodes // 2, nodes + 1, rows), -0.2 * depth * torch.rand(rows, nodes, generator=generator)
+        candidates = some(0, 99, tree.levels, len(LIKELIHOODS))
+        tree = replace(tree, counts=counts, total=int(counts.sum()), score=score, candidates=candidates)
+    else:
+        tree = replace(tree, grafted=min(2, nodes - 1))
+    length = some(0, 9, rows)
+    return {
+        "tree": tree,
+        "drawn": drawn,
+        "finite": (some(0, 9, rows, nodes) > 0).long(),
+        "texts": some(0, 7, rows, 20 + nodes),
+        "length": length,
+        "active": some(0, 3, rows) > 0,
+        "max_depth": tree.levels + (nodes > 1),
+        "limits": some(0, tree.levels + 1, rows) if limited else None,
+    }
