@@ -103,9 +103,7 @@ def step(
 
     # 5. Draw. The target draws its own next token at every node.
     if flat:
-        rows = torch.arange(len(tree.tokens), device=tree.tokens.device)
-        row, depth = (batch.flat(of_rows, None) for of_rows in (rows[:, None], tree.depth))  # [T] each
-        drawn_nodes = sampler.draw_nodes(logits[0], noise, row, depth)  # [T]
+        drawn_nodes = sampler.draw_nodes(logits[0], noise, tree.token_rows, batch.flat(tree.depth, None))  # [T]
         finite_nodes = finite_draws(logits, drawn_nodes[None])[0]
         drawn, finite = tree.by_row(torch.stack([drawn_nodes, finite_nodes], dim=1)).unbind(2)  # [B, N] each
     else:
@@ -148,7 +146,7 @@ def step(
 
     # 8. Advance. The next step drafts after the hidden state that produced the pending token.
     if flat:
-        hidden = verified.hidden[0, tree.row_starts()[:-1] + path.end]  # [B, F]
+        hidden = verified.hidden[0, tree.row_starts[:-1] + path.end]  # [B, F]
     else:
         end = path.end[:, None, None].expand(-1, 1, verified.hidden.shape[-1])
         hidden = verified.hidden.gather(1, end).squeeze(1)

@@ -4,11 +4,11 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 
 import psutil
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from redrafter import kernels
@@ -145,10 +145,12 @@ class PagedCache(KVCache):
         self, tree: Tree, length: Tensor, windows: tuple[int, ...], chunks: PromptChunks | None, tokens: int
     ) -> Plan:
         """Return the attention plan of a forward of `tokens` tokens: new nodes of a tree and chunks of prompts."""
-        chunks = PromptChunks.room(0, self.table.shape[1], length.device) if chunks is None else chunks
-        row_starts = tree.row_starts()
-        starts = row_starts[-1] + chunks.starts
-        padding_table = chunks.table.new_zeros(1, chunks.table.shape[1])
+        row_starts, end = tree.row_starts, length.new_full((1,), tokens)
+        chunk_starts, (chunk_lengths, chunk_table) = torch.cat([row_starts[-1:], end]), self._padding
+        if chunks is not None:
+            chunk_starts = torch.cat([row_starts[-1] + chunks.starts, end])
+            chunk_lengths = torch.cat([chunks.lengths, chunk_lengths])
+            chunk_table = torch.cat([chunks.table.flatten(), chunks.table.new_zeros(chunks.table.shape[1] + 1)])
         return Plan(
             self.pool.layer_pools,
             windows,
@@ -158,16 +160,24 @@ class PagedCache(KVCache):
                 depth=_flatten_with_spare(tree.depth),
                 ancestors=_flatten_with_spare(tree.ancestors),
                 table=_flatten_with_spare(self.table),
-                chunk_starts=torch.cat([starts, starts.new_full((1,), tokens)]),
-                chunk_lengths=pad(chunks.lengths, (0, 2)),
-                chunk_table=_flatten_with_spare(torch.cat([chunks.table, padding_table])),
+                chunk_starts=chunk_starts,
+                chunk_lengths=chunk_lengths,
+                chunk_table=chunk_table,
             ),
         )
+
+    @cached_property
+    def _padding(self) -> tuple[Tensor, Tensor]:
+        """The number of cached tokens and the block table of the chunk that is padding, each with a spare entry.
+
+        All plans share them, so never write to them.
+        """
+        return self.table.new_zeros(2, dtype=torch.long), self.table.new_zeros(self.table.shape[1] + 1)
 
     def plan_chains(self, tree: Tree, length: Tensor, windows: tuple[int, ...], tokens: int) -> Plan:
         """Return the attention plan of a forward over chains only: each chain is a chunk, and there are no trees."""
         no_tree = replace(chain(tree.tokens[:1, :1]), counts=torch.zeros_like(length[:1]), total=0)
-        chunks = PromptChunks(tokens=tree.tokens, starts=tree.row_starts(), lengths=length, table=self.table, inputs={})
+        chunks = PromptChunks(tokens=tree.tokens, starts=tree.row_starts, lengths=length, table=self.table, inputs={})
         # A plan always has a tree. This one has no token, by its count, and its table names block 0, which no row
         # holds.
         nowhere = PagedCache(self.pool, torch.zeros_like(self.table[:1]))
@@ -224,8 +234,8 @@ def _free_memory(device: torch.device, ranks: Ranks) -> int:
 
 
 def _flatten_with_spare(x: Tensor) -> Tensor:
-    """Return a flat copy with one more entry at its end, as `TokenRows` requires."""
-    return torch.cat([x.flatten(), x.new_zeros(1)])
+    """Return a flat copy with one more entry at its end, as `TokenRows` requires; nothing reads its value."""
+    return torch.cat([x.flatten(), x.new_empty(1)])
 
 
 class RoundingCache(DynamicCache):

@@ -132,5 +132,5 @@ def with_themselves(path: Tensor | None, rows: int, beams: int, device: torch.de
 
 
 def _with_spare(x: Tensor) -> Tensor:
-    """Return `[N]` with one more entry at its end, which `TokenRows` explains."""
-    return pad(x, (0, 1))
+    """Return `[N]` with one more entry at its end, which `TokenRows` explains; nothing reads its value."""
+    return torch.cat([x, x.new_empty(1)])

@@ -75,14 +75,9 @@ class ForwardBatch:
         # Padding nodes may be past the end of the row, and the first token has no token before it.
         return (self.length[:, None] + nodes).clamp(0, self.cache.window - 1)
 
-    @cached_property
-    def nodes(self) -> Tensor | slice:
-        """Indices of the `B * M` new nodes that are tokens of the forward."""
-        return self.tree.verified_nodes()
-
     def flat(self, of_rows: Tensor, of_chunks: Tensor | None) -> Tensor:
         """Return a value for each of T tokens: first of new nodes, `[B, M]` or `[B, 1]`, then of chunks."""
-        of_nodes = of_rows.expand(-1, self.tree.new).flatten()[self.nodes]
+        of_nodes = of_rows.expand(-1, self.tree.new).flatten()[self.tree.verified_nodes]
         return of_nodes if of_chunks is None else torch.cat([of_nodes, of_chunks])
 
     def token_inputs(self, feature: Feature) -> Tensor:

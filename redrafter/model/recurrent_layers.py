@@ -309,7 +309,7 @@ def mixer_plan(batch: ForwardBatch, *, padded: bool) -> TreeStates | PromptState
     assert states is not None, "a model with mixers has states"
     ragged = tree.counts is not None and not padded
     if pieces is None:
-        return TreeStates(tree, batch.length, states, tree.row_starts()[:-1] if ragged else None)
+        return TreeStates(tree, batch.length, states, tree.row_starts[:-1] if ragged else None)
     return PromptStates(pieces, states, None if ragged else tree.new)
 
 

@@ -98,19 +98,21 @@ class VarlenForward(TreeForward):
         new, count = tree.new, tree.size
         index = torch.arange(count, device=length.device)
         if batch.logits_index is not None:  # of a row without tokens in a ragged forward, any token will do
-            index = (tree.row_starts()[:-1] + batch.logits_index).clamp(max=count - 1)
+            index = (tree.row_starts[:-1] + batch.logits_index).clamp(max=count - 1)
         of_nodes = len(index)
         if chunks is not None:
             index = torch.cat([index, count + chunks.last])
         ids = batch.flat(tree.tokens[:, -new:], None if chunks is None else chunks.tokens)
         in_chunks = None if chunks is None else chunks.positions()  # those of prompts are not shifted
         in_rows = batch.places
-        places = positions = batch.flat(in_rows, in_chunks)
+
+        def flat_positions(of_rows: Tensor) -> Tensor:
+            flat = batch.flat(of_rows, in_chunks)
+            return flat if bound.context is None else flat.clamp(max=bound.context - 1)  # what is past it is never kept
+
+        places = positions = flat_positions(in_rows)
         if (shift := batch.inputs.get(IMAGES)) is not None:
-            positions = batch.flat(in_rows + shift[:, None], in_chunks)
-        if bound.context is not None:  # what is past the end is never kept
-            places = places.clamp(max=bound.context - 1)
-            positions = positions.clamp(max=bound.context - 1)
+            positions = flat_positions(in_rows + shift[:, None])
         new_ids = ids  # before padding
 
         # 2. What attention and adapters must know. Numbers of tokens vary from call to call of a compiled forward.
@@ -142,7 +144,7 @@ class VarlenForward(TreeForward):
         if bound.drafter_layer is not None:
 
             def slots(of_rows: Tensor, back: int) -> Tensor:
-                of_nodes = cache.slots(of_rows)[batch.nodes]
+                of_nodes = cache.slots(of_rows)[tree.verified_nodes]
                 return of_nodes if chunks is None else torch.cat([of_nodes, chunks.slots(back)])
 
             bound.drafter_layer.write(

@@ -143,10 +143,9 @@ class Sampler:
         """Draw as `draw` does at T nodes of any rows, `[T]`, from their logits `[T, V]`; for `draws_logits` alone."""
         temperature, depths = self.temperature, 1 if noise is None else noise.shape[1]
         if self.fused:
-            # The kernel looks for the noise of its own row, which each node is here.
-            own = torch.arange(len(row), device=row.device)
-            depth = depth + (row - own) * depths
-            temperature = temperature if noise is None else temperature[row]
+            if noise is not None:  # the kernel looks for the noise of its own row, which each node is here
+                own = torch.arange(len(row), device=row.device)
+                depth, temperature = depth + (row - own) * depths, temperature[row]
             return kernels.sample_tokens(logits[:, None], temperature, noise, depth[:, None]).squeeze(1)
         here = None if noise is None else noise.flatten(0, 1)[row * depths + depth][:, None]
         return self.draw(logits[:, None], here, torch.zeros_like(depth)[:, None]).squeeze(1)

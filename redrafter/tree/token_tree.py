@@ -5,7 +5,8 @@ known, not yet in the cache. Siblings have different tokens, so at most one path
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -81,6 +82,7 @@ class Tree:
         """Return whether each row is a chain, and the next forward computes all of its nodes."""
         return not self.branches and self.new == self.tokens.shape[1]
 
+    @cached_property
     def row_starts(self) -> Tensor:
         """Return the index of each row's first node among those that the next forward computes, and `size`, `[B+1]`."""
         rows = self.tokens.shape[0]
@@ -88,20 +90,25 @@ class Tree:
             return torch.arange(rows + 1, device=self.tokens.device) * self.new
         return torch.nn.functional.pad(self.counts.cumsum(0), (1, 0))
 
+    @cached_property
+    def token_rows(self) -> Tensor:
+        """The row of each node that the next forward computes, `[T]` int64."""
+        index = torch.arange(self.size, device=self.tokens.device)
+        return torch.searchsorted(self.row_starts[1:], index, right=True)
+
+    @cached_property
     def verified_nodes(self) -> Tensor | slice:
-        """Return which of the `B * M` new nodes the next forward computes."""
+        """Which of the `B * M` new nodes the next forward computes."""
         if self.counts is None:
             return slice(None)
-        starts = self.row_starts()
-        index = torch.arange(self.size, device=starts.device)
-        row = torch.searchsorted(starts[1:], index, right=True)
-        return row * self.new + index - starts[row]
+        row, index = self.token_rows, torch.arange(self.size, device=self.tokens.device)
+        return row * self.new + index - self.row_starts[row]
 
     def by_row(self, x: Tensor) -> Tensor:
         """Return per-node values of a forward, `[T, D]`, as `[B, M, D]`; undefined where left out."""
         if self.counts is None:
             return x.view(len(self.tokens), -1, x.shape[-1])
-        starts = self.row_starts()
+        starts = self.row_starts
         # Entries past a row's count repeat its last node, as an index must stay within `x`.
         return x[torch.minimum(starts[:-1, None] + torch.arange(self.new, device=x.device), starts[1:, None] - 1)]
 
@@ -114,14 +121,18 @@ class Tree:
         if ranks.size == 1 or not self.levels:
             return self
         # Distributions are as large as the vocabulary, and only rank 0's tokens must be equal on all ranks.
-        own = {name: x for name, x in vars(self).items() if isinstance(x, Tensor) and name != "sampled_from"}
+        own = {name: x for name, x in self._tensors().items() if name != "sampled_from"}
         drafted: dict[str, Any] = dict(zip(own, ranks.of_first(*own.values()), strict=True))
         return replace(self, **drafted)
 
     def to(self, device: torch.device) -> "Tree":
         """Return the tree on another device."""
-        moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        moved: dict[str, Any] = {name: x.to(device) for name, x in self._tensors().items()}
         return replace(self, **moved)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: x for name, x in values.items() if isinstance(x, Tensor)}
 
 
 def tree_of(tokens: Tensor, parents: Tensor, depth: Tensor, max_depth: int, width: int | None = None) -> Tree:
