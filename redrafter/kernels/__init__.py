@@ -19,6 +19,7 @@ __all__ = [
     "find_ancestors",
     "float8_product",
     "gumbel",
+    "hold_best",
     "is_supported_weight",
     "ordered_attention",
     "ordered_expert_linear",
@@ -53,4 +54,4 @@ if TRITON:
     from redrafter.kernels.ordered_linear import ordered_expert_linear, ordered_linear
     from redrafter.kernels.sample import gumbel, sample_tokens
     from redrafter.kernels.shortlist import MAX_SEARCHED, best_candidates, best_of_parts, candidate_scores
-    from redrafter.kernels.tree import find_ancestors, top_continuations
+    from redrafter.kernels.tree import find_ancestors, hold_best, top_continuations

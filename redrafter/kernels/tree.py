@@ -1,7 +1,7 @@
-"""The search of a token tree: the best continuations of all beams, and the ancestors of every node.
+"""The search of a token tree: the best continuations of all beams, the best nodes of all rows, and all ancestors.
 
-Continuations are found by a pass over chunks of the scores, followed by one over the best of each chunk; ancestors by
-walking up from each node.
+Continuations are found by a pass over chunks of the scores, followed by one over the best of each chunk; the best nodes
+by comparing each score with all others; ancestors by walking up from each node.
 """
 
 from collections.abc import Callable
@@ -170,3 +170,52 @@ def find_ancestors(parents: Tensor, max_depth: int) -> Tensor:
         parents.contiguous(), out.view(torch.uint8), nodes, max_depth, BLOCK=32, WIDTH=width, num_warps=1
     )
     return out
+
+
+@triton.jit(do_not_specialize=["tokens_row", "parents_row", "depth_row", "nodes", "count", "total"])
+def _hold_kernel(
+    TOKENS, PARENTS, DEPTH, SCORE, NEW_TOKENS, NEW_PARENTS, NEW_DEPTH, NEW_SCORE, COUNTS, MOVED,
+    tokens_row, parents_row, depth_row, nodes, count, total, BLOCK: tl.constexpr, COMPARED: tl.constexpr,
+):  # fmt: skip
+    """Move the nodes of one row that are among the best `total` of all `count` nodes to its front."""
+    row, node = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    live, at = node < nodes, row * nodes + node
+    score = tl.load(SCORE + at, live, 0.0)
+    own = tl.where(node == 0, float("inf"), score)[:, None]  # a root is held for any score
+    rank = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, count, COMPARED):
+        other = first + tl.arange(0, COMPARED)
+        theirs = tl.load(SCORE + other, other < count, float("-inf"))
+        theirs = tl.where(other % nodes == 0, float("inf"), theirs)[None, :]
+        # On a tie the first one is held, and so a parent before its child.
+        ahead = (theirs > own) | ((theirs == own) & (other[None, :] < at[:, None]))
+        rank += tl.sum((ahead & (other < count)[None, :]).to(tl.int32), 1)
+    held = (live & (rank < total)).to(tl.int32)
+    held_before, all_held = tl.cumsum(held, 0) - held, tl.sum(held, 0)
+    moved = tl.where(held > 0, held_before, all_held + node - held_before)
+    tl.store(MOVED + at, moved, live)
+    tl.debug_barrier()  # a thread reads where another one moved a parent
+    to, parent = row * nodes + moved, tl.load(PARENTS + row * parents_row + node, live, 0)
+    tl.store(NEW_PARENTS + to, tl.load(MOVED + row * nodes + parent, live, 0).to(tl.int64), live)
+    tl.store(NEW_TOKENS + to, tl.load(TOKENS + row * tokens_row + node, live, 0), live)
+    tl.store(NEW_DEPTH + to, tl.load(DEPTH + row * depth_row + node, live, 0), live)
+    tl.store(NEW_SCORE + to, score, live)
+    tl.store(COUNTS + row, all_held.to(tl.int64))
+
+
+def hold_best(
+    tokens: Tensor, parents: Tensor, depth: Tensor, score: Tensor, total: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Move nodes as `redrafter.tree.token_tree.hold_best` does, with the same arguments and results."""
+    rows, nodes = score.shape
+    score = score.contiguous()
+    moved_to, counts = score.new_empty(rows, nodes, dtype=torch.int32), tokens.new_empty(rows)
+    new = [tokens.new_empty(rows, nodes) for _ in range(3)]
+    found = *new, torch.empty_like(score), counts
+    block = triton.next_power_of_2(nodes)
+    warps = min(max(block // 64, 4), 16)
+    _hold_kernel[(rows,)](
+        tokens, parents, depth, score, *found, moved_to, *(x.stride(0) for x in (tokens, parents, depth)),
+        nodes, rows * nodes, total, BLOCK=block, COMPARED=max(1024 * warps // block, 16), num_warps=warps,
+    )  # fmt: skip
+    return found

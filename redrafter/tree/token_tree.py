@@ -213,7 +213,7 @@ def _take(tokens: Tensor, parents: Tensor, depth: Tensor, kept: Tensor) -> tuple
 def eligible_scores(score: Tensor, eligible: Tensor) -> Tensor:
     """Return scores `[B, N]` with -inf in place of NaN, and at nodes that are not `eligible`, `[B, N]` bool."""
     # A sort in descending order would put NaN first.
-    return score.nan_to_num(nan=-torch.inf).masked_fill(~eligible, -torch.inf)
+    return torch.where(eligible, score.nan_to_num(nan=-torch.inf), -torch.inf)
 
 
 def share_nodes(tree: Tree, score: Tensor, total: int) -> Tree:
@@ -230,6 +230,31 @@ def share_nodes(tree: Tree, score: Tensor, total: int) -> Tree:
     Returns:
         The ragged tree, whose verified nodes come first in each row.
     """
+    hold = kernels.hold_best if kernels.TRITON and score.is_cuda else hold_best
+    tokens, parents, depth, moved, counts = hold(tree.tokens, tree.parents, tree.depth, score, total)
+    if not tree.branches:  # a chain: the nodes that are held are the first ones already
+        return replace(tree, counts=counts, total=total, score=score)
+    shared = tree_of(tokens, parents, depth, max_depth=tree.levels, width=tree.width)
+    return replace(shared, counts=counts, total=total, score=moved)
+
+
+def hold_best(
+    tokens: Tensor, parents: Tensor, depth: Tensor, score: Tensor, total: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Move the nodes that `total` nodes of all rows include to the front of their rows, in their order.
+
+    They are the root of each row and the highest scores. This is the reference of a kernel for GPUs.
+
+    Args:
+        tokens: Token of each node, `[B, N]` int64.
+        parents: Index of each node's parent, `[B, N]` int64.
+        depth: Depth of each node, `[B, N]` int64.
+        score: Score of each node, `[B, N]`; never higher than the parent's, and no NaN.
+        total: Nodes to hold.
+
+    Returns:
+        Tokens, parents, depths and scores of the moved nodes, and how many of each row are held, `[B]` int64.
+    """
     rows, nodes = score.shape
     first = torch.arange(nodes, device=score.device) == 0
     # A root is kept for any score, as its logits give the row's next token.
@@ -237,12 +262,9 @@ def share_nodes(tree: Tree, score: Tensor, total: int) -> Tree:
     best = ranked.sort(descending=True, stable=True).indices[:total]  # on a tie, a parent before its child
     held = torch.zeros(rows * nodes, dtype=torch.long, device=score.device).index_fill_(0, best, 1).view(rows, nodes)
     counts = held.sum(dim=1)
-    if not tree.branches:  # a chain: the nodes that are held are the first ones already
-        return replace(tree, counts=counts, total=total, score=score)
     # Stable, so that parents stay before their children.
     order = held.sort(dim=1, descending=True, stable=True).indices
-    moved = tree_of(*_take(tree.tokens, tree.parents, tree.depth, order), max_depth=tree.levels, width=tree.width)
-    return replace(moved, counts=counts, total=total, score=score.gather(1, order))
+    return *_take(tokens, parents, depth, order), score.gather(1, order), counts
 
 
 def nodes_by_level(tree: Tree) -> Tensor:

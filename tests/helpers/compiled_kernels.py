@@ -100,6 +100,11 @@ def accept(nodes: int, **how: bool) -> Callable[[], object]:
     return lambda: kernels.accept_drafts(tree.tokens, tree.parents, tree.depth, **drawn, **shape, **scores)
 
 
+def share(rows: int, nodes: int) -> Callable[[], object]:
+    tree = random_outcome(rows, nodes, counted=True, limited=False)["tree"]
+    return lambda: kernels.hold_best(tree.tokens, tree.parents, tree.depth, tree.score, 2 * rows)
+
+
 PROGRAMS = {
     "attention of one node": attend([40], 1),
     "attention of a tree": attend([40], 26),
@@ -126,6 +131,8 @@ PROGRAMS = {
     "many candidates of an FP8 head": choose_candidates(16, 512, 1024, FP8),
     "acceptance of a token": accept(1, counted=False, limited=False),
     "acceptance of shared nodes": accept(41, counted=True, limited=True),
+    "nodes that 32 rows share": share(32, 26),
+    "nodes that two rows share": share(2, 641),
     "product of few tokens": lambda: kernels.split_k_linear(*(torch.ones(n, 512).bfloat16() for n in (5, 4096))),
     "residual layer of few tokens": lambda: kernels.split_k_linear(
         *(torch.ones(*n, dtype=torch.bfloat16) for n in ((5, 4096), (4096, 4096), (4096,))), residual=True

@@ -23,7 +23,7 @@ from redrafter.sampling.sampler import Sampler
 from redrafter.tree.beam_search import top_continuations
 from redrafter.tree.likelihood import bounds_on
 from redrafter.tree.report import accept_drafts
-from redrafter.tree.token_tree import tree_of
+from redrafter.tree.token_tree import hold_best, tree_of
 
 FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -146,6 +146,19 @@ def test_ancestors_found_by_walking_up_equal_those_found_by_squaring():
     tokens = torch.zeros_like(parents)
     expected = tree_of(tokens, parents, tokens, 69).ancestors
     assert torch.equal(find_ancestors(parents.to(DEVICE), 69).cpu(), expected)
+
+
+@pytest.mark.parametrize("rows, nodes", [(1, 1), (4, 10), (3, 70), (40, 5)])
+def test_the_best_nodes_of_all_rows_are_held_as_by_the_reference(rows, nodes):
+    tree = random_outcome(rows, nodes, counted=True, limited=False)["tree"]
+    # Ties are frequent, across rows too, and a row may take no drafts.
+    score = (tree.score * 4).floor().masked_fill(torch.arange(rows)[:, None] % 3 == 2, -torch.inf)
+    for total in {rows, rows + (rows * nodes - rows) // 3, rows * nodes}:
+        expected = hold_best(tree.tokens, tree.parents, tree.depth, score, total)
+        moved = kernels.hold_best(*(x.to(DEVICE) for x in (tree.tokens, tree.parents, tree.depth, score)), total)
+        assert expected[-1].sum() == total
+        for x, wanted in zip(moved, expected, strict=True):
+            assert x.cpu().equal(wanted)
 
 
 @pytest.mark.parametrize("counted", [False, True])
