@@ -21,6 +21,7 @@ __all__ = [
     "gumbel",
     "hold_best",
     "is_supported_weight",
+    "new_slots",
     "ordered_attention",
     "ordered_expert_linear",
     "ordered_linear",
@@ -28,6 +29,7 @@ __all__ = [
     "round_values",
     "sample_tokens",
     "split_k_linear",
+    "token_order",
     "top_continuations",
     "tree_attention",
     "widen_float8",
@@ -54,4 +56,5 @@ if TRITON:
     from redrafter.kernels.ordered_linear import ordered_expert_linear, ordered_linear
     from redrafter.kernels.sample import gumbel, sample_tokens
     from redrafter.kernels.shortlist import MAX_SEARCHED, best_candidates, best_of_parts, candidate_scores
+    from redrafter.kernels.token_order import new_slots, token_order
     from redrafter.kernels.tree import find_ancestors, hold_best, top_continuations

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from redrafter import kernels
 from redrafter.attention.prompt_attention import Piece
 from redrafter.attention.tree_plan import ChunkEnds, PromptChunks
 from redrafter.cache.kv_cache import KVCache, LayerShape
+from redrafter.cache.paged import PagedCache
 from redrafter.cache.to_device import to_device
 from redrafter.errors import MismatchError, UnsupportedError
 from redrafter.features import Feature
@@ -59,21 +61,19 @@ class ForwardBatch:
         """The index of each new node in its row's sequence, `[B, M]` int64."""
         return self.length[:, None] + self.tree.depth[:, -self.tree.new :]
 
-    @property
-    def row_slots(self) -> Tensor:
-        """Slot of each new node, counted along its row, `[B, M]` int64."""
-        nodes, new = self.tree.tokens.shape[1], self.tree.new
-        return self._in_window(torch.arange(nodes - new, nodes, device=self.length.device))
+    def slots(self) -> Tensor:
+        """Return the slots of new nodes in the pools of the cache, then of the token before each, `[2, B * M]` int64.
 
-    @property
-    def row_slots_before(self) -> Tensor:
-        """Slot of the token before each new node, its parent or the last committed token, as in `row_slots`."""
-        parents, depth = (x[:, -self.tree.new :] for x in (self.tree.parents, self.tree.depth))
-        return self._in_window(parents.masked_fill(depth == 0, -1))
-
-    def _in_window(self, nodes: Tensor) -> Tensor:
+        The token before a node is its parent or the last committed one; of a sequence's first token, it is any.
+        """
+        tree, new = self.tree, self.tree.new
+        if kernels.TRITON and isinstance(self.cache, PagedCache) and self.length.is_cuda:
+            return kernels.new_slots(tree.parents, tree.depth, self.length, self.cache.table, new)
+        parents, depth = (x[:, -new:] for x in (tree.parents, tree.depth))
+        nodes = torch.arange(tree.tokens.shape[1], device=self.length.device)[-new:]
         # Padding nodes may be past the end of the row, and the first token has no token before it.
-        return (self.length[:, None] + nodes).clamp(0, self.cache.window - 1)
+        placed = (self.length[:, None] + x for x in (nodes, parents.masked_fill(depth == 0, -1)))
+        return torch.stack([self.cache.slots(x.clamp(0, self.cache.window - 1)) for x in placed])
 
     def flat(self, of_rows: Tensor, of_chunks: Tensor | None) -> Tensor:
         """Return a value for each of T tokens: first of new nodes, `[B, M]` or `[B, 1]`, then of chunks."""

@@ -221,7 +221,7 @@ class PaddedForward(TreeForward):
             bound.drafter_layer.write(
                 cache,
                 slots=cache.written[bound.device],
-                before=lambda: cache.slots(batch.row_slots_before),
+                before=lambda: batch.slots()[1],
                 ids=tree.tokens[:, -new:].flatten(),
                 positions=places.flatten(),
                 hidden=hidden.flatten(0, 1),

@@ -142,18 +142,12 @@ class VarlenForward(TreeForward):
             logits, hidden = self._run(ids, positions, head_index, plan, prompt, keep)
         hidden = hidden[: len(new_ids)]
         if bound.drafter_layer is not None:
-
-            def slots(of_rows: Tensor, back: int) -> Tensor:
-                of_nodes = cache.slots(of_rows)[tree.verified_nodes]
-                return of_nodes if chunks is None else torch.cat([of_nodes, chunks.slots(back)])
-
+            slots = batch.slots()[:, tree.verified_nodes]
+            if chunks is not None:
+                slots = torch.cat([slots, torch.stack([chunks.slots(), chunks.slots(back=1)])], dim=1)
+            own, before = slots
             bound.drafter_layer.write(
-                cache,
-                slots=slots(batch.row_slots, 0),
-                before=lambda: slots(batch.row_slots_before, 1),
-                ids=new_ids,
-                positions=places,
-                hidden=hidden,
+                cache, slots=own, before=lambda: before, ids=new_ids, positions=places, hidden=hidden
             )
 
         # 4. Split the head's output between rows and chunks.

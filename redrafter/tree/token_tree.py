@@ -83,34 +83,31 @@ class Tree:
         return not self.branches and self.new == self.tokens.shape[1]
 
     @cached_property
+    def _order(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        assert self.counts is not None, "a tree whose nodes are all computed is in order"
+        order = kernels.token_order if kernels.TRITON and self.counts.is_cuda else token_order
+        return order(self.counts, self.new, self.size)
+
+    @property
     def row_starts(self) -> Tensor:
-        """Return the index of each row's first node among those that the next forward computes, and `size`, `[B+1]`."""
-        rows = self.tokens.shape[0]
+        """Index of each row's first node among those that the next forward computes, and then `size`, `[B+1]` int64."""
         if self.counts is None:
-            return torch.arange(rows + 1, device=self.tokens.device) * self.new
-        return torch.nn.functional.pad(self.counts.cumsum(0), (1, 0))
+            return torch.arange(len(self.tokens) + 1, device=self.tokens.device) * self.new
+        return self._order[0]
 
-    @cached_property
+    @property
     def token_rows(self) -> Tensor:
-        """The row of each node that the next forward computes, `[T]` int64."""
-        index = torch.arange(self.size, device=self.tokens.device)
-        return torch.searchsorted(self.row_starts[1:], index, right=True)
+        """The row of each node that the next forward computes, `[T]` int64, in a ragged tree."""
+        return self._order[1]
 
-    @cached_property
+    @property
     def verified_nodes(self) -> Tensor | slice:
-        """Which of the `B * M` new nodes the next forward computes."""
-        if self.counts is None:
-            return slice(None)
-        row, index = self.token_rows, torch.arange(self.size, device=self.tokens.device)
-        return row * self.new + index - self.row_starts[row]
+        """Which of the `B * M` new nodes the next forward computes, `[T]` int64."""
+        return slice(None) if self.counts is None else self._order[2]
 
     def by_row(self, x: Tensor) -> Tensor:
         """Return per-node values of a forward, `[T, D]`, as `[B, M, D]`; undefined where left out."""
-        if self.counts is None:
-            return x.view(len(self.tokens), -1, x.shape[-1])
-        starts = self.row_starts
-        # Entries past a row's count repeat its last node, as an index must stay within `x`.
-        return x[torch.minimum(starts[:-1, None] + torch.arange(self.new, device=x.device), starts[1:, None] - 1)]
+        return x.view(len(self.tokens), -1, x.shape[-1]) if self.counts is None else x[self._order[3]]
 
     def last_level(self, count: int) -> "Tree":
         """Return the same tree with only its last level, `levels` deep and of `count` nodes, to be computed."""
@@ -265,6 +262,26 @@ def hold_best(
     # Stable, so that parents stay before their children.
     order = held.sort(dim=1, descending=True, stable=True).indices
     return *_take(tokens, parents, depth, order), score.gather(1, order), counts
+
+
+def token_order(counts: Tensor, nodes: int, total: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Order the first nodes of each row one after the other. This is the reference of a kernel for GPUs.
+
+    Args:
+        counts: How many of each row's nodes are tokens, `[B]` int64.
+        nodes: M, nodes of a row.
+        total: T, the sum of the counts.
+
+    Returns:
+        Index of each row's first token, and then T, `[B+1]`; the row of each token, `[T]`; which of the `B * M` nodes
+        it is, `[T]`; the token of each node, `[B, M]`, and past a row's count its last one; all int64.
+    """
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    index = torch.arange(total, device=counts.device)
+    row = torch.searchsorted(starts[1:], index, right=True)
+    # Entries past a row's count repeat its last node, as an index must stay among the tokens.
+    by_row = torch.minimum(starts[:-1, None] + torch.arange(nodes, device=counts.device), starts[1:, None] - 1)
+    return starts, row, row * nodes + index - starts[row], by_row
 
 
 def nodes_by_level(tree: Tree) -> Tensor:

@@ -100,6 +100,15 @@ def accept(nodes: int, **how: bool) -> Callable[[], object]:
     return lambda: kernels.accept_drafts(tree.tokens, tree.parents, tree.depth, **drawn, **shape, **scores)
 
 
+def order(rows: int, nodes: int) -> Callable[[], object]:
+    tree = random_outcome(rows, nodes, counted=True, limited=False)["tree"]
+    length, table = torch.zeros(rows, dtype=torch.long), torch.zeros(rows, 4, dtype=torch.int32)
+    return lambda: (
+        kernels.token_order(tree.counts, nodes, tree.total),
+        kernels.new_slots(tree.parents, tree.depth, length, table, nodes),
+    )
+
+
 def share(rows: int, nodes: int) -> Callable[[], object]:
     tree = random_outcome(rows, nodes, counted=True, limited=False)["tree"]
     return lambda: kernels.hold_best(tree.tokens, tree.parents, tree.depth, tree.score, 2 * rows)
@@ -131,6 +140,7 @@ PROGRAMS = {
     "many candidates of an FP8 head": choose_candidates(16, 512, 1024, FP8),
     "acceptance of a token": accept(1, counted=False, limited=False),
     "acceptance of shared nodes": accept(41, counted=True, limited=True),
+    "order of the tokens of 512 rows": order(512, 26),
     "nodes that 32 rows share": share(32, 26),
     "nodes that two rows share": share(2, 641),
     "product of few tokens": lambda: kernels.split_k_linear(*(torch.ones(n, 512).bfloat16() for n in (5, 4096))),

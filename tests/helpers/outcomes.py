@@ -27,7 +27,8 @@ def random_outcome(rows: int, nodes: int, *, counted: bool, limited: bool) -> di
         drawn.scatter_(1, above, tokens[:, node, None].where(some(0, 4, rows, 1) > 0, drawn.gather(1, above)))
     tree = tree_of(tokens, parents, depth, int(depth.max()))
     if counted:
-        counts, score = some(nodes // 2, nodes + 1, rows), -0.2 * depth * torch.rand(rows, nodes, generator=generator)
+        counts = some(max(nodes // 2, 1), nodes + 1, rows)
+        score = -0.2 * depth * torch.rand(rows, nodes, generator=generator)
         candidates = some(0, 99, tree.levels, len(LIKELIHOODS))
         tree = replace(tree, counts=counts, total=int(counts.sum()), score=score, candidates=candidates)
     else:

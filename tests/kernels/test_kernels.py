@@ -2,6 +2,7 @@
 
 import pkgutil
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -12,18 +13,21 @@ pytest.importorskip("triton")
 from helpers.attention import DEVICE, HALF
 from helpers.outcomes import random_outcome
 from redrafter import kernels
+from redrafter.cache.kv_cache import LayerShape
+from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.kernels import commit
 from redrafter.kernels import top_continuations as kernel_top_continuations
 from redrafter.kernels.block_size import BLOCK_SIZE, CHUNK
 from redrafter.kernels.cache_format import as_bytes, read_slots, round_trip, to_format, write_slots
 from redrafter.kernels.linear import split_k_linear
 from redrafter.kernels.tree import find_ancestors
+from redrafter.model.forward_batch import ForwardBatch
 from redrafter.sampling.noise import gumbel, streams
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.beam_search import top_continuations
 from redrafter.tree.likelihood import bounds_on
 from redrafter.tree.report import accept_drafts
-from redrafter.tree.token_tree import hold_best, tree_of
+from redrafter.tree.token_tree import hold_best, token_order, tree_of
 
 FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -146,6 +150,26 @@ def test_ancestors_found_by_walking_up_equal_those_found_by_squaring():
     tokens = torch.zeros_like(parents)
     expected = tree_of(tokens, parents, tokens, 69).ancestors
     assert torch.equal(find_ancestors(parents.to(DEVICE), 69).cpu(), expected)
+
+
+@pytest.mark.parametrize("rows, nodes", [(1, 1), (4, 10), (3, 70), (40, 5)])
+def test_tokens_of_trees_are_ordered_as_by_the_reference(rows, nodes):
+    counts = random_outcome(rows, nodes, counted=True, limited=False)["tree"].counts
+    expected = token_order(counts, nodes, int(counts.sum()))
+    for x, wanted in zip(kernels.token_order(counts.to(DEVICE), nodes, int(counts.sum())), expected, strict=True):
+        assert x.cpu().equal(wanted)
+
+
+@pytest.mark.parametrize("new", [1, 4, 13])
+def test_slots_of_new_nodes_equal_those_of_a_cache(new):
+    outcome = random_outcome(5, 13, counted=True, limited=False)
+    tree, length = replace(outcome["tree"], ancestors=outcome["tree"].ancestors[:, -new:]), outcome["length"]
+    length[1:3] = torch.tensor([0, 60])  # the end of a window of four blocks is near
+    table = (torch.randperm(24, generator=torch.Generator().manual_seed(0))[:20] + 1).view(5, 4).int()
+    store = KVCachePool([LayerShape(1, 2, 2, torch.float32, torch.device("cpu"))], 25)
+    expected = ForwardBatch(tree, length, PagedCache(store, table)).slots()
+    found = kernels.new_slots(*(x.to(DEVICE) for x in (tree.parents, tree.depth, length, table)), new)
+    assert found.cpu().equal(expected)
 
 
 @pytest.mark.parametrize("rows, nodes", [(1, 1), (4, 10), (3, 70), (40, 5)])
