@@ -111,7 +111,7 @@ def accept_drafts(
         The accepted nodes `[B, K+1]`, the packed report `[B + R, K+5]`, and the lengths after the step `[B]`, int64.
     """
     rows, nodes = drawn.shape
-    likelihoods, searched = len(bounds), 0 if score is None else candidates.numel()
+    likelihoods, searched = len(bounds), 0 if candidates is None else candidates.numel()
     lines = 0 if score is None else triton.cdiv(2 * likelihoods + searched, width + 4)
     path, after = texts.new_empty(rows, width), torch.empty_like(length)
     packed = texts.new_zeros(rows + lines, width + 4)  # outcomes are sums over the rows

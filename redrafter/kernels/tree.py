@@ -210,8 +210,8 @@ def hold_best(
     rows, nodes = score.shape
     score = score.contiguous()
     moved_to, counts = score.new_empty(rows, nodes, dtype=torch.int32), tokens.new_empty(rows)
-    new = [tokens.new_empty(rows, nodes) for _ in range(3)]
-    found = *new, torch.empty_like(score), counts
+    new_tokens, new_parents, new_depth = tokens.new_empty(3, rows, nodes)
+    found = new_tokens, new_parents, new_depth, torch.empty_like(score), counts
     block = triton.next_power_of_2(nodes)
     warps = min(max(block // 64, 4), 16)
     _hold_kernel[(rows,)](

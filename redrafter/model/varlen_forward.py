@@ -155,8 +155,8 @@ class VarlenForward(TreeForward):
         ends = None if chunks is None else ChunkEnds(logits[of_nodes:], hidden[index[of_nodes:]])
         if batch.logits_index is not None:
             return logits[:of_nodes, None], hidden[index[:of_nodes]][:, None], ends
-        outputs = logits[:count], hidden[:count]
-        return *(x[None] if batch.flat_outputs else tree.by_row(x) for x in outputs), ends
+        logits, hidden = (x[None] if batch.flat_outputs else tree.by_row(x) for x in (logits[:count], hidden[:count]))
+        return logits, hidden, ends
 
     def read_pieces(self, pieces: Sequence[Piece], read: Prompts, *, all_tokens: bool) -> tuple[Tensor, Tensor]:
         """Read pieces of prompts, T tokens together, in one forward on a CPU.

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from helpers.generation import noted, same_undrafted
 from helpers.models import VOCAB, tiny_drafter, tiny_model, uneven_batch
@@ -12,6 +13,7 @@ from redrafter.engine.tuning import Tuning
 from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
 from redrafter.sampling.sampler import Sampler
+from redrafter.scheduler.captured_step import CapturedStep
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.tree.sizes import TreeShape
@@ -103,3 +105,26 @@ def test_what_rows_that_share_nodes_leave_of_the_budget_reads_prompts():
     served.submit(late)
     served.round()
     assert late.prefilled == 32  # beside 8 nodes, not 34
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=4)], ids=["greedy", "sampled"])
+def test_the_kernels_of_a_gpu_write_what_each_row_writes_alone(params, monkeypatch):
+    """Steps take the branches of a GPU, whose kernels run in Triton's interpreter."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("tests/kernels/test_gpu.py compares both on a GPU")
+    take, steps = CapturedStep.run_step, []
+
+    def take_as_on_a_gpu(step: CapturedStep) -> None:
+        steps.append(step)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "is_cuda", True)
+            patch.setitem(vars(step.sampler), "fused", True)
+            take(step)
+
+    monkeypatch.setattr(CapturedStep, "run_step", take_as_on_a_gpu)
+    served, sequences = sharing(4, 4, 17, 16), [make_sequence([5 + row, 3], 20, params) for row in range(4)]
+    run(served, sequences)
+    assert any(step.proposer.depth for step in steps)
+    monkeypatch.undo()
+    same_alone(served.engine, sequences)
