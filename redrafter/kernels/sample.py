@@ -17,12 +17,13 @@ def _mix(x):
     return x ^ (x >> 31)
 
 
-@triton.jit
-def _gumbel_kernel(STREAM, OUT, vocab, CHUNK: tl.constexpr):
+@triton.jit(do_not_specialize=["count"])
+def _gumbel_kernel(SEEDS, POSITIONS, OUT, vocab, count, CHUNK: tl.constexpr):
     """Write the noise of one position for a chunk of token ids."""
     position = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    stream = tl.load(STREAM + position).to(tl.uint64, bitcast=True)
+    seed = tl.load(SEEDS + position // count).to(tl.uint64, bitcast=True)
+    stream = _mix(_mix(seed * GAMMA) + tl.load(POSITIONS + position).to(tl.uint64, bitcast=True) * GAMMA)
     bits = _mix(stream + (at + 1).to(tl.uint64) * GAMMA)
     v = ((bits >> 11).to(tl.int64).to(tl.float32) + 0.5) * 1.1102230246251565e-16  # 2^-53
     v = tl.minimum(v, 1 - 5.9604644775390625e-08)  # 2^-24
@@ -31,16 +32,18 @@ def _gumbel_kernel(STREAM, OUT, vocab, CHUNK: tl.constexpr):
     tl.store(OUT + position * vocab + at, -tl.log(-log1p), at < vocab)
 
 
-def gumbel(stream: Tensor, vocab: int) -> Tensor:
+def gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """Return Gumbel noise `[B, P, V]` float32, as `redrafter.sampling.noise.gumbel` does.
 
     Args:
-        stream: Start of the noise of each position, `[B, P]` int64 (`redrafter.sampling.noise.streams`).
+        seeds: Seed of each row, `[B]` int64.
+        positions: Positions of the tokens, `[B, P]` int64.
         vocab: V; the noise belongs to token ids 0 to V - 1.
     """
-    out = torch.empty(*stream.shape, vocab, dtype=torch.float32, device=stream.device)
-    grid = (stream.numel(), triton.cdiv(vocab, CHUNK))
-    _gumbel_kernel[grid](stream.contiguous(), out, vocab, CHUNK=CHUNK, num_warps=8)
+    rows, count = positions.shape
+    out = torch.empty(rows, count, vocab, dtype=torch.float32, device=positions.device)
+    grid = (rows * count, triton.cdiv(vocab, CHUNK))
+    _gumbel_kernel[grid](seeds.contiguous(), positions.contiguous(), out, vocab, count, CHUNK=CHUNK, num_warps=8)
     return out
 
 

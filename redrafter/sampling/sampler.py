@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from redrafter import kernels
-from redrafter.sampling.noise import ACCEPT, branch, gumbel, streams
+from redrafter.sampling.noise import ACCEPT, branch, gumbel
 from redrafter.sampling.prefixes import Prefixes
 from redrafter.sampling.processors import ProcessorOfRows, RowTemperature
 from redrafter.tree.token_tree import Tree
@@ -114,7 +114,7 @@ class Sampler:
             return known if more is None else torch.cat([known, more], dim=1)
         positions = position[:, None] + torch.arange(count, device=position.device)
         if kernels.TRITON and position.is_cuda:
-            noise = kernels.gumbel(streams(self.seeds, positions), len(self.ids))
+            noise = kernels.gumbel(self.seeds, positions, len(self.ids))
         else:
             noise = gumbel(self.seeds, positions, self.ids)
         # Greedy rows of a mixed batch share the kernel: without noise, their draw is the argmax.

@@ -141,6 +141,7 @@ PROGRAMS = {
     "acceptance of a token": accept(1, counted=False, limited=False),
     "acceptance of shared nodes": accept(41, counted=True, limited=True),
     "order of the tokens of 512 rows": order(512, 26),
+    "noise": lambda: kernels.gumbel(torch.zeros(2).long(), torch.zeros(2, 3).long(), 5000),
     "nodes that 32 rows share": share(32, 26),
     "nodes that two rows share": share(2, 641),
     "product of few tokens": lambda: kernels.split_k_linear(*(torch.ones(n, 512).bfloat16() for n in (5, 4096))),
