@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast
 from torch import Tensor
+from torch import distributed as dist
 from tqdm import tqdm
 
 from redrafter.errors import ArgumentError
@@ -120,12 +120,15 @@ def _format_time(seconds: float) -> str:
 class Clock:
     """Counts the steps and the time of a training, without its validations and checkpoints.
 
-    `state` is the one to continue from; a new one when None.
+    `state` is the one to continue from; a new one when None. Collective: make one on every rank.
     """
 
     def __init__(self, config: TrainConfig, accelerator: Accelerator, state: TrainingState | None = None):
         self.steps, self.minutes, self.accelerator = config.steps, config.minutes, accelerator
         self.state = state or TrainingState()
+        # On hosts: a broadcast by GPUs would make each host wait for its GPU before every step.
+        shared = self.minutes is not None and accelerator.num_processes > 1
+        self._host_group: Any = dist.new_group(backend="gloo") if shared else None
         self._seconds_before = self.state.seconds
         self.start()
 
@@ -171,9 +174,11 @@ class Clock:
     def broadcast_fraction_done(self) -> float:
         """Broadcast `fraction_done` from rank 0. Collective: call it on every rank."""
         # Clocks differ, but all processes must run the same steps.
-        if self.minutes and self.accelerator.num_processes > 1:
-            return float(broadcast(torch.tensor(self.fraction_done, device=self.accelerator.device)))
-        return self.fraction_done
+        if self._host_group is None:
+            return self.fraction_done
+        fraction = torch.tensor(self.fraction_done, dtype=torch.float64)
+        dist.broadcast(fraction, 0, group=self._host_group)
+        return float(fraction)
 
 
 class LossMeter:

@@ -130,6 +130,15 @@ def test_a_sharded_drafter_and_its_checkpoint_are_those_of_a_whole_drafter(tmp_p
 
 
 @pytest.mark.slow
+def test_processes_end_at_the_same_step_when_the_minutes_of_the_first_are_over(tmp_path):
+    options = ["--minutes", "0.03", "--batch-size", "2", "--no-pack"]
+    codes, said = launch(tmp_path, command(tmp_path, *options))
+    assert codes == [0, 0], said
+    assert record(tmp_path)["processes"] == 2
+    assert record(tmp_path)["steps"] > 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_another_number_of_processes_goes_on_with_a_training(tmp_path, processes):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
