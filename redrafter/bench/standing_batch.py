@@ -173,8 +173,9 @@ def opened(
     """Prefill all rows of a request in a new scheduler with a single proposer; the caller runs the steps."""
     with engine.scheduler_for(request, models=OneProposer(engine, proposer, sized_for)) as scheduler:
         call = GenerateCall(request)
-        # The caller holds the batch still, which a step launched ahead would move.
-        scheduler.overlap = False
+        # The caller holds the batch still, which a step launched ahead would move. Rows hold a sequence only once its
+        # prompt was read, so prompts that a step could read are read here too.
+        scheduler.overlap = scheduler.mixed_prefill = False
         with call.queued(scheduler):
             scheduler.prefill()
             if scheduler.waiting:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from helpers.command_line import fails, measured
-from helpers.models import CONTEXT, HIDDEN, VOCAB, tiny_drafter, tiny_model, with_tree
+from helpers.models import CONTEXT, HIDDEN, VOCAB, paged, tiny_drafter, tiny_model, with_tree
+from helpers.scheduling import launch_ahead
 from redrafter import ArgumentError, ReDrafterError, UnsupportedError
 from redrafter.app import loading, paths
 from redrafter.bench.options import BenchOptions
@@ -282,6 +283,15 @@ def test_the_step_of_a_standing_batch_is_the_same_step_over_and_over(temperature
         assert batch.state.length.tolist() == before
         assert batch.step_ms() > 0
         assert batch.check() is None
+
+
+def test_the_prompts_of_a_standing_batch_are_read_where_a_step_could_read_them(monkeypatch):
+    launch_ahead(monkeypatch)
+    work = workload()
+    paged(work.engine)
+    with torch.inference_mode(), open_standing_batch(work, work.proposer(2, True), 2, context=20) as batch:
+        assert (batch.tokens, batch.longest) == (40, 20)
+    assert measure_parts(work, Bandwidth(1e9, 1), 1, 20, speculate=False)["context"] == 20
 
 
 def test_a_standing_batch_takes_the_step_of_its_proposer_whatever_the_batch_size():
