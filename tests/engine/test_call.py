@@ -1,6 +1,8 @@
 """What a call of `generate` meets beside its text: configs, the model's modes, the context's end."""
 
+import gc
 import warnings
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from helpers.models import (
     with_tree,
 )
 from redrafter import ArgumentError, DraftTarget, PromptLookup, UnsupportedError
+from redrafter.engine import call
 from redrafter.model.target import Target
 
 IDS, MASK = uneven_batch()
@@ -183,3 +186,61 @@ def test_a_text_that_ends_of_itself_or_where_it_was_told_to_says_nothing(llama, 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scripted_engine(llama, script, 1, 2).generate(ids, do_sample=False, **arguments[end])
+
+
+# The garbage collector
+
+
+@pytest.fixture
+def usual():
+    """The collector's thresholds, which are set again at the end."""
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    yield 700, 10, 10
+    gc.set_threshold(*before)
+
+
+def test_rows_of_a_step_are_not_taken_for_long_lived_objects(llama, usual):
+    engine, rows, collected = with_tree(llama, tiny_drafter(), 2, 1), 128, []
+
+    def note(phase, _):
+        collected.append(phase)
+
+    class Noting:
+        def put_step(self, *_):
+            assert gc.get_threshold() == (rows * call.ALLOCATIONS_PER_ROW, 10, 10)
+            if note not in gc.callbacks:
+                gc.callbacks.append(note)
+
+        def end(self):
+            gc.callbacks.remove(note)
+
+    ids = torch.full((rows, 3), 5)
+    engine.generate(ids, torch.ones_like(ids), streamer=Noting(), max_new_tokens=30, min_new_tokens=30, do_sample=False)
+    assert len(collected) <= 2, collected  # of the start and the end of one; ten without space between them
+    assert gc.get_threshold() == usual
+
+
+def test_calls_at_once_leave_the_collector_as_it_was(usual):
+    spaced, per_row = call.Collector().spaced, call.ALLOCATIONS_PER_ROW
+    for order in ((0, 1), (1, 0)):
+        calls = [ExitStack(), ExitStack()]
+        calls[0].enter_context(spaced(100))
+        calls[1].enter_context(spaced(200))
+        assert gc.get_threshold() == (300 * per_row, 10, 10)
+        for index in order:
+            calls[index].close()
+        assert gc.get_threshold() == usual
+    with spaced(1):
+        assert gc.get_threshold() == usual, "few rows need no other thresholds"
+
+
+@pytest.mark.parametrize("wanted", [(0, 10, 10), (900, 5, 5)])
+def test_the_collectors_thresholds_of_a_program_are_kept(wanted, usual):
+    collector = call.Collector()
+    with collector.spaced(100):
+        gc.set_threshold(*wanted)  # by a streamer, for example
+    assert gc.get_threshold() == wanted
+    with collector.spaced(100):
+        assert gc.get_threshold() == (wanted[0] and 100 * call.ALLOCATIONS_PER_ROW, *wanted[1:])
+    assert gc.get_threshold() == wanted
