@@ -9,7 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit(do_not_specialize=["nodes", "levels", "width", "first_copied", "rows", "likelihoods", "searched"])
+@triton.jit(
+    do_not_specialize=[
+        "tokens_row", "parents_row", "depth_row", "drawn_row", "drawn_node", "finite_row", "finite_node", "texts_row",
+        "nodes", "levels", "width", "first_copied", "rows", "likelihoods", "searched",
+    ]
+)  # fmt: skip
 def _accept_kernel(
     TOKENS, PARENTS, DEPTH, DRAWN, FINITE, TEXTS, LENGTH, ACTIVE, COUNTS, LIMITS, SCORE, BOUNDS, CANDIDATES,
     NODES, PACKED, AFTER, tokens_row, parents_row, depth_row, drawn_row, drawn_node, finite_row, finite_node, texts_row,

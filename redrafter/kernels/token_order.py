@@ -6,13 +6,16 @@ from torch import Tensor
 
 from redrafter.kernels.block_size import BLOCK_SIZE
 
+PART = 128  # nodes of a program: a prompt is a chain of thousands, which one program would not hold in registers
+
 
 @triton.jit(do_not_specialize=["rows", "nodes"])
 def _order_kernel(
     COUNTS, STARTS, ROWS, NODES, BY_ROW, rows, nodes, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Write the tokens of one row."""
-    row, other, node = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK)
+    """Write some tokens of one row."""
+    row, other = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_ROWS)
+    node = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     counts = tl.load(COUNTS + other, other < rows, 0)
     start, count = tl.sum(tl.where(other < row, counts, 0), 0), tl.load(COUNTS + row)
     tl.store(STARTS + row, start)
@@ -27,9 +30,9 @@ def token_order(counts: Tensor, nodes: int, total: int) -> tuple[Tensor, Tensor,
     rows = len(counts)
     starts, (of_token, index) = counts.new_empty(rows + 1), counts.new_empty(2, total)
     by_row = counts.new_empty(rows, nodes)
-    _order_kernel[(rows,)](
+    _order_kernel[(rows, triton.cdiv(nodes, PART))](
         counts.contiguous(), starts, of_token, index, by_row, rows, nodes,
-        BLOCK_ROWS=triton.next_power_of_2(rows), BLOCK=triton.next_power_of_2(nodes), num_warps=1,
+        BLOCK_ROWS=triton.next_power_of_2(rows), BLOCK=PART, num_warps=1,
     )  # fmt: skip
     return starts, of_token, index, by_row
 
@@ -39,9 +42,9 @@ def _slots_kernel(
     PARENTS, DEPTH, LENGTH, TABLE, OUT, parents_row, depth_row, table_row, nodes, new, blocks,
     PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the slots of one row's new nodes, or where the second index is 1 of the tokens before them."""
+    """Write the slots of some new nodes of one row, or where the second index is 1 of the tokens before them."""
     row, before = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    index = tl.arange(0, BLOCK)
+    index = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     live, node = index < new, nodes - new + index
     parent = tl.load(PARENTS + row * parents_row + node, live, 0)
     parent = tl.where(tl.load(DEPTH + row * depth_row + node, live, 0) == 0, -1, parent)
@@ -63,8 +66,8 @@ def new_slots(parents: Tensor, depth: Tensor, length: Tensor, table: Tensor, new
     """
     rows, nodes = parents.shape
     out = length.new_empty(2, rows * new)
-    _slots_kernel[(rows, 2)](
+    _slots_kernel[(rows, 2, triton.cdiv(new, PART))](
         parents, depth, length, table, out, *(x.stride(0) for x in (parents, depth, table)), nodes, new, table.shape[1],
-        PAGE=BLOCK_SIZE, BLOCK=triton.next_power_of_2(new), num_warps=1,
+        PAGE=BLOCK_SIZE, BLOCK=PART, num_warps=1,
     )  # fmt: skip
     return out

@@ -152,7 +152,7 @@ def test_ancestors_found_by_walking_up_equal_those_found_by_squaring():
     assert torch.equal(find_ancestors(parents.to(DEVICE), 69).cpu(), expected)
 
 
-@pytest.mark.parametrize("rows, nodes", [(1, 1), (4, 10), (3, 70), (40, 5)])
+@pytest.mark.parametrize("rows, nodes", [(1, 1), (4, 10), (3, 300), (40, 5)])
 def test_tokens_of_trees_are_ordered_as_by_the_reference(rows, nodes):
     counts = random_outcome(rows, nodes, counted=True, limited=False)["tree"].counts
     expected = token_order(counts, nodes, int(counts.sum()))
@@ -160,9 +160,9 @@ def test_tokens_of_trees_are_ordered_as_by_the_reference(rows, nodes):
         assert x.cpu().equal(wanted)
 
 
-@pytest.mark.parametrize("new", [1, 4, 13])
-def test_slots_of_new_nodes_equal_those_of_a_cache(new):
-    outcome = random_outcome(5, 13, counted=True, limited=False)
+@pytest.mark.parametrize("nodes, new", [(13, 1), (13, 4), (13, 13), (300, 290)])
+def test_slots_of_new_nodes_equal_those_of_a_cache(nodes, new):
+    outcome = random_outcome(5, nodes, counted=True, limited=False)
     tree, length = replace(outcome["tree"], ancestors=outcome["tree"].ancestors[:, -new:]), outcome["length"]
     length[1:3] = torch.tensor([0, 60])  # the end of a window of four blocks is near
     table = (torch.randperm(24, generator=torch.Generator().manual_seed(0))[:20] + 1).view(5, 4).int()
