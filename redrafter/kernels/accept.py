@@ -30,19 +30,18 @@ def _accept_kernel(
     node, entry = tl.arange(0, BLOCK), tl.arange(0, BLOCK_PATH)
     TOKENS, PARENTS, DEPTH = TOKENS + row * tokens_row, PARENTS + row * parents_row, DEPTH + row * depth_row
     DRAWN, FINITE = DRAWN + row * drawn_row, FINITE + row * finite_row
-    verified = node < nodes
-    depth = tl.load(DEPTH + node, verified, 0)
-    if COUNTS is not None:
-        verified = verified & (node < tl.load(COUNTS + row))
+    depth = tl.load(DEPTH + node, node < nodes, 0)
+    count = nodes if COUNTS is None else tl.load(COUNTS + row)
+    verified = node < count
     acceptable = verified
     if LIMITS is not None:
         acceptable = acceptable & (depth <= tl.load(LIMITS + row))
-    # The ancestors of an acceptable node are acceptable: they come before it, and are less deep.
+    # Ancestors are checked too: the scores of a node and its parent may be out of order by rounding.
     agreed, at = acceptable | (node == 0), node.to(tl.int64)
     for _ in range(levels):
         parent = tl.load(PARENTS + at, acceptable, 0)
         token, draw = tl.load(TOKENS + at, acceptable, 0), tl.load(DRAWN + parent * drawn_node, acceptable, 0)
-        agreed, at = agreed & ((at == 0) | (token == draw)), parent
+        agreed, at = agreed & ((at == 0) | (at < count) & (token == draw)), parent
     accepted, end = tl.max(tl.where(agreed, depth, -1), 0, return_indices=True)
     path, at = tl.zeros([BLOCK_PATH], tl.int64), end.to(tl.int64)
     for step in range(levels):

@@ -204,6 +204,19 @@ def test_drafts_are_accepted_and_reported_as_by_the_reference(rows, nodes, limit
         assert x.cpu().equal(expected)
 
 
+def test_a_draft_is_not_accepted_below_one_that_was_not_verified():
+    tokens, parents, depth, drawn = (
+        torch.tensor([x], device=DEVICE) for x in ([5, 6, 7], [0, 2, 0], [0, 2, 1], [7, 1, 6])
+    )
+    one, counts = torch.ones_like(drawn[:, 0]), torch.tensor([2], device=DEVICE)
+    _, packed, after = kernels.accept_drafts(
+        tokens, parents, depth, drawn, drawn, torch.zeros_like(drawn).repeat(1, 3), one, one > 0, levels=2, width=3,
+        grafted=0, counts=counts, limits=None, score=None, bounds=bounds_on(drawn.device), candidates=None,
+    )  # fmt: skip
+    assert packed[0, 3] == 0
+    assert after == 2
+
+
 @pytest.mark.parametrize("tokens, features, inner", [(1, 128, 1024), (5, 192, 512), (33, 64, 2048)])
 def test_a_split_product_equals_that_of_torch(tokens, features, inner):
     generator = torch.Generator().manual_seed(tokens)
