@@ -238,9 +238,9 @@ def share_nodes(tree: Tree, score: Tensor, total: int) -> Tree:
 def hold_best(
     tokens: Tensor, parents: Tensor, depth: Tensor, score: Tensor, total: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Move the nodes that `total` nodes of all rows include to the front of their rows, in their order.
+    """Move the best `total` nodes of all rows to the front of their rows, where they keep their order.
 
-    They are the root of each row and the highest scores. This is the reference of a kernel for GPUs.
+    They are the root of each row, and then those of highest score. This is the reference of a kernel for GPUs.
 
     Args:
         tokens: Token of each node, `[B, N]` int64.
