@@ -12,13 +12,13 @@ from helpers.command_line import CONTEXT, TEXT, byte_tokenizer, fails, measured
 from helpers.models import tiny_model
 from helpers.tokenizers import TEXTS, byte_level, sentencepiece_like
 from redrafter import ReDrafter
-from redrafter import step as step_module
 from redrafter.app import engines
 from redrafter.app.loading import Pair
 from redrafter.cli import compare as compare_module
 from redrafter.cli import main
 from redrafter.measure.differences import first_difference, tolerance
 from redrafter.sampling.noise import gumbel
+from redrafter.tree import report as report_module
 from redrafter.tree.accept import Path as Kept
 
 PROMPTS = ["ja", "Zürich", TEXT * 2, "10 €", "für"]
@@ -171,7 +171,7 @@ def test_rejection_promises_a_distribution_and_no_tokens(compare, runs, monkeypa
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_way_that_writes_other_tokens_fails_and_the_report_says_where(compare, runs, monkeypatch, asked):
-    honest = step_module.accept
+    honest = report_module.accept
 
     def keep_everything(tree, drawn, max_depth, *limits):
         path = honest(tree, drawn, max_depth, *limits)
@@ -180,7 +180,7 @@ def test_a_way_that_writes_other_tokens_fails_and_the_report_says_where(compare,
         nodes = path.nodes.new_tensor(range(max_depth + 1)).expand_as(path.nodes)
         return Kept(nodes, path.accepted * 0 + max_depth)
 
-    monkeypatch.setattr(step_module, "accept", keep_everything)
+    monkeypatch.setattr(report_module, "accept", keep_everything)
     off = () if asked else ("--disable-output-comparison",)
     flags = ("--batch-size", "3", "--no-draft-from-text", *off)
     table, document = compare(*flags, model="base", code=int(asked))
