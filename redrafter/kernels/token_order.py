@@ -1,4 +1,4 @@
-"""Where the nodes of token trees are among the tokens of a forward and in a paged cache, in one launch each."""
+"""Order the nodes of token trees as tokens of a forward, and find their slots in a paged cache, in one launch each."""
 
 import triton
 import triton.language as tl

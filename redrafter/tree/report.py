@@ -14,7 +14,7 @@ from redrafter.tree.token_tree import Tree
 
 @dataclass(frozen=True)
 class StepReport:
-    """What the host reads of a step of B rows, which takes one copy from the device. All properties are views.
+    """Holds what the host reads of a step of B rows in one tensor, which takes one copy. All properties are views.
 
     Attributes:
         packed: All of it, `[B + R, K+5]` int64: a line for each row, then R lines of `outcomes`.
@@ -43,12 +43,12 @@ class StepReport:
 
     @property
     def finite(self) -> Tensor:
-        """How many of the tokens, from the first on, were drawn from logits that are finite numbers, `[B]` int64."""
+        """Number of leading tokens that were drawn from logits that are finite numbers, `[B]` int64."""
         return self.packed[: self.rows, -2]
 
     @property
     def copied(self) -> Tensor:
-        """How many accepted drafts only the text itself had drafted, `[B]` int64."""
+        """Number of accepted drafts that only the text itself had drafted, `[B]` int64."""
         return self.packed[: self.rows, -1]
 
     @property

@@ -1,4 +1,4 @@
-"""What a step accepts and reports of it, against a walk down each tree."""
+"""Compare what a step accepts and reports with a walk down each tree."""
 
 import pytest
 import torch
