@@ -15,25 +15,44 @@ from redrafter.kernels.block_size import CHUNK
 
 
 @triton.jit
-def _top_of_chunk_kernel(SCORES, VALUES, IDS, TOPS, vocab, chunks, first, WIDE: tl.constexpr, CHUNK: tl.constexpr):
+def _load_scores(SCORES, at, vocab):
+    """Load scores as float32: those past the vocabulary as `-inf`, NaN and infinity as a number below real scores."""
+    x = tl.load(SCORES + at, at < vocab, float("-inf")).to(tl.float32)
+    return tl.where(x < float("inf"), x, -3e38)  # NaN keeps its own id, so that no id is chosen twice
+
+
+@triton.jit
+def _top_of_chunk_kernel(
+    SCORES, VALUES, IDS, TOPS, vocab, chunks, first, WIDE: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr
+):
     """Find the largest scores of one chunk of one beam, best first, with their ids, and its part of the log-sum-exp.
 
     There are `vocab` scores of a beam, which begin at chunk `first` of all `chunks`.
+
+    Each turn takes the first group of ids whose largest score is the best, and reads that group again to find the id
+    and the group's largest score after it. So all scores are compared once, however many are found.
     """
     beam, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(SCORES + beam * vocab + at, at < vocab, float("-inf")).to(tl.float32)
-    x = tl.where(x < float("inf"), x, -3e38)  # NaN keeps its own id, so that no id is chosen twice
-    top = tl.max(x, 0)
+    SCORES += beam * vocab
+    x = _load_scores(SCORES, chunk * CHUNK + tl.arange(0, CHUNK), vocab)
+    group, tops = tl.arange(0, CHUNK // GROUP), tl.max(tl.reshape(x, [CHUNK // GROUP, GROUP]), 1)
+    top = tl.max(tops, 0)
     anchor = tl.where(top == float("-inf"), 0.0, top)
     index = beam * chunks + first + chunk
     tl.store(TOPS + index * 2, anchor)
-    tl.store(TOPS + index * 2 + 1, tl.sum(tl.exp(x - anchor), 0))
+    # Not a multiply-add, which would round the top's exponent, 0. Faster than tl.exp, which keeps denormal results.
+    tl.store(TOPS + index * 2 + 1, tl.sum(tl.exp2((x - anchor) * 1.4426950408889634), 0))
+    last, found = float("inf"), 0
     for rank in range(WIDE):
-        best, where = tl.max(x, 0, return_indices=True)
+        best = tl.max(tops, 0)
+        chosen = tl.min(tl.where(tops == best, group, CHUNK), 0)
+        at = chunk * CHUNK + chosen * GROUP + tl.arange(0, GROUP)
+        y = _load_scores(SCORES, at, vocab)
+        y = tl.where((y < last) | ((y == last) & (at > found)), y, float("-inf"))  # without those found before
+        last, found = best, tl.min(tl.where(y == best, at, vocab), 0)
         tl.store(VALUES + index * WIDE + rank, best)
-        tl.store(IDS + index * WIDE + rank, (first + chunk) * CHUNK + where)
-        x = tl.where(tl.arange(0, CHUNK) == where, float("-inf"), x)
+        tl.store(IDS + index * WIDE + rank, first * CHUNK + found)
+        tops = tl.where(group == chosen, tl.max(tl.where(at == found, float("-inf"), y), 0), tops)
 
 
 @triton.jit
@@ -123,8 +142,9 @@ def top_continuations(
         packed = scores.new_zeros(sum(sizes), dtype=torch.float32)
         values, found_ids, tops, _ = packed.split(sizes)
     _top_of_chunk_kernel[(rows * lists, triton.cdiv(vocab, CHUNK))](
-        scores, values, found_ids, tops, vocab, chunks, first // CHUNK, WIDE=width, CHUNK=CHUNK, num_warps=4
-    )
+        scores, values, found_ids, tops, vocab, chunks, first // CHUNK, WIDE=width, CHUNK=CHUNK,
+        GROUP=16 // scores.element_size(), num_warps=1,  # what a thread loads at once: it needs no other thread's
+    )  # fmt: skip
     if share is not None:
         values, found_ids, tops, _ = share(packed).split(sizes)
     score = scores.new_empty(rows, width, dtype=torch.float32)

@@ -79,6 +79,24 @@ def test_top_continuations_equal_the_reference():
         assert torch.equal(found[2], expected[2])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("vocab", [40, 1027, 2100])
+def test_of_equal_continuations_the_first_is_found_and_nan_and_infinity_are_last(vocab, dtype):
+    generator = torch.Generator().manual_seed(vocab)
+    scores, total = torch.randn(2, 3, vocab, generator=generator).round(), torch.randn(2, 3, generator=generator)
+    scores[:, :, 16:24] = 3.0  # equal neighbours
+    for special in (torch.nan, torch.inf, -torch.inf, -0.0):
+        scores[torch.rand(scores.shape, generator=generator) < 0.1] = special
+    scores[1, 0], scores[1, 0, -3:] = -torch.inf, 1.0  # fewer numbers than are wanted
+    scores = scores.to(dtype)
+    x = scores.float()
+    log_probs = torch.where(x < torch.inf, x, -3e38).log_softmax(-1) + total[:, :, None]
+    expected, pair = log_probs.flatten(1).sort(stable=True, descending=True)
+    found, source, token = kernel_top_continuations(scores.to(DEVICE), total.to(DEVICE), 16, None)
+    assert torch.allclose(found.cpu(), expected[:, :16], atol=1e-5)
+    assert torch.equal((source * vocab + token).cpu(), pair[:, :16])
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_scores_that_all_beams_share_are_read_once(named):
     generator = torch.Generator().manual_seed(2)
