@@ -316,9 +316,9 @@ def _prepare_parallel(drafter: ParallelDrafter, model: PreTrainedModel, draft_id
     scores, rank = gather_tensor(model.get_output_embeddings().weight), drafter.config.head_rank
     if scores.shape == (drafter.config.vocab_size, drafter.config.hidden_size) and scores.dtype.itemsize > 1:
         ids = slice(None) if draft_ids is None else draft_ids.to(scores.device)
-        project, weight = low_rank_factors(scores[ids].float(), rank)
-        head.position_proj.weight.copy_(FIRST_SHARE * project)
-        drafter.lm_head.weight.copy_(weight)
+        project, weight = low_rank_factors(scores[ids].float(), min(rank, scores.shape[1]))
+        head.position_proj.weight[: len(project)] = FIRST_SHARE * project  # a higher rank than the base's stays random
+        drafter.lm_head.weight[:, : len(project)] = weight
 
 
 def _embedding_rms(model: PreTrainedModel) -> float:

@@ -91,7 +91,11 @@ def test_a_few_steps_of_training_are_worth_many_tokens(head):
     assert result.accuracy[3] > 0.8
 
 
-@pytest.mark.parametrize("more", [[], ["--head-shortlist", "16", "--draft-vocab-size", "40"]], ids=["all", "shortlist"])
+@pytest.mark.parametrize(
+    "more",
+    [[], ["--head-shortlist", "16", "--draft-vocab-size", "40"], ["--head-rank", "80"]],
+    ids=["all", "shortlist", "rank above the width"],
+)
 def test_the_command_makes_a_drafter_that_loads_and_is_trained_further(more, tmp_path, capsys):
     words = command(tmp_path, "--form", "parallel", "--steps", "4", "--lr", "1e-2", *more)
     assert main(words) == 0
