@@ -468,7 +468,10 @@ def test_rows_with_constants_and_with_code_on_the_host_wait_for_their_turn(on_ho
     assert all(len(step.state.length) <= 4 for each in engine.batches.idle for step in each.captured_steps.values())
 
 
-def test_the_first_kernel_that_a_model_launches_is_stored_where_torch_compile_has_triton_store_its_own(monkeypatch):
+def test_the_first_kernel_that_a_model_launches_is_stored_where_torch_compile_has_triton_store_its_own(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setenv("REDRAFTER_HOME", str(tmp_path))  # the tests' own cannot be written to
     names = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
     for name in names:
         monkeypatch.setenv(name, "")  # restored at the end, also if it was not set
