@@ -313,8 +313,8 @@ class Scheduler:
         prefilling, rows = self._running.prefilling, len(self.batch.rows)
         # A prompt that is scored needs the logits of all its tokens; one with images, a forward of the model's own.
         texts = [sequence for sequence in prefilling if not sequence.needs_scores and sequence.images is None]
-        # Where rows are few and prompts long or many, steps would read these in too many small parts.
-        few = len(prefilling) <= rows or self.prefiller.fits_step(texts, rows, self.batch.step_nodes)
+        # Where rows are few and prompts long, steps would read these in too many small parts.
+        few = len(prefilling) <= rows or self.prefiller.fit_steps(texts, rows, self.batch.step_nodes)
         return texts if few else []
 
     def _start_decoding(self, rows: PrefilledRows) -> LaunchedStep | None:

@@ -103,17 +103,33 @@ def test_prompts_read_beside_rows_change_no_token(engine, forwards, rows, length
 @pytest.mark.parametrize(
     ("rows", "lengths", "params", "alone"),
     [(1, [80] * 4, GREEDY, 4), (2, [8], SamplingParams(temperature=0, prompt_logprobs=1), 3)],
-    ids=["more prompts than rows", "a prompt that is scored"],
+    ids=["more long prompts than rows", "a prompt that is scored"],
 )
-def test_some_prompts_are_read_alone(engine, forwards, rows, lengths, params, alone):
+def test_some_prompts_are_read_alone(engine, forwards, rows, lengths, params, alone, monkeypatch):
+    monkeypatch.setattr("redrafter.scheduler.prefill.SHORT_PROMPT", 79)
     begin_beside(scheduler(engine), rows, [prompt(length) for length in lengths], params)
     assert sum(forwards) == alone
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_burst_of_short_prompts_is_read_by_steps_that_let_each_begin_when_it_is_read(forwards, params):
+    engine = with_tree(tiny_model("llama", max_position_embeddings=1024), tiny_drafter(), 2, 3)
+    served = scheduler(engine, blocks=600, max_batch_size=16)
+    burst = [make_sequence(prompt(90 + 11 * number, number), 9, params) for number in range(12)]
+    served.submit(*burst)
+    begun = []
+    while not served.idle:
+        served.round()
+        begun.append(sum(bool(each.sink.tokens) for each in burst))
+    assert not forwards
+    assert len({*begun} - {0}) >= 3  # not all of them together
+    same_alone(engine, burst)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     ("lengths", "rooms"),
-    [([1], {4}), ([64], {4}), ([65], {8}), ([60] * 3, {12}), ([256, 256], {32}), ([1] * 33, {0})],
+    [([1], {4}), ([64], {4}), ([65], {8}), ([60] * 3, {12}), ([256, 256], {32}), ([1] * 33, {32})],
     ids=str,
 )
 def test_first_prompts_are_read_by_a_step_without_rows(forwards, lengths, rooms, params):
@@ -123,7 +139,7 @@ def test_first_prompts_are_read_by_a_step_without_rows(forwards, lengths, rooms,
     served.submit(*sequences)
     served.round()
     assert {key.chunks for key in served.batch.captured_steps} == rooms
-    assert bool(forwards) == (rooms == {0})  # alone, and then a step
+    assert not forwards
     run(served, [])
     same_alone(served.engine, sequences)
 
