@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from redrafter.kernels import attention_inputs
-from redrafter.kernels.attention import blocks_of_tile
+from redrafter.kernels.attention import LOG2E, blocks_of_tile
 from redrafter.kernels.attention_inputs import TOKEN_MULTIPLE, TOKENS_PER_CHUNK, AttentionInputs
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.cache_tiles import attending_sizes, cached_at, from_cache, store_new, storing_sizes
@@ -30,7 +30,6 @@ TARGET_PROGRAMS = 264  # programs to launch: about two for each multiprocessor o
 MAX_PART_BYTES = 256 << 20  # of the splits' results; beyond it one program computes all splits of its queries
 MAX_QUERIES = 64  # of a program
 SUMS = tl.constexpr(16)  # equal columns with the sums of weights, the minimum number of columns of a product
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit

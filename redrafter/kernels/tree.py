@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from redrafter.kernels.attention import LOG2E
 from redrafter.kernels.block_size import CHUNK
 
 
@@ -41,7 +42,7 @@ def _top_of_chunk_kernel(
     index = beam * chunks + first + chunk
     tl.store(TOPS + index * 2, anchor)
     # Not a multiply-add, which would round the top's exponent, 0. Faster than tl.exp, which keeps denormal results.
-    tl.store(TOPS + index * 2 + 1, tl.sum(tl.exp2((x - anchor) * 1.4426950408889634), 0))
+    tl.store(TOPS + index * 2 + 1, tl.sum(tl.exp2((x - anchor) * LOG2E), 0))
     last, found = float("inf"), 0
     for rank in range(WIDE):
         best = tl.max(tops, 0)
