@@ -20,9 +20,17 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def command_of(pid: int) -> bytes:
+    """Return the command line of a process; nothing if it has ended meanwhile."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
 def engine_of(server: int) -> int:
     """The process of a server's engine; others encode long texts and images."""
-    [engine] = [child for child in children(server) if b"engine_process" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    [engine] = [child for child in children(server) if b"engine_process" in command_of(child)]
     return engine
 
 

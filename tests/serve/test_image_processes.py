@@ -8,7 +8,6 @@ import os
 import re
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch
 from PIL import Image
 
 from helpers.chats_with_images import data_url, image_part, llava_processor, llava_with_processor, picture, text_part
-from helpers.processes import children, soon
+from helpers.processes import children, command_of, soon
 from helpers.serving import Program
 from redrafter.sandbox.process import SandboxedProcess
 from redrafter.serve import images
@@ -84,7 +83,7 @@ def test_the_kernel_knows_the_limit_of_memory(reader):
 
 def decoders() -> list[int]:
     """Return the processes that decode images for this one, which may have other children: servers under test."""
-    ours = [pid for pid in children(os.getpid()) if DECODER in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    ours = [pid for pid in children(os.getpid()) if DECODER in command_of(pid)]
     return [child for zygote in ours for child in children(zygote)]
 
 
