@@ -4,7 +4,7 @@ Prompts have forwards of their own, or are read by a step's forward with the tre
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
@@ -170,12 +170,16 @@ SHORT_PROMPT = ROOMS_ALONE[-1] * TOKENS_PER_CHUNK
 SLOW_TOKENS = range(417, 480)
 
 
-def rooms_of(rows: int, step_tokens: int, *, bulk: bool = False) -> Sequence[int]:
-    """Return the sizes of the buffers, in chunks, that a step of `rows` rows and `step_tokens` tree nodes may have."""
+def rooms_of(rows: int, step_nodes: Collection[int], *, bulk: bool = False) -> Sequence[int]:
+    """Return the sizes of the buffers, in chunks, that a step of `rows` rows may have.
+
+    With none of `step_nodes` do they make the products slow, since a policy chooses the drafts of a step, and so the
+    number of its nodes, after the buffers are chosen.
+    """
     if rows < COMPUTE_BOUND_ROWS:
         return ROOMS if rows else ROOMS_ALONE
     rooms = ROOMS_OF_BULK if bulk and rows >= BULK_ROWS else ROOMS_OF_MANY
-    return [room for room in rooms if step_tokens + room * TOKENS_PER_CHUNK not in SLOW_TOKENS]
+    return [room for room in rooms if not any(nodes + room * TOKENS_PER_CHUNK in SLOW_TOKENS for nodes in step_nodes)]
 
 
 def choose_room(prompts: int, tokens: int, rooms: Sequence[int]) -> int:
@@ -282,16 +286,16 @@ class Prefiller:
         """Forget how long forwards took."""
         self.pace = PrefillPace(self._limits.max_num_tokens, self._target.device.type)
 
-    def choose(self, sequences: Sequence[TokenSequence], step_tokens: int) -> list[list[Chunk]]:
+    def choose(self, sequences: Sequence[TokenSequence], step_nodes: Collection[int]) -> list[list[Chunk]]:
         """Choose what the forwards of one round read.
 
         Sequences whose prompts are scored are read apart from others, which need only the logits of their last tokens.
         A prompt with images is read whole, in its own forward; where forwards have a pace, one of them a round.
-        `step_tokens` of the budget of one forward are used by the round's step. Returns the chunks of each forward.
+        The round's step uses the most of `step_nodes` of the budget of one forward. Returns the chunks of each forward.
         """
         seeing = [sequence for sequence in sequences if sequence.images is not None]
         forwards = [[(sequence, sequence.prefill_length)] for sequence in seeing[: 1 if self._limits.paced else None]]
-        most = self._limits.max_num_tokens - step_tokens
+        most = self._limits.max_num_tokens - max(step_nodes)
         chunked = self._limits.chunked
         budget = max(min(most, self.pace.tokens) if chunked and self._limits.paced else most, BLOCK_SIZE)
         texts = [sequence for sequence in sequences if sequence.images is None]
@@ -393,7 +397,7 @@ class Prefiller:
         may_mix = RECURRENT_STATES not in self._target.features and self._target.paged.ok
         return may_mix and self._draft_model is None and self._limits.chunked
 
-    def fit_steps(self, sequences: Sequence[TokenSequence], rows: int, step_tokens: int) -> bool:
+    def fit_steps(self, sequences: Sequence[TokenSequence], rows: int, step_nodes: Collection[int]) -> bool:
         """Return whether steps read the rest of these prompts as fast as forwards of their own would.
 
         They do where one step reads all of it, and, with a pace, where the prompts are short. Arguments are as for
@@ -402,10 +406,10 @@ class Prefiller:
         left = _left(sequences)
         if self._limits.paced and left <= SHORT_PROMPT * len(sequences):
             return True
-        room = rooms_of(rows, step_tokens, bulk=self._limits.bulk)[-1]
+        room = rooms_of(rows, step_nodes, bulk=self._limits.bulk)[-1]
         return len(sequences) <= room and left <= min(room * TOKENS_PER_CHUNK, self._limits.max_num_tokens)
 
-    def choose_mixed(self, sequences: Sequence[TokenSequence], rows: int, step_tokens: int) -> PromptStep:
+    def choose_mixed(self, sequences: Sequence[TokenSequence], rows: int, step_nodes: Collection[int]) -> PromptStep:
         """Choose the prompt chunks that one step reads together with the rows' trees.
 
         In a bulk call, prompts of many rows that were admitted together end in the same step, since about 100 kernels
@@ -414,17 +418,17 @@ class Prefiller:
         Args:
             sequences: Sequences whose prompts steps read, in the order of their admission.
             rows: Rows that decode.
-            step_tokens: Nodes of their trees.
+            step_nodes: Nodes of all their trees, with drafts and without.
         """
         if not sequences:
             return NO_PROMPTS
-        rooms = rooms_of(rows, step_tokens, bulk=self._limits.bulk)
+        rooms = rooms_of(rows, step_nodes, bulk=self._limits.bulk)
         together = self._limits.bulk and rows >= BULK_ROWS
         if together:
             first = sequences[0].admission.round
             sequences = [each for each in sequences if each.admission.round == first][:MAX_GROUP]
         # However many tokens the trees have, some of a prompt are read, or it would wait for rows to end.
-        most = max(self._limits.max_num_tokens - step_tokens, BLOCK_SIZE)
+        most = max(self._limits.max_num_tokens - max(step_nodes), BLOCK_SIZE)
         room = choose_room(len(sequences), min(_left(sequences), most), rooms)
         budget = min(room * TOKENS_PER_CHUNK, most)
         if together:

@@ -183,9 +183,10 @@ class RunningBatch:
         return sorted(set(self._sizes.values()))
 
     @property
-    def step_nodes(self) -> int:
-        """Number of tree nodes that a step with drafts verifies now, in all rows together."""
-        return step_tokens(self.policy.first(self._sizes[max(len(self.rows), 1)]), len(self.rows))
+    def step_nodes(self) -> tuple[int, int]:
+        """Number of tree nodes that a step computes now, with drafts and without, including those of padding rows."""
+        size = self._sizes[len(self.rows)] if self.rows else 0
+        return step_tokens(self.policy.first(max(size, 1)), size), size
 
     @property
     def state(self) -> State:

@@ -50,11 +50,22 @@ def forwards(monkeypatch) -> list[int]:
 @pytest.mark.parametrize("rows", [1, 16, 17, 64])
 def test_steps_of_many_rows_have_finer_buffers_and_none_of_slow_products(rows):
     for nodes in range(0, 600, 8):
-        rooms = rooms_of(rows, nodes)
+        rooms = rooms_of(rows, (nodes, rows))
         assert [*rooms] == sorted(rooms)
         widest = max(b - a for a, b in itertools.pairwise([0, *rooms]))
         assert widest <= 8
-        assert rows <= 16 or not any(nodes + 16 * room in SLOW_TOKENS for room in rooms)
+        # Whether the step drafts or not, which the policy chooses later.
+        sums = [count + 16 * room for count in (nodes, rows) for room in rooms]
+        assert rows <= 16 or not any(tokens in SLOW_TOKENS for tokens in sums)
+
+
+def test_buffers_are_chosen_by_what_a_step_computes_for_padding_rows_too():
+    engine = with_tree(tiny_model("llama", max_position_embeddings=256), tiny_drafter(), 2, 3)
+    served = scheduler(engine, blocks=600, max_batch_size=64)
+    running = [make_sequence([1 + row, 5], 20, GREEDY) for row in range(40)]
+    until_stepping(served, *running)
+    assert served.batch.step_nodes == (64 * engine.proposer_for(64).nodes, 64)
+    run(served, [])
 
 
 def test_a_large_batch_reads_a_prompt_at_once_into_the_smallest_buffers_that_hold_it(monkeypatch):

@@ -93,9 +93,9 @@ def test_a_step_that_leaves_a_row_no_draft_is_a_step_of_it():
 )
 def test_the_budget_of_a_step_counts_its_nodes(shape, expected):
     served = sharing(*shape)
-    assert served.batch.step_nodes == 0
+    assert served.batch.step_nodes == (0, 0)
     until_stepping(served, *rows(4))
-    assert served.batch.step_nodes == expected
+    assert served.batch.step_nodes == (expected, 4)
 
 
 def test_what_rows_that_share_nodes_leave_of_the_budget_reads_prompts():
