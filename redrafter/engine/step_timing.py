@@ -1,5 +1,6 @@
 """Measure the costs of steps once for an engine, with inactive rows on the unowned block of the cache."""
 
+import logging
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -16,6 +17,7 @@ from redrafter.scheduler.captured_step import CapturedStep, Timer, inactive_step
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.tree.token_tree import Tree, chain
 
+_LOG = logging.getLogger(__name__)
 TOKENS = (1, 8, 32, 64, 128, 192, 256, 384, 512, 1024, 2048)  # token counts of steps without drafts
 # Row counts of steps with drafts, whose trees have 8 nodes: the time of FP8 products jumps between 64 and 128 tokens.
 ROWS = (1, 8, 16, 32, 64, 256)
@@ -32,7 +34,7 @@ def measure_step_costs(memory: PagedMemory, search: SearchProposer) -> StepCosts
         memory: Paged memory of the target.
         search: The deepest search that steps may make.
     """
-    target = memory.target
+    target, began = memory.target, time.monotonic()
     most = TOKENS[-1]
     if target.device.type == "cuda":
         free = torch.cuda.mem_get_info(target.device)[0]
@@ -63,6 +65,7 @@ def measure_step_costs(memory: PagedMemory, search: SearchProposer) -> StepCosts
     reading = 0.0  # on a CPU, attention reads keys and values again for each node, which the trees' curve includes
     if target.device.type == "cuda":  # these sequences are short
         reading = time_to_read(memory, steps[0][1])
+    _LOG.info("measured the costs of steps in %.1f s", time.monotonic() - began)
     return target.ranks.from_first(
         StepCosts(steps=steps, trees=trees, searches=searches, levels=levels, reading=reading)
     )

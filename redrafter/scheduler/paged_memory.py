@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -281,8 +282,11 @@ def prepare(target: Target, store: KVCachePool, compile: bool, search: SearchPro
     try:
         # Run once here: a compilation that fails must fail before a request waits for it. Its many objects stay, and
         # scanning them again and again took 5 to 10 % of its time.
+        began = time.monotonic()
         with attention.compiling(store), collection_paused():
             forward()
+        if compile:
+            _LOG.info("compiled %s in %.1f s", target.name, time.monotonic() - began)
     except Exception as error:
         if BATCH_INVARIANCE in target.features:
             raise UnsupportedError(
