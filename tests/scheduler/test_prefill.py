@@ -2,12 +2,14 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
 from helpers.generation import noted
 from helpers.models import tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import make_sequence, run, run_as_alone, same_alone, scheduler, until_stepping
+from redrafter.drafting.proposer import step_tokens
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.prefill import (
@@ -66,6 +68,23 @@ def test_buffers_are_chosen_by_what_a_step_computes_for_padding_rows_too():
     until_stepping(served, *running)
     assert served.batch.step_nodes == (64 * engine.proposer_for(64).nodes, 64)
     run(served, [])
+
+
+@pytest.mark.parametrize("drafts", [None, 0], ids=["drafted", "undrafted"])
+def test_no_step_of_many_rows_that_reads_prompts_has_slow_products(drafts):
+    engine = with_tree(tiny_model("llama", max_position_embeddings=256), tiny_drafter(), 1, 2)  # 192 nodes in 64 rows
+    served = scheduler(engine, blocks=900, max_batch_size=64)
+    params = replace(GREEDY, num_speculative_tokens=drafts)
+    running = [make_sequence([1 + row, 5], 40, params) for row in range(40)]
+    until_stepping(served, *running)
+    late = [make_sequence(prompt(100, seed), 3, params) for seed in range(8)]
+    served.submit(*late)
+    run(served, [])
+    proposers = {id(each): each for each in served.batch.policy.proposers} | {id(engine.plain): engine.plain}
+    sums = [step_tokens(proposers[key.proposer], key.rows) + 16 * key.chunks for key in served.batch.captured_steps]
+    assert any(tokens >= SLOW_TOKENS.start - 64 for tokens in sums)  # much of the prompts is read at once
+    assert not any(tokens in SLOW_TOKENS for tokens in sums)
+    same_alone(engine, [*running, *late])
 
 
 def test_a_large_batch_reads_a_prompt_at_once_into_the_smallest_buffers_that_hold_it(monkeypatch):
