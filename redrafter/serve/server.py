@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -61,6 +61,9 @@ _LOG = logging.getLogger(__name__)
 MIN_TEMPERATURE = 1e-5  # lower values would overflow the logits, and mean greedy decoding, as in vLLM
 MAX_SCORES = 1 << 18  # log-probabilities of prompts in one answer, which may take 100 MB of memory
 MAX_CONTEXTS = 8  # largest prompt to tokenize, in context lengths
+# A request with such a body is encoded in a millisecond or less. Threads wait for the GIL of a busy event loop, and for
+# each other where one client sends many requests: with 64 streams, for 40 ms.
+SHORT_BODY_BYTES = 1 << 12
 DEFAULT_COMPLETION_TOKENS = 16  # of a completion without max_tokens, as in OpenAI's API
 
 AnyRequest = CompletionRequest | ChatRequest
@@ -68,6 +71,11 @@ R = TypeVar("R")
 T = TypeVar("T")
 Facts = dict[str, Any]  # facts to log about a request, by name
 Answer = dict[str, Any] | AsyncIterator[dict[str, Any]]  # a whole answer, or the chunks of a stream
+
+
+def _is_short(facts: Facts) -> bool:
+    """Return whether what is computed from a request's body takes so little time that the event loop can do it."""
+    return bool(facts.get("body_bytes", SHORT_BODY_BYTES + 1) <= SHORT_BODY_BYTES)
 
 
 @dataclass
@@ -228,8 +236,9 @@ class Server:
                 what = "this model writes no thoughts that end with a token of their own: leave it out"
                 raise ApiError(400, what, "thinking_token_budget", "unsupported_parameter")
         content = _grammar_source(request)
+        make_grammar = partial(_chat_grammar, request, content, form, template.unspelled, marks, thinking)
         # In a thread, since large schemas would block the event loop.
-        grammar = await asyncio.to_thread(_chat_grammar, request, content, form, template.unspelled, marks, thinking)
+        grammar = make_grammar() if _is_short(facts) else await asyncio.to_thread(make_grammar)
         params = self._sampling_params(request, logprobs, request.prompt_logprobs, grammar)
         params = replace(params, thinking=None if thinking == "over" else budget)
         choices = [
@@ -258,12 +267,14 @@ class Server:
         messages: Sequence[Message] | None,
         facts: Facts,
     ) -> T:
-        """Encode a request in a thread, when it is its client's turn.
+        """Encode a request in a thread, when it is its client's turn, or at once if its body is short.
 
         `encode` is called with the request and a process that decodes its images; None if it has none.
         """
         client = str(facts.get("client", ""))
         if isinstance(self.images, str) or not any(message.images for message in messages or ()):
+            if _is_short(facts):
+                return encode(request, None)
             large = facts.get("body_bytes", 0) > SMALL_BODY_BYTES
             return await self._encoding.run_encoding(lambda: encode(request, None), client, large)
         return await self.images.run_encoding(lambda decoder: encode(request, decoder), client)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -24,6 +25,7 @@ from redrafter.serve.encoding_process import NICENESS
 from redrafter.serve.prompts import PromptEncoder
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
 from redrafter.serve.routes import app
+from redrafter.serve.server import SHORT_BODY_BYTES, Server
 
 MARKS = "a b c <|user|> <|im_end|> "
 
@@ -104,6 +106,17 @@ def test_a_text_that_takes_too_long_is_refused(monkeypatch, pair):
     with pytest.raises(ApiError, match="too long or too much memory") as error:
         TextEncoder(pair[1]).encode("a b c " * 100_000, "messages")
     assert (error.value.status, error.value.param) == (400, "messages")
+
+
+def test_the_event_loop_encodes_a_short_request_itself():
+    async def thread_of(**facts: Any) -> threading.Thread:
+        server = SimpleNamespace(images="no images", _encoding=EncodingThreads())
+        return await Server.encode(server, lambda *_: threading.current_thread(), None, None, facts)
+
+    ours = threading.current_thread()
+    assert asyncio.run(thread_of(client="a", body_bytes=SHORT_BODY_BYTES)) is ours
+    for facts in ({"body_bytes": SHORT_BODY_BYTES + 1}, {"body_bytes": 1 << 20}, {}):
+        assert asyncio.run(thread_of(client="a", **facts)) is not ours
 
 
 def test_a_client_with_many_requests_leaves_turns_to_others():
