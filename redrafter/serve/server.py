@@ -42,7 +42,7 @@ from redrafter.serve.answers.thoughts import Thinking, ThoughtMarks
 from redrafter.serve.capture import Capture
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.control_tokens import ControlTokens
-from redrafter.serve.encoding import EncodingThreads
+from redrafter.serve.encoding import LONG_TEXT, EncodingThreads
 from redrafter.serve.engine_process.client import EngineClient, ServedSequence, Stopped
 from redrafter.serve.engine_process.messages import EngineError, Submit
 from redrafter.serve.engine_process.start import EngineProcess
@@ -273,7 +273,9 @@ class Server:
         """
         client = str(facts.get("client", ""))
         if isinstance(self.images, str) or not any(message.images for message in messages or ()):
-            if _is_short(facts):
+            # A template may have a long text of its own, which it adds to the messages.
+            added = len(self.prompts.template.text) if messages else 0
+            if _is_short(facts) and facts["body_bytes"] + added <= LONG_TEXT:
                 return encode(request, None)
             large = facts.get("body_bytes", 0) > SMALL_BODY_BYTES
             return await self._encoding.run_encoding(lambda: encode(request, None), client, large)

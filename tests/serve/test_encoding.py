@@ -109,14 +109,18 @@ def test_a_text_that_takes_too_long_is_refused(monkeypatch, pair):
 
 
 def test_the_event_loop_encodes_a_short_request_itself():
-    async def thread_of(**facts: Any) -> threading.Thread:
-        server = SimpleNamespace(images="no images", _encoding=EncodingThreads())
-        return await Server.encode(server, lambda *_: threading.current_thread(), None, None, facts)
+    async def thread_of(template: int = 0, messages: Any = None, **facts: Any) -> threading.Thread:
+        prompts = SimpleNamespace(template=SimpleNamespace(text="a" * template))
+        server = SimpleNamespace(images="no images", prompts=prompts, _encoding=EncodingThreads())
+        return await Server.encode(server, lambda *_: threading.current_thread(), None, messages, facts)
 
-    ours = threading.current_thread()
-    assert asyncio.run(thread_of(client="a", body_bytes=SHORT_BODY_BYTES)) is ours
+    ours, short = threading.current_thread(), {"client": "a", "body_bytes": SHORT_BODY_BYTES}
+    chat = [SimpleNamespace(images=[])]
+    assert asyncio.run(thread_of(**short)) is ours
+    assert asyncio.run(thread_of(LONG_TEXT - SHORT_BODY_BYTES, chat, **short)) is ours
     for facts in ({"body_bytes": SHORT_BODY_BYTES + 1}, {"body_bytes": 1 << 20}, {}):
         assert asyncio.run(thread_of(client="a", **facts)) is not ours
+    assert asyncio.run(thread_of(LONG_TEXT, chat, **short)) is not ours  # the template adds a long text
 
 
 def test_a_client_with_many_requests_leaves_turns_to_others():
