@@ -1,8 +1,9 @@
 """A detokenizer for tokens that arrive a few at a time."""
 
 from collections.abc import Collection, Sequence
+from typing import TypeGuard
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from redrafter.errors import ReDrafterError, first_line
 
@@ -23,7 +24,10 @@ def decode_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], ski
         DecodingError: The tokenizer's own code has failed.
     """
     try:
-        text = tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        if _only_calls_backend(tokenizer):  # called for every chunk of a stream: the layers take twice its time
+            text: str | list[str] = tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+        else:
+            text = tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
     except Exception as error:  # fast tokenizers skip unknown ids; slow ones and remote code may raise anything
         known = [token for token in tokens if token < len(tokenizer)]
         if len(known) < len(tokens):
@@ -32,6 +36,15 @@ def decode_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], ski
         raise DecodingError(f"the tokenizer failed to decode {len(tokens)} tokens ({why})") from error
     assert isinstance(text, str)  # a list for a list of lists
     return text
+
+
+def _only_calls_backend(tokenizer: PreTrainedTokenizerBase) -> TypeGuard[PreTrainedTokenizerFast]:
+    """Return whether `decode` is that of transformers, and changes nothing in the text of the tokenizers library."""
+    return (
+        getattr(tokenizer.decode, "__func__", None) is PreTrainedTokenizerBase.decode
+        and getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode  # noqa: SLF001
+        and not tokenizer.clean_up_tokenization_spaces
+    )
 
 
 class Detokenizer:

@@ -117,7 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in parse_lora_modules(options.lora_modules).values():
             check_adapter(path, "--lora-modules")
         # Checked before the model loads, which may take minutes.
-        missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
+        needed = ("fastapi", "uvicorn", "httptools", "uvloop", "prometheus_client")
+        missing = [name for name in needed if find_spec(name) is None]
         if missing:
             raise ArgumentError(f"{', '.join(missing)} is missing: {how_to_install('serve')}")
         if options.otlp_traces_endpoint is not None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -78,6 +79,7 @@ class Metrics:
             "request_time_per_output_token_seconds", "Mean of each sequence, after its first token", _PER_TOKEN_BUCKETS
         )
         self._latency = self._histogram("e2e_request_latency_seconds", "From arrival to the end", _LATENCY_BUCKETS)
+        self._of_drafter = cache(lambda drafter: [counter.labels(model, str(drafter)) for counter in self._by_drafter])
         self.registry.register(self)
 
     def observe(self, sequence: ServedSequence, delta: SequenceDelta) -> None:
@@ -102,8 +104,8 @@ class Metrics:
             # Drafts copied from the sequence do not count for the drafter.
             if (own := delta.drafted - delta.copies) > 0:
                 counts = 1, own, max(delta.accepted - delta.copied, 0)
-                for counter, count in zip(self._by_drafter, counts, strict=True):
-                    counter.labels(self._model, str(self._engine.load.drafter)).inc(count)
+                for counter, count in zip(self._of_drafter(self._engine.load.drafter), counts, strict=True):
+                    counter.inc(count)
             # Accepted drafts form a path, so all positions up to its length count.
             for position in range(delta.accepted):
                 self._accepted_by_position[position].inc()

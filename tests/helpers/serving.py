@@ -16,10 +16,14 @@ import pytest
 import torch
 
 from helpers.ranks import launch
+from redrafter.serve.command import listen
+from redrafter.serve.config import ServeOptions
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
+
+from redrafter.serve.network.server_process import OpenConnections, http_config
 
 _MODEL_LABEL = re.compile(r'\{model_name="[^"]*"\}$|,model_name="[^"]*"|model_name="[^"]*",')
 PROMPTS = ["Once upon a time", "The old man looked at the sea and", "def add(a, b):", "She said"]
@@ -113,13 +117,14 @@ class Program(Address):
 @contextmanager
 def listening(app: Any) -> Iterator[str]:
     """The address of an application that serves in a thread."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
-    thread = threading.Thread(target=server.run)
+    options = ServeOptions(port=0)
+    listener, server = listen(options), uvicorn.Server(http_config(app, OpenConnections(100), options))
+    thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     while not server.started:
         time.sleep(0.01)
     try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:  # else a test that fails keeps the process from ending
         server.should_exit = True
         thread.join(timeout=300)

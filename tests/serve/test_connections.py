@@ -143,6 +143,79 @@ def test_a_body_in_crumbs_is_refused():
         assert answer(port, 100, 1000).startswith(b"HTTP/1.1 200")
 
 
+async def echoing(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with the body of the request."""
+    if scope["type"] != "http":
+        return
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send({"type": "http.response.body", "body": body})
+
+
+def read_answer(connection: socket.socket) -> bytes:
+    """Read an answer whose body is empty or "ok"."""
+    heard = b""
+    while not heard.endswith((b"ok", b"length: 0\r\n\r\n")):
+        heard += connection.recv(1)
+    return heard
+
+
+@pytest.mark.parametrize(
+    "before",
+    (
+        b"GET /" + b"x" * 20,
+        b"GET / HTTP/1.1\r\nX-a: ",
+        b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\nX-a: ",
+        REQUEST % b"slow" + b"GET / HTTP/1.1\r\nX-a: ",
+    ),
+    ids=("request line", "headers", "trailers", "pipelined"),
+)
+def test_heads_without_an_end_are_refused(before):
+    """Else one connection takes as much memory as its client can send."""
+    app = simple if b"slow" in before else echoing
+    with served(app) as (_, port):
+        connection, heard = told(port, before), b""
+        with suppress(OSError):
+            for _ in range(100):
+                connection.sendall(b"x" * 10_000)
+                time.sleep(0.01)
+        with suppress(OSError):
+            while part := connection.recv(1000):
+                heard += part
+        assert b"431" in heard or not heard  # what is still on its way may undo the answer
+        connection.close()
+
+
+def test_a_head_that_fits_is_read_however_it_arrives():
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nX-a: " + b"x" * 60_000 + b"\r\nContent-Length: 2\r\n\r\n"
+    with served(echoing) as (_, port):
+        connection = told(port, b"")
+        for _ in range(3):  # kept alive: each head counts for itself
+            for begin in range(0, len(head), 10_000):
+                connection.sendall(head[begin : begin + 10_000])
+                time.sleep(0.01)
+            connection.sendall(b"ok")
+            assert read_answer(connection).endswith(b"\r\n\r\nok")
+
+
+@pytest.mark.parametrize("length", (b"Content-Length: 2", b"Transfer-Encoding: chunked"))
+def test_the_body_of_a_request_that_could_be_http2_is_read(length):
+    """Java's client offers HTTP/2 with every request."""
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+    body = b"ok" if b"2" in length else b"2\r\nok\r\n0\r\n\r\n"
+    with served(echoing) as (_, port):
+        for pause in (0, 0.1):
+            connection = told(port, head + b"HTTP2-Settings: AAMAAABkAAQAAP__\r\n" + length + b"\r\n\r\n")
+            time.sleep(pause)
+            connection.sendall(body + REQUEST % b"")
+            assert read_answer(connection).endswith(b"\r\n\r\nok")
+            assert read_answer(connection).endswith(b"length: 0\r\n\r\n")  # the connection goes on
+            connection.close()
+
+
 def test_waiting_connections_make_room(monkeypatch):
     monkeypatch.setattr(connections, "HEADERS_SECONDS", 3000.0)
     with served(simple, most=20) as (open_connections, port):

@@ -20,9 +20,11 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+import uvloop
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from redrafter.errors import ArgumentError
 from redrafter.serve.config import ServeOptions
@@ -49,6 +51,7 @@ STALLED_SECONDS = 60.0  # time in which a client must read some of its answer
 PARTING_SECONDS = 1.0  # time for a rejected client to read the error
 WRITE_BUFFER_BYTES = 1 << 16  # of an answer buffered for a client, in addition to the system's buffers
 READ_BUFFER_BYTES = 1 << 13  # each byte may be a chunk of a body
+MAX_HEAD_BYTES = 1 << 16  # of a request line and headers, and of what follows a body
 MIN_CHUNK_BYTES = 64  # smaller average chunks are rejected: each chunk costs about 10 us
 _SMALL_CHUNK = re.compile(rb"\r\n0*[0-9a-fA-F]{1,2}(?:;[^\r\n]*)?\r\n")  # the size of a chunk below 256 bytes
 
@@ -89,7 +92,7 @@ class ServerProcess:
         """
         self._doing = doing
         try:
-            asyncio.run(self._serve(load, ready))
+            uvloop.run(self._serve(load, ready))
         finally:
             if self._loaded is not None:
                 self._loaded.close()
@@ -281,12 +284,13 @@ class OpenConnections:
                     self.drop(connection)
 
 
-class Connection(H11Protocol):
+class Connection(HttpToolsProtocol):
     """A connection that reports its waits to `OpenConnections`. If there is no room for it, it is answered with 503."""
 
     def __init__(self, connections: OpenConnections, **uvicorn: Any):
         super().__init__(**uvicorn)
         self._connections, self._begun, self._refused = connections, False, False
+        self._unparsed = 0  # bytes received since the parser last reported a whole head or a piece of a body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Admit the connection, or prepare to refuse it."""
@@ -317,22 +321,54 @@ class Connection(H11Protocol):
             self._begun = True
             return
         if self._has_tiny_chunks(data):
-            self.transport.write(
-                _answer("400 Bad Request", f"the body comes in chunks of less than {MIN_CHUNK_BYTES} bytes")
-            )
-            self.transport.close()
-            return
+            return self._reject("400 Bad Request", f"the body comes in chunks of less than {MIN_CHUNK_BYTES} bytes")
         if not self._begun and not self._asking:
             # A keep-alive connection has sent the first bytes of its next request.
             self._connections.await_request(self, HEADERS_SECONDS)
         self._begun = True
-        super().data_received(data)
+        self._unparsed += len(data)
+        self._parse(data)
+        # The parser has no limit of its own for headers, nor for trailers.
+        if self._unparsed > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._reject("431 Request Header Fields Too Large", f"the headers take more than {MAX_HEAD_BYTES} bytes")
 
-    def handle_events(self) -> None:
-        """Handle parsed events, and record the arrival of a request."""
-        super().handle_events()
-        if self._asking:
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except HttpParserUpgrade as offer:
+            # The parser stops after the head of a client that offers another protocol, as Java's does with HTTP/2.
+            # Parse that head again without the offer, and then the body.
+            start = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+            kept = (b"%b: %b" % header for header in self.headers if header[0] != b"upgrade")
+            if start.startswith(b"CONNECT "):
+                return self._reject("405 Method Not Allowed", "this server is no proxy")
+            self.parser = HttpRequestParser(self)
+            self._parse(b"\r\n".join((start, *kept, b"\r\n")) + data[offer.args[0] :])
+        except HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def send_400_response(self, msg: str) -> None:
+        """Reject what is no HTTP request. Two lengths of a body would let proxies split requests differently."""
+        what = "its body may have a Content-Length or a Transfer-Encoding, not both"
+        self._reject("400 Bad Request", f"{msg} Check its request line and headers; {what}")
+
+    def on_headers_complete(self) -> None:
+        """Begin the request, and record its arrival."""
+        self._unparsed = 0
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
             self._connections.waiting.pop(self, None)
+
+    def on_body(self, body: bytes) -> None:
+        """Add a piece of the body."""
+        self._unparsed = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """End the body."""
+        self._unparsed = 0
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """Wait for the next request."""
@@ -350,6 +386,10 @@ class Connection(H11Protocol):
         """Continue to write."""
         self._connections.stalled.pop(self, None)
         super().resume_writing()
+
+    def _reject(self, status: str, message: str) -> None:
+        self.transport.write(_answer(status, message))
+        self.transport.close()
 
     def _has_tiny_chunks(self, data: bytes) -> bool:
         """Return whether a body has chunks so small that parsing them delays all other clients."""

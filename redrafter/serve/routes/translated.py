@@ -4,13 +4,13 @@ A route translates its request into the fields of a `ChatRequest`, and its `Part
 the protocol's parts: thoughts, texts and calls, as a whole or as the events of a stream.
 """
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Literal
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
+from pydantic_core import to_json
 
 from redrafter.serve.protocol.requests import ChatRequest, SharedFields
 
@@ -122,10 +122,10 @@ class PartWriter(ABC):
         yield from self._close(self.finish == "length")
 
 
-async def format_events(events: AsyncIterator[Event]) -> AsyncIterator[str]:
+async def format_events(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
     """Format events as server-sent events named after their types, and close `events` at the end."""
     try:
         async for event in events:
-            yield f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
+            yield b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event))
     finally:
         await events.aclose()  # type: ignore[attr-defined]
