@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
+uvloop = pytest.importorskip("uvloop")
 
 from helpers.processes import soon
 from redrafter.errors import ArgumentError
@@ -35,7 +36,7 @@ def served(app: Any, most: int = 100) -> Iterator[tuple[OpenConnections, int]]:
         await server.serve([listener])
         watching.cancel()
 
-    thread = threading.Thread(target=asyncio.run, args=(run(),))
+    thread = threading.Thread(target=uvloop.run, args=(run(),))  # the loop of the server
     thread.start()
     while not server.started:
         time.sleep(0.01)
@@ -158,6 +159,7 @@ async def echoing(scope: Any, receive: Any, send: Any) -> None:
 def read_answer(connection: socket.socket) -> bytes:
     """Read an answer whose body is empty or "ok"."""
     heard = b""
+    connection.settimeout(60)
     while not heard.endswith((b"ok", b"length: 0\r\n\r\n")):
         heard += connection.recv(1)
     return heard
@@ -173,20 +175,62 @@ def read_answer(connection: socket.socket) -> bytes:
     ),
     ids=("request line", "headers", "trailers", "pipelined"),
 )
-def test_heads_without_an_end_are_refused(before):
+def test_heads_without_an_end_are_refused(monkeypatch, before):
     """Else one connection takes as much memory as its client can send."""
+    monkeypatch.setattr(connections, "HEADERS_SECONDS", 3000.0)
     app = simple if b"slow" in before else echoing
     with served(app) as (_, port):
         connection, heard = told(port, before), b""
-        with suppress(OSError):
+        connection.settimeout(10)
+        with suppress(ConnectionError):
             for _ in range(100):
                 connection.sendall(b"x" * 10_000)
                 time.sleep(0.01)
-        with suppress(OSError):
+        with suppress(ConnectionError):
             while part := connection.recv(1000):
                 heard += part
         assert b"431" in heard or not heard  # what is still on its way may undo the answer
         connection.close()
+
+
+def test_a_pipelined_request_may_take_longer_than_an_idle_connection(monkeypatch):
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "HEADERS_SECONDS", 0.2)
+    with served(simple) as (open_connections, port):
+        connection = told(port, REQUEST % b"" + REQUEST % b"slow")
+        assert read_answer(connection).endswith(b"ok")
+        connection.settimeout(0.8)
+        with pytest.raises(TimeoutError):  # the second answer comes once the client has left
+            connection.recv(1)
+        assert len(open_connections.open) == 1
+        connection.close()
+
+
+def test_an_answer_that_has_begun_is_cut_off_without_another_one():
+    with served(endless) as (_, port):
+        connection = told(port, REQUEST % b"")
+        connection.recv(1)
+        connection.sendall(b"no request\r\n\r\n")
+        heard = b""
+        with suppress(ConnectionResetError):
+            while part := connection.recv(1 << 20):
+                heard += part
+        assert heard.count(b"HTTP/1.1") <= 1
+        assert b" 400 " not in heard
+
+
+def test_many_offers_of_other_protocols_in_one_piece_are_declined():
+    offer = b"GET / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    with served(echoing) as (_, port):
+        connection = told(port, offer * 2000)
+        for _ in range(2000):
+            assert read_answer(connection).endswith(b"length: 0\r\n\r\n")
+        connection.sendall(b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n" + offer)
+        heard = b""
+        with suppress(ConnectionError):
+            while part := connection.recv(1000):
+                heard += part
+        assert (b" 405 " in heard, heard.count(b"HTTP/1.1")) == (True, 1)
 
 
 def test_a_head_that_fits_is_read_however_it_arrives():

@@ -50,9 +50,8 @@ IDLE_SECONDS = 30.0  # time that a connection may stay open without a request
 STALLED_SECONDS = 60.0  # time in which a client must read some of its answer
 PARTING_SECONDS = 1.0  # time for a rejected client to read the error
 WRITE_BUFFER_BYTES = 1 << 16  # of an answer buffered for a client, in addition to the system's buffers
-READ_BUFFER_BYTES = 1 << 13  # each byte may be a chunk of a body
 MAX_HEAD_BYTES = 1 << 16  # of a request line and headers, and of what follows a body
-MIN_CHUNK_BYTES = 64  # smaller average chunks are rejected: each chunk costs about 10 us
+MIN_CHUNK_BYTES = 64  # smaller average chunks are rejected: each one is parsed by itself
 _SMALL_CHUNK = re.compile(rb"\r\n0*[0-9a-fA-F]{1,2}(?:;[^\r\n]*)?\r\n")  # the size of a chunk below 256 bytes
 
 
@@ -290,7 +289,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, connections: OpenConnections, **uvicorn: Any):
         super().__init__(**uvicorn)
         self._connections, self._begun, self._refused = connections, False, False
-        self._unparsed = 0  # bytes received since the parser last reported a whole head or a piece of a body
+        self._unparsed = 0  # bytes received since the parser last reported a piece of a body or the end of a request
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Admit the connection, or prepare to refuse it."""
@@ -300,8 +299,6 @@ class Connection(HttpToolsProtocol):
             return
         # With a small buffer, slow clients are noticed early and hold little memory.
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
-        if hasattr(transport, "max_size"):
-            transport.max_size = READ_BUFFER_BYTES
         super().connection_made(transport)
         self._connections.await_request(self, HEADERS_SECONDS)
 
@@ -332,20 +329,28 @@ class Connection(HttpToolsProtocol):
         if self._unparsed > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._reject("431 Request Header Fields Too Large", f"the headers take more than {MAX_HEAD_BYTES} bytes")
 
-    def _parse(self, data: bytes) -> None:
+    def _parse(self, data: bytes | memoryview) -> None:
         try:
-            self.parser.feed_data(data)
-        except HttpParserUpgrade as offer:
-            # The parser stops after the head of a client that offers another protocol, as Java's does with HTTP/2.
-            # Parse that head again without the offer, and then the body.
-            start = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
-            kept = (b"%b: %b" % header for header in self.headers if header[0] != b"upgrade")
-            if start.startswith(b"CONNECT "):
-                return self._reject("405 Method Not Allowed", "this server is no proxy")
-            self.parser = HttpRequestParser(self)
-            self._parse(b"\r\n".join((start, *kept, b"\r\n")) + data[offer.args[0] :])
+            while data and not self.transport.is_closing():
+                try:
+                    return self.parser.feed_data(data)
+                except HttpParserUpgrade as offer:
+                    data = memoryview(data)[offer.args[0] :]
+                    self._decline_offer()
         except HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
+
+    def _decline_offer(self) -> None:
+        """Parse a head again without its offer of another protocol, such as HTTP/2 by Java's client.
+
+        The parser stops after such a head, and would not read the body.
+        """
+        start = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        if start.startswith(b"CONNECT "):
+            return self._reject("405 Method Not Allowed", "this server is no proxy")
+        kept = (b"%b: %b" % header for header in self.headers if header[0] != b"upgrade")
+        self.parser = HttpRequestParser(self)
+        self.parser.feed_data(b"\r\n".join((start, *kept, b"\r\n")))
 
     def send_400_response(self, msg: str) -> None:
         """Reject what is no HTTP request. Two lengths of a body would let proxies split requests differently."""
@@ -354,7 +359,6 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Begin the request, and record its arrival."""
-        self._unparsed = 0
         if not self.parser.should_upgrade():
             super().on_headers_complete()
             self._connections.waiting.pop(self, None)
@@ -373,7 +377,7 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Wait for the next request."""
         self._begun = False
-        if self in self._connections.open:
+        if self in self._connections.open and not self._asking:  # there may be a pipelined one
             self._connections.await_request(self, IDLE_SECONDS)
         super().on_response_complete()
 
@@ -388,7 +392,9 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def _reject(self, status: str, message: str) -> None:
-        self.transport.write(_answer(status, message))
+        # An answer that has begun cannot be followed by another one before it ends.
+        if not (self._asking and self.cycle.response_started):
+            self.transport.write(_answer(status, message))
         self.transport.close()
 
     def _has_tiny_chunks(self, data: bytes) -> bool:
