@@ -159,7 +159,7 @@ async def echoing(scope: Any, receive: Any, send: Any) -> None:
 def read_answer(connection: socket.socket) -> bytes:
     """Read an answer whose body is empty or "ok"."""
     heard = b""
-    connection.settimeout(60)
+    connection.settimeout(10)
     while not heard.endswith((b"ok", b"length: 0\r\n\r\n")):
         heard += connection.recv(1)
     return heard
