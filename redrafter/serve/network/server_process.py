@@ -41,7 +41,6 @@ _LOG = logging.getLogger(__name__)
 ACCEPTED_AT_ONCE = 32  # connections accepted per event-loop iteration, before idle ones are closed for room
 BACKLOG_CONNECTIONS = 2048  # queued by the system until they are accepted
 LOADING_LOG_SECONDS = 15.0  # between log lines while the model is being loaded
-ACCEPT_ERROR_LOG_SECONDS = 5.0  # between log lines about connections that cannot be accepted
 FORCED_END_SECONDS = 5.0  # time from a signal to end until the process is killed
 MAX_CONNECTIONS = 1024  # if enough files may be opened
 SPARE_FILES = 64  # descriptors reserved for later files and closing connections
@@ -68,7 +67,6 @@ class ServerProcess:
         self._ending: asyncio.Future[None] | None = None
         self._doing: Callable[[], str] = lambda: "loading"  # current activity of the load
         self._engine_end: str | None = None  # description of an unexpected end of the engine
-        self._accept_error_at = -ACCEPT_ERROR_LOG_SECONDS  # time of the last logged accept error
         config = http_config(self._answer, self._connections, options)
         self._http = uvicorn.Server(config)
         self._http.capture_signals = nullcontext  # type: ignore[assignment, method-assign]  # ours are set below
@@ -100,7 +98,6 @@ class ServerProcess:
 
     async def _serve(self, load: Callable[[], "tuple[Server, ASGIApp]"], ready: Callable[["Server"], object]) -> None:
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(self._log_loop_error)
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop)
         serving = asyncio.ensure_future(self._http.serve([self._listening]))
@@ -181,16 +178,6 @@ class ServerProcess:
         self._http.should_exit = True
         self._connections.drop_all()
         asyncio.get_running_loop().call_later(PARTING_SECONDS, setattr, self._http, "force_exit", True)
-
-    def _log_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log an error of the event loop; rate-limit errors of accepting connections."""
-        if "accept()" not in context.get("message", ""):
-            return loop.default_exception_handler(context)
-        if time.monotonic() - self._accept_error_at >= ACCEPT_ERROR_LOG_SECONDS:
-            self._accept_error_at = time.monotonic()
-            _LOG.error(
-                "connections cannot be accepted: %s; %d are open", context.get("exception"), len(self._connections.open)
-            )
 
 
 def http_config(app: ASGIApp, connections: "OpenConnections", options: ServeOptions) -> uvicorn.Config:
