@@ -134,6 +134,11 @@ def check_access(scope: Scope, policy: AccessPolicy) -> None:
     headers, path = dict(scope["headers"]), scope["path"]
     if (control := _CONTROL.search(path)) is not None:  # `$` of a route's pattern would match before a final newline
         raise ApiError(400, f"the path contains the control character {control.group()!r}: leave it out")
+    if b"content-length" in headers and b"transfer-encoding" in headers:
+        # Request smuggling: a proxy that trusts the other header would split requests differently (RFC 9112, 6.1). The
+        # parser of this server refuses them itself; other HTTP servers, such as that of Ray, may not.
+        what = "the request has Content-Length and Transfer-Encoding: send one of them"
+        raise ApiError(400, what, headers={"Connection": "close"})
     # Another name may be DNS rebinding by a page in a browser on this network.
     if b"host" in headers and path not in HEALTH_PATHS:
         host = host_of(headers[b"host"].decode("latin-1"))
