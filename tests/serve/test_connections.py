@@ -66,7 +66,7 @@ async def endless(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.sleep(0)
 
 
-def told(port: int, sent: bytes) -> socket.socket:
+def connect_and_send(port: int, sent: bytes) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", port), timeout=300)
     connection.sendall(sent)
     return connection
@@ -86,10 +86,14 @@ def test_who_keeps_the_server_waiting_is_dropped(monkeypatch):
     monkeypatch.setattr(connections, "HEADERS_SECONDS", 0.5)
     monkeypatch.setattr(connections, "IDLE_SECONDS", 3000.0)
     with served(simple) as (open_connections, port):
-        silent, slow = told(port, b""), told(port, b"GET / HTTP/1.1\r\nX-a: ")
+        silent, slow = connect_and_send(port, b""), connect_and_send(port, b"GET / HTTP/1.1\r\nX-a: ")
         read_until_closed(silent)
         read_until_closed(slow)
-        idle, again, busy = told(port, REQUEST % b""), told(port, REQUEST % b""), told(port, REQUEST % b"slow")
+        idle, again, busy = (
+            connect_and_send(port, REQUEST % b""),
+            connect_and_send(port, REQUEST % b""),
+            connect_and_send(port, REQUEST % b"slow"),
+        )
         heard = b""
         while not heard.endswith(b"ok"):
             heard += again.recv(1000)
@@ -111,12 +115,12 @@ def test_who_drips_or_does_not_read_is_dropped(monkeypatch):
     monkeypatch.setattr(connections, "HEADERS_SECONDS", 0.5)
     monkeypatch.setattr(connections, "STALLED_SECONDS", 0.5)
     with served(endless) as (open_connections, port):
-        slow = told(port, b"GET / HTTP/1.1\r\n")
+        slow = connect_and_send(port, b"GET / HTTP/1.1\r\n")
         with pytest.raises(OSError):
             for _ in range(2000):
                 slow.sendall(b"X-a: b\r\n")
                 time.sleep(0.05)
-        stalled = told(port, REQUEST % b"")
+        stalled = connect_and_send(port, REQUEST % b"")
         assert soon(lambda: open_connections.open)
         assert soon(lambda: not open_connections.open)
         stalled.close()
@@ -130,7 +134,7 @@ def test_a_body_in_crumbs_is_refused():
 
     def answer(port: int, chunk: int, count: int) -> bytes:
         head = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
-        connection = told(port, head)
+        connection = connect_and_send(port, head)
         time.sleep(0.1)
         with suppress(OSError):
             connection.sendall((b"%x\r\n" % chunk + b"x" * chunk + b"\r\n") * count + b"0\r\n\r\n")
@@ -180,7 +184,7 @@ def test_heads_without_an_end_are_refused(monkeypatch, before):
     monkeypatch.setattr(connections, "HEADERS_SECONDS", 3000.0)
     app = simple if b"slow" in before else echoing
     with served(app) as (_, port):
-        connection, heard = told(port, before), b""
+        connection, heard = connect_and_send(port, before), b""
         connection.settimeout(10)
         with suppress(ConnectionError):
             for _ in range(100):
@@ -197,7 +201,7 @@ def test_a_pipelined_request_may_take_longer_than_an_idle_connection(monkeypatch
     monkeypatch.setattr(connections, "IDLE_SECONDS", 0.2)
     monkeypatch.setattr(connections, "HEADERS_SECONDS", 0.2)
     with served(simple) as (open_connections, port):
-        connection = told(port, REQUEST % b"" + REQUEST % b"slow")
+        connection = connect_and_send(port, REQUEST % b"" + REQUEST % b"slow")
         assert read_answer(connection).endswith(b"ok")
         connection.settimeout(0.8)
         with pytest.raises(TimeoutError):  # the second answer comes once the client has left
@@ -208,7 +212,7 @@ def test_a_pipelined_request_may_take_longer_than_an_idle_connection(monkeypatch
 
 def test_an_answer_that_has_begun_is_cut_off_without_another_one():
     with served(endless) as (_, port):
-        connection = told(port, REQUEST % b"")
+        connection = connect_and_send(port, REQUEST % b"")
         connection.recv(1)
         connection.sendall(b"no request\r\n\r\n")
         heard = b""
@@ -222,7 +226,7 @@ def test_an_answer_that_has_begun_is_cut_off_without_another_one():
 def test_many_offers_of_other_protocols_in_one_piece_are_declined():
     offer = b"GET / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
     with served(echoing) as (_, port):
-        connection = told(port, offer * 2000)
+        connection = connect_and_send(port, offer * 2000)
         for _ in range(2000):
             assert read_answer(connection).endswith(b"length: 0\r\n\r\n")
         connection.sendall(b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n" + offer)
@@ -236,7 +240,7 @@ def test_many_offers_of_other_protocols_in_one_piece_are_declined():
 def test_a_head_that_fits_is_read_however_it_arrives():
     head = b"POST / HTTP/1.1\r\nHost: a\r\nX-a: " + b"x" * 60_000 + b"\r\nContent-Length: 2\r\n\r\n"
     with served(echoing) as (_, port):
-        connection = told(port, b"")
+        connection = connect_and_send(port, b"")
         for _ in range(3):  # kept alive: each head counts for itself
             for begin in range(0, len(head), 10_000):
                 connection.sendall(head[begin : begin + 10_000])
@@ -252,18 +256,18 @@ def test_the_body_of_a_request_that_could_be_http2_is_read(length):
     body = b"ok" if b"2" in length else b"2\r\nok\r\n0\r\n\r\n"
     with served(echoing) as (_, port):
         for pause in (0, 0.1):
-            connection = told(port, head + b"HTTP2-Settings: AAMAAABkAAQAAP__\r\n" + length + b"\r\n\r\n")
+            connection = connect_and_send(port, head + b"HTTP2-Settings: AAMAAABkAAQAAP__\r\n" + length + b"\r\n\r\n")
             time.sleep(pause)
             connection.sendall(body + REQUEST % b"")
             assert read_answer(connection).endswith(b"\r\n\r\nok")
-            assert read_answer(connection).endswith(b"length: 0\r\n\r\n")  # the connection goes on
+            assert read_answer(connection).endswith(b"length: 0\r\n\r\n")  # the connection stays open
             connection.close()
 
 
 def test_waiting_connections_make_room(monkeypatch):
     monkeypatch.setattr(connections, "HEADERS_SECONDS", 3000.0)
     with served(simple, most=20) as (open_connections, port):
-        slow = [told(port, b"GET / HTTP/1.1\r\n") for _ in range(60)]
+        slow = [connect_and_send(port, b"GET / HTTP/1.1\r\n") for _ in range(60)]
         for _ in range(5):
             assert httpx.get(f"http://127.0.0.1:{port}/", timeout=300).text == "ok"
         assert len(open_connections.open) <= 20
@@ -272,7 +276,7 @@ def test_waiting_connections_make_room(monkeypatch):
 
 def test_one_connection_too_many_is_told_so():
     with served(simple, most=3) as (open_connections, port):
-        busy = [told(port, REQUEST % b"slow") for _ in range(3)]
+        busy = [connect_and_send(port, REQUEST % b"slow") for _ in range(3)]
         while len(open_connections.open) < 3 or open_connections.waiting:
             time.sleep(0.01)
         answer = httpx.get(f"http://127.0.0.1:{port}/", timeout=300)
