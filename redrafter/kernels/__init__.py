@@ -20,11 +20,14 @@ __all__ = [
     "float8_product",
     "gumbel",
     "hold_best",
+    "inbox_words",
     "is_supported_weight",
     "new_slots",
     "ordered_attention",
     "ordered_expert_linear",
     "ordered_linear",
+    "peer_sum",
+    "peer_sum_parts",
     "round_to_float8",
     "round_values",
     "sample_tokens",
@@ -54,6 +57,7 @@ if TRITON:
     )
     from redrafter.kernels.ordered_attention import ordered_attention
     from redrafter.kernels.ordered_linear import ordered_expert_linear, ordered_linear
+    from redrafter.kernels.peer_sum import inbox_words, peer_sum, peer_sum_parts
     from redrafter.kernels.sample import gumbel, sample_tokens
     from redrafter.kernels.shortlist import MAX_SEARCHED, best_candidates, best_of_parts, candidate_scores
     from redrafter.kernels.token_order import new_slots, token_order

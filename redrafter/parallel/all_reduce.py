@@ -2,9 +2,11 @@
 
 A layer of a decoding step adds partial sums of a few kilobytes twice, and NCCL takes about 25 us for each. torch's
 symmetric memory lets a GPU read the buffers of its peers: in one shot each rank reads the whole message of all others,
-in two shots each rank adds its share of the message and the others read the result. Neither uses multicast.
+in two shots each rank adds its share of the message and the others read the result. The smallest messages are sent
+instead, into inboxes of the peers, by a kernel of this project in one launch (`redrafter.kernels.peer_sum`). None of
+them uses multicast.
 
-Both add the parts of an element in the order of ranks, whatever the size of the message, so the number of rows of a
+All add the parts of an element in the order of ranks, whatever the size of the message, so the number of rows of a
 step does not change the bits of a row's sum. NCCL sums what they cannot: larger messages, as of prompts, and other
 dtypes. Its order is its own, which is the same for two ranks, as addition is commutative.
 """
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from redrafter import kernels
 from redrafter.errors import UnsupportedError, first_line
 
 _LOG = logging.getLogger(__name__)
@@ -26,9 +29,12 @@ _LOG = logging.getLogger(__name__)
 # Bytes up to which one shot is taken, by the number of ranks: with more ranks it reads more. Two shots have one more
 # wait for all ranks. torch has kernels for these numbers of ranks.
 ONE_SHOT_BYTES = {2: 1 << 20, 4: 1 << 18, 8: 1 << 17}
+# Bytes up to which messages are sent into inboxes: each of the others receives the message, in twice its bytes.
+SENT_BYTES = {2: 128 << 10, 4: 64 << 10, 8: 32 << 10}
 MAX_BYTES = 4 << 20  # size of the buffer; for larger messages NCCL is as fast
 UNIT = 16  # bytes that a thread loads at once, of which a message has a whole number
 DTYPES = (torch.bfloat16, torch.float32)  # those of torch's kernels
+_SENT = "peer_sum"  # of this project's kernels
 _NAMES = ("one_shot_all_reduce_out", "two_shot_all_reduce_out")
 # Collectives as operators, which torch.compile can trace and a CUDA graph can contain.
 _OPS = torch.ops._c10d_functional  # noqa: SLF001 -- torch's public functions return another kind of tensor
@@ -41,7 +47,7 @@ def collective_sum(x: Tensor, group_name: str) -> Tensor:
 
 
 class PeerMemory:
-    """A buffer on each GPU that its peers can read, and sums of the messages in it.
+    """A buffer on each GPU that its peers can read, and sums of the messages in it; inboxes that they write.
 
     One message is in the buffer at a time: all calls are on one stream, and a kernel ends when all ranks have read.
 
@@ -49,7 +55,8 @@ class PeerMemory:
         group_name: Name of the process group.
         size: Number of its ranks.
         operators: The namespace of torch's operators.
-        buffer: The memory of this rank, `[MAX_BYTES]` uint8; empty before `allocate`.
+        buffer: The memory of this rank, `[MAX_BYTES]` uint8, and after it an inbox; empty before `allocate`.
+        inboxes: Addresses of the inboxes of all ranks, `[N]` int64; empty where no message is sent into them.
     """
 
     def __init__(self, group_name: str, size: int, operators: Any = torch.ops.symm_mem):
@@ -57,7 +64,9 @@ class PeerMemory:
         self.group_name: Any = group_name  # torch has a type of its own for such names
         self.size, self.operators = size, operators
         self.buffer = torch.empty(0, dtype=torch.uint8)
-        self._one_shot = ONE_SHOT_BYTES.get(size, 0)
+        self.inboxes = torch.empty(0, dtype=torch.long)
+        self._rank, self._calls = 0, torch.empty(0, dtype=torch.int32)  # of each part of a sent message
+        self._one_shot, self._sent = ONE_SHOT_BYTES.get(size, 0), SENT_BYTES.get(size, 0)
 
     def allocate(self, device: torch.device) -> None:
         """Allocate the buffer of this rank; multicast is not used, and must not be set up."""
@@ -65,19 +74,28 @@ class PeerMemory:
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         from torch.distributed import _symmetric_memory as symmetric_memory  # which a CPU does not need
 
-        self.buffer = symmetric_memory.empty(MAX_BYTES, dtype=torch.uint8, device=device)
+        inbox = 8 * kernels.inbox_words(self._sent, self.size) if kernels.TRITON else 0
+        self.buffer = symmetric_memory.empty(MAX_BYTES + inbox, dtype=torch.uint8, device=device)
+        self.buffer.zero_()  # no number of a call
+        torch.cuda.synchronize(device)  # before a peer writes
 
     def connect(self) -> None:
         """Exchange the addresses of all ranks' buffers, once: later calls look them up. Collective."""
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        symmetric_memory.rendezvous(self.buffer, self.group_name)
+        handle = symmetric_memory.rendezvous(self.buffer, self.group_name)
+        if kernels.TRITON:
+            inboxes = [address + MAX_BYTES for address in handle.buffer_ptrs]
+            self.inboxes = torch.tensor(inboxes, device=self.buffer.device)
+            parts = kernels.peer_sum_parts(self._sent)
+            self._rank, self._calls = handle.rank, self._calls.new_zeros(parts, device=self.buffer.device)
         PEER_MEMORIES[self.group_name] = self
 
     def check_sums(self, rank: int) -> None:
         """Raise `UnsupportedError` unless every kind of sum equals the process group's. Collective."""
         for dtype in DTYPES:
-            for nbytes in (UNIT, 8 << 10, self._one_shot, self._one_shot + UNIT, MAX_BYTES):
+            limits = (self._sent, self._one_shot)
+            for nbytes in (UNIT, 8 << 10, *(limit + more for limit in limits for more in (0, UNIT)), MAX_BYTES):
                 count = nbytes // dtype.itemsize
                 # Small integers, whose sums are exact in any order.
                 x = (torch.arange(count, device=self.buffer.device) % 13 + rank).to(dtype)
@@ -86,8 +104,10 @@ class PeerMemory:
 
     def kernel_for(self, x: Tensor) -> str | None:
         """Return the name of the operator that sums a message of this size and dtype; None for the process group."""
-        if x.dtype not in DTYPES or x.nbytes % UNIT or not 0 < x.nbytes <= len(self.buffer):
+        if x.dtype not in DTYPES or x.nbytes % UNIT or not 0 < x.nbytes <= min(len(self.buffer), MAX_BYTES):
             return None
+        if len(self.inboxes) and x.nbytes <= self._sent:
+            return _SENT
         return _NAMES[x.nbytes > self._one_shot]
 
     def sum(self, x: Tensor) -> Tensor:
@@ -95,6 +115,8 @@ class PeerMemory:
         kernel = self.kernel_for(x)
         if kernel is None:
             return collective_sum(x, self.group_name)
+        if kernel == _SENT:
+            return kernels.peer_sum(x.contiguous(), self.inboxes, self._calls, self._rank, self._sent)
         # Not the operators that copy `x` themselves: their blocks signal before all of their threads have copied.
         message = self.buffer[: x.nbytes].view(x.dtype).view(x.shape)
         message.copy_(x)

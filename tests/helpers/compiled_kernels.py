@@ -109,6 +109,12 @@ def order(rows: int, nodes: int) -> Callable[[], object]:
     )
 
 
+def add_peers(ranks: int, dtype: torch.dtype) -> Callable[[], object]:
+    """Return a program that adds messages of GPUs that write to each other's memory."""
+    calls = torch.zeros(kernels.peer_sum_parts(32 << 10), dtype=torch.int32)
+    return lambda: kernels.peer_sum(torch.ones(2, 4096, dtype=dtype), torch.zeros(ranks).long(), calls, 1, 32 << 10)
+
+
 def share(rows: int, nodes: int) -> Callable[[], object]:
     tree = random_outcome(rows, nodes, counted=True, limited=False)["tree"]
     return lambda: kernels.hold_best(tree.tokens, tree.parents, tree.depth, tree.score, 2 * rows)
@@ -144,6 +150,8 @@ PROGRAMS = {
     "noise": lambda: kernels.gumbel(torch.zeros(2).long(), torch.zeros(2, 3).long(), 5000),
     "nodes that 32 rows share": share(32, 26),
     "nodes that two rows share": share(2, 641),
+    "sum of bfloat16 over two GPUs": add_peers(2, torch.bfloat16),
+    "sum of float32 over eight GPUs": add_peers(8, torch.float32),
     "product of few tokens": lambda: kernels.split_k_linear(*(torch.ones(n, 512).bfloat16() for n in (5, 4096))),
     "residual layer of few tokens": lambda: kernels.split_k_linear(
         *(torch.ones(*n, dtype=torch.bfloat16) for n in ((5, 4096), (4096, 4096), (4096,))), residual=True

@@ -44,7 +44,7 @@ def connect_cpus(size: int) -> GlooOperators:
     memory = PEER_MEMORIES[name] = PeerMemory(name, size, operators)
     memory.buffer = torch.empty(MAX_BYTES, dtype=torch.uint8)
     memory.check_sums(dist.get_rank())
-    assert operators.calls.count("one shot") == 3 * len(all_reduce.DTYPES)
+    assert operators.calls.count("one shot") == 5 * len(all_reduce.DTYPES)
     assert operators.calls.count("two shots") == 2 * len(all_reduce.DTYPES)
     return operators
 

@@ -7,7 +7,14 @@ import torch
 
 from helpers.ranks import run_on_ranks
 from redrafter.parallel import all_reduce
-from redrafter.parallel.all_reduce import MAX_BYTES, ONE_SHOT_BYTES, PEER_MEMORIES, PeerMemory, open_peer_memory
+from redrafter.parallel.all_reduce import (
+    MAX_BYTES,
+    ONE_SHOT_BYTES,
+    PEER_MEMORIES,
+    SENT_BYTES,
+    PeerMemory,
+    open_peer_memory,
+)
 from redrafter.parallel.ranks import Ranks
 
 PLACES = [("host", "cuda", index, True) for index in range(2)]
@@ -56,6 +63,29 @@ def test_size_and_dtype_of_a_message_select_what_sums_it(memory, nbytes, dtype, 
     total = Ranks(0, 2, SimpleNamespace(group_name="two"), reads_peers=True).sum(x)
     assert memory.operators.called == called
     assert torch.equal(total, 2 * x)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "dtype", "sent"),
+    [
+        (16, torch.bfloat16, True),
+        (SENT_BYTES[2], torch.float32, True),
+        (SENT_BYTES[2] + 16, torch.bfloat16, False),
+        (8 << 10, torch.float16, False),
+        (24, torch.bfloat16, False),
+    ],
+)
+def test_small_messages_are_sent_where_ranks_have_inboxes(memory, monkeypatch, nbytes, dtype, sent):
+    memory.inboxes, calls = torch.ones(2).long(), []
+
+    def peer_sum(x, inboxes, *how):
+        calls.append(inboxes)
+        return 2 * x
+
+    monkeypatch.setattr(all_reduce.kernels, "peer_sum", peer_sum)
+    x = torch.ones(nbytes // dtype.itemsize, dtype=dtype)
+    assert torch.equal(memory.sum(x), 2 * x)
+    assert calls == [memory.inboxes] * sent
 
 
 def test_a_sum_keeps_the_shape_of_a_message_that_is_not_contiguous(memory):

@@ -1,0 +1,18 @@
+"""Sums that GPUs send to each other in one launch: processes stand for GPUs, and share memory."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sums_equal_those_in_the_order_of_ranks(ranks):
+    words = [sys.executable, "-m", "helpers.sent_sums", str(ranks)]
+    out = subprocess.run(words, cwd=TESTS, capture_output=True, text=True, timeout=300)
+    assert out.returncode == 0, out.stderr[-2000:]
