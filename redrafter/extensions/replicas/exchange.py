@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,10 +52,18 @@ class ReplicaLostError(Exception):
     """Raised when a replica's engine has ended; another replica can complete the answer."""
 
 
-async def answer_parts(app: ASGIApp, call: HttpCall) -> AsyncGenerator[AnswerPart, None]:
+async def answer_parts(
+    app: ASGIApp, call: HttpCall, pause: Callable[[], float] = lambda: 0.0
+) -> AsyncGenerator[AnswerPart, None]:
     """Yield an application's answer to a call; each part has all that was sent since the previous one.
 
     Closing this iterator early signals a disconnect to the application.
+
+    Args:
+        app: The application.
+        call: The request.
+        pause: Returns the seconds between a part and the next one, except after the part with the start of the answer
+            and before the last one.
     """
     request: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
     starts: list[AnswerStart] = []  # at most one, not yielded yet
@@ -90,6 +98,8 @@ async def answer_parts(app: ASGIApp, call: HttpCall) -> AsyncGenerator[AnswerPar
                 part = AnswerPart(starts.pop() if starts else None, b"".join(body))
                 body.clear()
                 yield part
+                if part.start is None and (seconds := pause()) > 0:
+                    await asyncio.wait([running], timeout=seconds)
         # An answer that was cut off must raise, or the router would take it for complete.
         if not whole or running.cancelled():
             running.result()

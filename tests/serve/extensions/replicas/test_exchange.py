@@ -81,3 +81,18 @@ async def test_an_error_that_was_answered_is_no_part_of_the_answer(caplog):
     parts = [part async for part in answer_parts(app, call)]
     assert b"".join(part.body for part in parts) == b"the server failed"
     assert "/v1/completions failed" in caplog.text
+
+
+async def test_parts_after_the_first_are_joined_for_the_time_of_a_pause():
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for number in range(6):
+            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
+            await send(body(b"%d" % number))
+        await send({"type": "http.response.body", "body": b"end"})
+
+    began = asyncio.get_running_loop().time()
+    parts = [part.body async for part in answer_parts(app, CALL, lambda: 60.0)]
+    assert parts == [b"", b"0", b"12345end"]
+    assert asyncio.get_running_loop().time() - began < 30  # the end is not delayed
