@@ -43,9 +43,24 @@ def add(rank: int, inboxes: list[Tensor]) -> None:
         torch.testing.assert_close(total, expected, rtol=0, atol=0)
 
 
+def check_a_peer_that_is_ahead() -> None:
+    """Add the messages of a peer that has already sent its next one, which must not replace the one before."""
+    words, count = kernels.inbox_words(LARGEST, 2), 4
+    slots, x = words // 4, torch.arange(1.0, count + 1)  # two inboxes of two ranks
+    own, other = torch.zeros(2, words).long()
+    for call in (1, 2):
+        first = ((call & 1) * 2 + 1) * slots
+        own[first : first + count] = (call << 32) | (call * x).view(torch.int32).long()
+    addresses = torch.tensor([own.data_ptr(), other.data_ptr()])
+    calls = torch.zeros(kernels.peer_sum_parts(LARGEST), dtype=torch.int32)
+    for call in (1, 2):
+        torch.testing.assert_close(kernels.peer_sum(x, addresses, calls, 0, LARGEST), x + call * x, rtol=0, atol=0)
+
+
 def main() -> None:
     """Add on as many ranks as the argument says."""
     ranks = int(sys.argv[1])
+    check_a_peer_that_is_ahead()
     words = kernels.inbox_words(LARGEST, ranks)
     inboxes = [torch.zeros(words, dtype=torch.long).share_memory_() for _ in range(ranks)]
     multiprocessing.spawn(add, (inboxes,), ranks)
