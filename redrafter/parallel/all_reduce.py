@@ -1,6 +1,6 @@
-"""Sums of small messages over the GPUs of one machine, which read each other's memory.
+"""Sums of small messages over the GPUs of one machine, which access each other's memory.
 
-A layer of a decoding step adds partial sums of a few kilobytes twice, and NCCL takes about 25 us for each. torch's
+A layer of a decoding step adds partial sums of a few kilobytes twice, and NCCL takes about 10 us for each. torch's
 symmetric memory lets a GPU read the buffers of its peers: in one shot each rank reads the whole message of all others,
 in two shots each rank adds its share of the message and the others read the result. The smallest messages are sent
 instead, into inboxes of the peers, by a kernel of this project in one launch (`redrafter.kernels.peer_sum`). None of
@@ -56,7 +56,7 @@ class PeerMemory:
         group_name: Name of the process group.
         size: Number of its ranks.
         operators: The namespace of torch's operators.
-        buffer: The memory of this rank, `[MAX_BYTES]` uint8, and after it an inbox; empty before `allocate`.
+        buffer: The memory of this rank, `[MAX_BYTES]` uint8; empty before `allocate`.
         inboxes: Addresses of the inboxes of all ranks, `[N]` int64; empty where no message is sent into them.
     """
 
@@ -64,7 +64,7 @@ class PeerMemory:
         """Make a memory without a buffer; the arguments are the attributes."""
         self.group_name: Any = group_name  # torch has a type of its own for such names
         self.size, self.operators = size, operators
-        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.buffer = self._memory = torch.empty(0, dtype=torch.uint8)  # the memory is the buffer, then an inbox
         self.inboxes = torch.empty(0, dtype=torch.long)
         self._rank, self._calls = 0, torch.empty(0, dtype=torch.int32)  # of each part of a sent message
         self._one_shot, self._sent = ONE_SHOT_BYTES.get(size, 0), SENT_BYTES.get(size, 0)
@@ -76,15 +76,16 @@ class PeerMemory:
         from torch.distributed import _symmetric_memory as symmetric_memory  # which a CPU does not need
 
         inbox = 8 * kernels.inbox_words(self._sent, self.size) if kernels.TRITON else 0
-        self.buffer = symmetric_memory.empty(MAX_BYTES + inbox, dtype=torch.uint8, device=device)
-        self.buffer.zero_()  # no number of a call
+        self._memory = symmetric_memory.empty(MAX_BYTES + inbox, dtype=torch.uint8, device=device)
+        self.buffer = self._memory[:MAX_BYTES]
+        self._memory.zero_()  # no number of a call
         torch.cuda.synchronize(device)  # before a peer writes
 
     def connect(self) -> None:
         """Exchange the addresses of all ranks' buffers, once: later calls look them up. Collective."""
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        handle = symmetric_memory.rendezvous(self.buffer, self.group_name)
+        handle = symmetric_memory.rendezvous(self._memory, self.group_name)
         if kernels.TRITON:
             inboxes = [address + MAX_BYTES for address in handle.buffer_ptrs]
             self.inboxes = torch.tensor(inboxes, device=self.buffer.device)
@@ -94,8 +95,8 @@ class PeerMemory:
 
     def check_sums(self, rank: int) -> None:
         """Raise `UnsupportedError` unless every kind of sum equals the process group's. Collective."""
+        limits = (self._sent, self._one_shot)
         for dtype in DTYPES:
-            limits = (self._sent, self._one_shot)
             for nbytes in (UNIT, 8 << 10, *(limit + more for limit in limits for more in (0, UNIT)), MAX_BYTES):
                 count = nbytes // dtype.itemsize
                 # Small integers, whose sums are exact in any order.
@@ -105,7 +106,7 @@ class PeerMemory:
 
     def kernel_for(self, x: Tensor) -> str | None:
         """Return the name of the operator that sums a message of this size and dtype; None for the process group."""
-        if x.dtype not in DTYPES or x.nbytes % UNIT or not 0 < x.nbytes <= min(len(self.buffer), MAX_BYTES):
+        if x.dtype not in DTYPES or x.nbytes % UNIT or not 0 < x.nbytes <= len(self.buffer):
             return None
         if len(self.inboxes) and x.nbytes <= self._sent:
             return _SENT

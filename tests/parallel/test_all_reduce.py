@@ -82,7 +82,7 @@ def test_small_messages_are_sent_where_ranks_have_inboxes(memory, monkeypatch, n
         calls.append(inboxes)
         return 2 * x
 
-    monkeypatch.setattr(all_reduce.kernels, "peer_sum", peer_sum)
+    monkeypatch.setattr(all_reduce.kernels, "peer_sum", peer_sum, raising=False)  # not there without Triton
     x = torch.ones(nbytes // dtype.itemsize, dtype=dtype)
     assert torch.equal(memory.sum(x), 2 * x)
     assert calls == [memory.inboxes] * sent

@@ -87,7 +87,6 @@ async def test_parts_after_the_first_are_joined_for_the_time_of_a_pause():
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for number in range(6):
-            await asyncio.sleep(0)
             await asyncio.sleep(0.01)
             await send(body(b"%d" % number))
         await send({"type": "http.response.body", "body": b"end"})
