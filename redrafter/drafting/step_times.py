@@ -17,6 +17,9 @@ ENOUGH = 2  # minimum number of timed steps of a kind before their time counts
 # `StepTimes.correct`: the weight of a step in the running mean of its kind, the largest change of the logarithm that
 # one step makes, and the number of corrections after which the mean of a kind is outdated.
 CORRECTION_WEIGHT, MOST_CHANGE, OUTDATED = 0.1, 0.25, 256
+# Of the steps of several ranks, one in so many is reported, as ranks exchange its time; a prime, so that kinds of steps
+# that alternate are all reported.
+SHARED_EVERY = 17
 
 
 class StepKind(NamedTuple):
@@ -65,14 +68,14 @@ class StepTimes:
 
     No step runs only for a measurement, since a step of a large model may take seconds. With a clock, the first few
     steps of each kind are timed, and then the estimate of the kind is fixed, so that the choice of drafts depends only
-    on costs and tokens. Without one, `correct` follows the times of all steps: costs that were measured once may be
-    those of a device that another program used, and none include the noise of sampling.
+    on costs and tokens. Without one, `correct` follows the times of the steps for which `due` asks: costs that were
+    measured once may be those of a device that another program used, and none include the noise of sampling.
 
     Attributes:
         assumed: Costs to assume for kinds of steps that were not measured.
         plain: The proposer that drafts nothing.
         clock: Returns the time in seconds; None to measure nothing.
-        corrects: Whether steps are reported to `correct`.
+        corrected_every: One in so many steps is reported to `correct`; 0 for none.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class StepTimes:
         plain: Proposer,
         clock: Clock | None = None,
         *,
-        corrects: bool = False,
+        corrected_every: int = 0,
     ):
         """Create the estimates.
 
@@ -89,17 +92,17 @@ class StepTimes:
             assumed: Costs to assume for kinds of steps that were not measured.
             plain: The proposer that drafts nothing.
             clock: Returns the time in seconds; None to measure nothing.
-            corrects: Whether steps will be reported to `correct`.
+            corrected_every: One in so many steps is reported to `correct`; 0 for none.
         """
         self.assumed = assumed
         self.plain = plain
         self.clock = clock
-        self.corrects = corrects
+        self.corrected_every = corrected_every
         self._samples: dict[StepKind, list[float]] = defaultdict(list)
         self._timed: dict[int, Proposer] = {}  # by id
         self._excess: dict[StepKind, tuple[float, float]] = {}  # assumed and measured excess
         self._ratios: dict[StepKind, RunningRatio] = defaultdict(RunningRatio)
-        self._corrections = 0
+        self._corrections = self._steps = 0
 
     def wants(self, rows: int, proposer: Proposer, count: int = SAMPLES) -> bool:
         """Return whether there is a clock and fewer than `count` steps of this kind were timed."""
@@ -119,9 +122,18 @@ class StepTimes:
 
     def lacks_plain(self, rows: int, *, sampled: bool) -> bool:
         """Return whether `correct` has seen too few undrafted steps lately to correct the estimates of drafted ones."""
-        if not self.corrects:
+        return self.corrected_every > 0 and self._is_unknown(StepKind(rows, id(self.plain), sampled))
+
+    def due(self, rows: int, proposer: Proposer, *, sampled: bool) -> bool:
+        """Return whether the next step, which is of this kind, is to be reported to `correct`."""
+        if not self.corrected_every:
             return False
-        ratio = self._ratios[StepKind(rows, id(self.plain), sampled)]
+        self._steps += 1
+        return self._steps % self.corrected_every == 0 or self._is_unknown(StepKind(rows, id(proposer), sampled))
+
+    def _is_unknown(self, kind: StepKind) -> bool:
+        """Return whether too few steps of this kind were reported lately."""
+        ratio = self._ratios[kind]
         return ratio.count < ENOUGH or self._corrections - ratio.last >= OUTDATED
 
     def correct(self, rows: int, proposer: Proposer, seconds: float, *, cached: int = 0, sampled: bool = False) -> None:

@@ -21,7 +21,7 @@ from redrafter.checkpoints.adapters import read_adapter
 from redrafter.drafting.estimates import StepCosts
 from redrafter.drafting.policy import DraftPolicy, FixedTreePolicy
 from redrafter.drafting.proposer import PlainProposer, Proposer, SearchProposer
-from redrafter.drafting.step_times import Clock, StepTimes
+from redrafter.drafting.step_times import SHARED_EVERY, Clock, StepTimes
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.arguments import (
     check_bound,
@@ -146,12 +146,14 @@ class Engine(Changeable, AsyncGeneration):
     def _times(self) -> StepTimes:
         """Measured times of the engine's steps, and assumed ones until they are measured."""
         clock = self.clock if self.target.ranks.size == 1 and self.target.device.type == "cpu" else None
-        return StepTimes(self._assumed, self.plain, clock, corrects=self._corrects_times)
+        return StepTimes(self._assumed, self.plain, clock, corrected_every=self._corrected_every)
 
     @property
-    def _corrects_times(self) -> bool:
-        """Return whether the times of all steps correct their costs: on a GPU, and not where ranks must agree."""
-        return self.target.device.type == "cuda" and self.target.ranks.size == 1
+    def _corrected_every(self) -> int:
+        """One in so many steps corrects the costs of steps by its time, on a GPU; 0 for none."""
+        if self.target.device.type != "cuda":
+            return 0
+        return 1 if self.target.ranks.size == 1 else SHARED_EVERY
 
     @cached_property
     def _assumed(self) -> StepCosts:

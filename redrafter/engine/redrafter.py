@@ -251,7 +251,7 @@ class ReDrafter(Engine):
         """Return the times of steps by these costs, with the corrections of earlier batches."""
         with self._lock:
             if self.step_times is None or self.step_times.assumed is not costs:
-                self.step_times = StepTimes(costs, self.plain, corrects=self._corrects_times)
+                self.step_times = StepTimes(costs, self.plain, corrected_every=self._corrected_every)
             for rows, proposer, ratio in known:
                 self.step_times.know(rows, proposer, ratio)
             return self.step_times

@@ -317,13 +317,13 @@ class RunningBatch:
         times, size = None if prompts.chunks or not step.ran else self.policy.times, len(step.state.length)
         # Only a step that waits for the result can be timed by a host clock, and none that also reads prompts.
         timer = correct = None
+        sampled = self._requirements is not None and self._requirements.sampled
         if times is not None and times.clock is not None and times.wants(size, step.proposer):
             began = times.clock()
             packed = step.replay()
             times.observe(size, step.proposer, times.clock() - began)
-        elif times is not None and times.corrects and self.rows:
+        elif times is not None and self.rows and times.due(size, step.proposer, sampled=sampled):
             cached = sum(len(sequence.tokens) for sequence in self.rows)
-            sampled = self._requirements is not None and self._requirements.sampled
             correct = partial(times.correct, size, step.proposer, cached=cached, sampled=sampled)
             timer = Timer(self.target.device)
             packed = step.replay()

@@ -423,7 +423,7 @@ class Scheduler:
         self._running.end_together(ended)
         self._running.end_together(failed, keep=False)
         if step.timer is not None and step.correct is not None:
-            step.correct(step.timer.seconds)
+            step.correct(self.engine.target.ranks.from_first(step.timer.seconds))  # or ranks would draft other trees
         if accepted and step.proposer is not None:
             outcomes = step.report.outcomes
             self.batch.policy.record(

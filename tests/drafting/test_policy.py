@@ -164,7 +164,7 @@ def test_steps_of_small_batches_draft_while_they_read_prompts_too():
     assert [choose(many, 32, more=tokens).depth for tokens in (0, 64)] == [1, 0]
 
 
-@pytest.mark.parametrize("how", [{"corrects": True}, {"clock": lambda: 0.0}], ids=["corrects", "clock"])
+@pytest.mark.parametrize("how", [{"corrected_every": 1}, {"clock": lambda: 0.0}], ids=["corrected", "clock"])
 def test_no_step_that_reads_prompts_is_undrafted_only_to_be_timed(how):
     times = StepTimes(priced(FLAT, ((1, 0.3),), FREE), PlainProposer(), **how)
     chosen = CostPolicy(times, {1: [search(1, 2, 3)]}, AcceptanceHistory(0.5))

@@ -14,9 +14,10 @@ from redrafter.drafting.estimates import StepCosts
 from redrafter.drafting.loss_budget import ALLOWED, ALLOWED_SHARE
 from redrafter.drafting.policy import CostPolicy, DraftedStep, StepRows
 from redrafter.drafting.proposer import PlainProposer, SearchProposer
-from redrafter.drafting.step_times import ENOUGH, SAMPLES, StepTimes
+from redrafter.drafting.step_times import ENOUGH, SAMPLES, SHARED_EVERY, StepTimes
 from redrafter.engine.engine import Engine
 from redrafter.model.target import Target
+from redrafter.parallel.ranks import Ranks
 from redrafter.scheduler.captured_step import CapturedStep
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.tree.likelihood import LIKELIHOODS
@@ -114,7 +115,7 @@ def test_steps_that_a_cpu_finds_slow_draft_no_more(llama, drafts, rows, how, mon
 @pytest.mark.parametrize("how", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
 def test_the_time_of_every_step_corrects_its_costs_once_it_was_read(llama, how, monkeypatch):
     monkeypatch.setattr(Engine, "pauses", True)
-    monkeypatch.setattr(Engine, "_corrects_times", True)  # as on a GPU
+    monkeypatch.setattr(Engine, "_corrected_every", 1)  # as on a GPU
     corrected = noted(
         monkeypatch, StepTimes, "correct", lambda _, times, rows, kind, seconds: (kind.depth > 0, seconds)
     )
@@ -123,6 +124,31 @@ def test_the_time_of_every_step_corrects_its_costs_once_it_was_read(llama, how, 
     same_undrafted(engine, ids, mask, max_new_tokens=30, eos_token_id=None, **how)
     assert {drafted for drafted, _ in corrected} == {True, False}
     assert all(seconds > 0 for _, seconds in corrected)
+
+
+def test_ranks_correct_costs_by_the_times_of_rank_0(llama, monkeypatch):
+    monkeypatch.setattr(Engine, "pauses", True)
+    monkeypatch.setattr(Engine, "_corrected_every", SHARED_EVERY)
+    monkeypatch.setattr(Ranks, "from_first", lambda ranks, value: 3.0 if isinstance(value, float) else value)
+    corrected = noted(monkeypatch, StepTimes, "correct", lambda _, times, rows, kind, seconds: seconds)
+    engine = ReDrafter(Target(llama), tiny_drafter(), options=DRAFTER_ALONE)
+    ids, mask = uneven_batch(3)
+    engine.generate(ids, mask, max_new_tokens=30, eos_token_id=None)
+    assert corrected
+    assert set(corrected) == {3.0}
+
+
+def test_ranks_report_the_first_steps_of_a_kind_and_then_one_in_some():
+    times, kinds = StepTimes(COSTS, PLAIN, corrected_every=SHARED_EVERY), (PLAIN, search(2))
+    due = [0, 0]
+    for _ in range(20 * SHARED_EVERY):
+        for number, kind in enumerate(kinds):
+            if times.due(4, kind, sampled=False):
+                due[number] += 1
+                times.correct(4, kind, 1.0)
+    assert sum(due) == pytest.approx(2 * 20, abs=4)
+    assert min(due) > 15, "kinds that alternate are all reported"
+    assert not any(StepTimes(COSTS, PLAIN).due(4, PLAIN, sampled=False) for _ in range(SHARED_EVERY))
 
 
 def test_drafts_lose_a_bounded_part_of_the_time_whatever_they_cost():

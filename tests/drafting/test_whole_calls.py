@@ -51,9 +51,9 @@ def drafts(proposer: SearchProposer, rows: int, quality: float, trust: float, di
 class Engine:
     """Takes calls that sample; the costs of its steps are `true`, and what its policy learns is kept."""
 
-    def __init__(self, costs: StepCosts, true: Callable[[Proposer, int], float], *, corrects: bool = True):
+    def __init__(self, costs: StepCosts, true: Callable[[Proposer, int], float], *, corrected_every: int = 1):
         self.true, self.history = true, AcceptanceHistory()
-        self.times = StepTimes(costs, PLAIN, corrects=corrects)
+        self.times = StepTimes(costs, PLAIN, corrected_every=corrected_every)
         self.candidates = {size: self._candidates(costs, size) for size in {bucket(n) for n in range(1, 513)}}
 
     @staticmethod
@@ -69,7 +69,7 @@ class Engine:
             size = bucket(len(left))
             proposer = policy.choose(StepRows(size, len(left), len(left), sampled=True))
             seconds = self.true(proposer, size)
-            if self.times.corrects:
+            if self.times.due(size, proposer, sampled=True):
                 self.times.correct(size, proposer, seconds, sampled=True)
             drafted.append(proposer.depth > 0)
             accepted, time = torch.zeros_like(left), time + seconds
@@ -111,7 +111,7 @@ def test_costs_that_were_measured_under_another_load_mislead_no_engine_for_long(
 
 
 def test_a_cost_that_changes_later_is_followed():
-    kind, times = WHOLE, StepTimes(COSTS, PLAIN, corrects=True)
+    kind, times = WHOLE, StepTimes(COSTS, PLAIN, corrected_every=1)
     for _ in range(10):
         times.correct(8, PLAIN, COSTS.time_of(PLAIN, 8))
         times.correct(8, kind, COSTS.time_of(kind, 8))
@@ -125,7 +125,7 @@ def test_a_cost_that_changes_later_is_followed():
 
 
 def test_undrafted_steps_are_timed_first_and_again_once_their_time_is_outdated():
-    times = StepTimes(COSTS, PLAIN, corrects=True)
+    times = StepTimes(COSTS, PLAIN, corrected_every=1)
     assert times.lacks_plain(8, sampled=False)
     for _ in range(2):
         times.correct(8, PLAIN, 1.0)
