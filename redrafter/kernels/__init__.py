@@ -20,17 +20,20 @@ __all__ = [
     "float8_product",
     "gumbel",
     "hold_best",
-    "inbox_words",
+    "inbox_bytes",
     "is_supported_weight",
     "new_slots",
     "ordered_attention",
     "ordered_expert_linear",
     "ordered_linear",
     "peer_sum",
+    "peer_sum_by_shares",
     "peer_sum_parts",
     "round_to_float8",
     "round_values",
     "sample_tokens",
+    "share_inbox_bytes",
+    "share_parts",
     "split_k_linear",
     "token_order",
     "top_continuations",
@@ -57,7 +60,14 @@ if TRITON:
     )
     from redrafter.kernels.ordered_attention import ordered_attention
     from redrafter.kernels.ordered_linear import ordered_expert_linear, ordered_linear
-    from redrafter.kernels.peer_sum import inbox_words, peer_sum, peer_sum_parts
+    from redrafter.kernels.peer_sum import (
+        inbox_bytes,
+        peer_sum,
+        peer_sum_by_shares,
+        peer_sum_parts,
+        share_inbox_bytes,
+        share_parts,
+    )
     from redrafter.kernels.sample import gumbel, sample_tokens
     from redrafter.kernels.shortlist import MAX_SEARCHED, best_candidates, best_of_parts, candidate_scores
     from redrafter.kernels.token_order import new_slots, token_order

@@ -1,8 +1,14 @@
-"""Sums of small messages over GPUs that write to each other's memory, in one launch and one way over the link.
+"""Sums of messages over GPUs that write to each other's memory, in one launch.
 
-Each rank writes its message to an inbox of every other rank, each word of it together with the number of the call, as
-NCCL's LL protocol does: a word that carries the number has arrived, so that no rank waits for a signal after the data.
-Each rank adds what it found in the order of ranks. `redrafter.parallel.all_reduce.collective_sum` is the reference.
+Two kernels write into inboxes of the other ranks, and add what they find in their own, in the order of ranks:
+
+- `peer_sum` sends the whole message to every rank, each word together with the number of the call, as NCCL's LL
+  protocol does: a word that carries the number has arrived, so that no rank waits for a signal after the data. It is
+  the faster one for few kilobytes.
+- `peer_sum_by_shares` sends each rank its share of the message; each rank adds its share and sends the sum to all.
+  A flag per program says that the words before it have arrived. Half the words or less cross the links.
+
+`redrafter.parallel.all_reduce.collective_sum` is the reference.
 """
 
 import torch
@@ -10,8 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from redrafter.kernels.launch import supports_dependent_launch
+
 WORDS = 512  # words of 4 bytes per program
 PARITIES = 2  # a rank sends at most one call ahead of another that still reads
+PASSES = 2  # of a message in shares: parts of the shares, and their sums
 
 
 @triton.jit
@@ -29,20 +38,29 @@ def _high(word):
 
 
 @triton.jit
-def _add(total, part, HALVES: tl.constexpr):
-    """Add in float32, and round as torch's kernels do after each addition."""
-    total = total + part
+def _add(total, word, HALVES: tl.constexpr):
+    """Add the numbers in words in float32; bfloat16 is rounded after each addition, as by torch's kernels."""
+    low = _low(total, HALVES) + _low(word, HALVES)
     if HALVES:
-        total = total.to(tl.bfloat16).to(tl.float32)
-    return total
+        low = low.to(tl.bfloat16).to(tl.float32)
+        high = (_high(total) + _high(word)).to(tl.bfloat16).to(tl.float32)
+        # Both are bfloat16 numbers: the lower half of their bits is zero.
+        return ((low.to(tl.int32, bitcast=True) >> 16) & 0xFFFF) | high.to(tl.int32, bitcast=True)
+    return low.to(tl.int32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _peer_sum_kernel(
     X, OUT, INBOXES, CALLS, count,
     RANK: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, HALVES: tl.constexpr, WORDS: tl.constexpr,
+    FOLLOW: tl.constexpr,
 ):  # fmt: skip
-    """Send a part of a message to all ranks, and add theirs."""
+    """Send a part of a message to all ranks, and add theirs.
+
+    `FOLLOW` is set if the kernel may be launched before the previous one is done (programmatic dependent launch).
+    """
+    if FOLLOW:
+        tl.extra.cuda.gdc_wait()
     part = tl.program_id(0)
     call = tl.load(CALLS + part) + 1  # each program counts its own calls, which are those of its peers
     at = part * WORDS + tl.arange(0, WORDS)
@@ -55,7 +73,7 @@ def _peer_sum_kernel(
             inbox = tl.load(INBOXES + peer).to(tl.pointer_type(tl.int64))
             tl.store(inbox + box + RANK * SLOTS, line, inside)
     mine = tl.load(INBOXES + RANK).to(tl.pointer_type(tl.int64))
-    low, high = tl.zeros([WORDS], tl.float32), tl.zeros([WORDS], tl.float32)
+    total = own
     for source in tl.static_range(RANKS):
         word = own
         if source != RANK:
@@ -63,19 +81,79 @@ def _peer_sum_kernel(
             while tl.max((((found >> 32).to(tl.int32) != call) & inside).to(tl.int32), 0) > 0:
                 found = tl.load(mine + box + source * SLOTS, inside, 0, volatile=True)
             word = found.to(tl.int32)
-        low = _add(low, _low(word, HALVES), HALVES)
-        if HALVES:
-            high = _add(high, _high(word), HALVES)
-    total = low.to(tl.int32, bitcast=True)
-    if HALVES:  # both are bfloat16 numbers: the lower half of their bits is zero
-        total = ((total >> 16) & 0xFFFF) | high.to(tl.int32, bitcast=True)
+        total = word if source == 0 else _add(total, word, HALVES)
     tl.store(OUT + at, total, inside)
     tl.store(CALLS + part, call)
 
 
-def inbox_words(nbytes: int, ranks: int) -> int:
-    """Return the size of a rank's inbox for messages of up to `nbytes` bytes, in words of 8 bytes."""
-    return PARITIES * ranks * _slots(nbytes)
+@triton.jit
+def _inbox(INBOXES, rank):
+    """Return the inbox of a rank for messages in shares."""
+    return tl.multiple_of(tl.load(INBOXES + rank).to(tl.pointer_type(tl.int32)), 16)
+
+
+@triton.jit
+def _set(flags, call):
+    """Set flags of all ranks to the number of the call, each by a thread, after all threads have written."""
+    tl.debug_barrier()
+    tl.atomic_xchg(flags, call, sem="release", scope="sys")
+
+
+@triton.jit
+def _wait(flags, call):
+    """Wait until all ranks have set these flags to the number of the call: what they wrote before can be read then."""
+    while tl.max((tl.atomic_add(flags, 0, sem="acquire", scope="sys") != call).to(tl.int32), 0) > 0:
+        pass
+
+
+@triton.jit
+def _peer_sum_by_shares_kernel(
+    X, OUT, INBOXES, CALLS, count,
+    RANK: tl.constexpr, RANKS: tl.constexpr, PARTS: tl.constexpr, HALVES: tl.constexpr, WORDS: tl.constexpr,
+    FOLLOW: tl.constexpr,
+):  # fmt: skip
+    """Send a part of each share to its rank, add those of the own share, and send the sum to all ranks.
+
+    An inbox has room for `PARTS` programs, by parity, pass and source; their flags follow the words.
+    """
+    if FOLLOW:
+        tl.extra.cuda.gdc_wait()
+    part, share = tl.program_id(0), tl.num_programs(0) * WORDS
+    call = tl.load(CALLS + part) + 1
+    at = part * WORDS + tl.arange(0, WORDS)
+    first = (call & 1) * 2 * RANKS  # place of rank 0 in the first pass
+    second = first + RANKS
+    ranks = tl.arange(0, RANKS)
+    flags = 4 * RANKS * PARTS * WORDS + part
+    mine = _inbox(INBOXES, RANK)
+    all_flags = tl.load(INBOXES + ranks).to(tl.pointer_type(tl.int32)) + flags
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            inside = peer * share + at < count
+            words = tl.load(X + peer * share + at, inside, 0)
+            tl.store(_inbox(INBOXES, peer) + (first + RANK) * PARTS * WORDS + at, words, inside)
+    _set(all_flags + (first + RANK) * PARTS, call)
+    inside = RANK * share + at < count
+    own = tl.load(X + RANK * share + at, inside, 0)
+    _wait(mine + flags + (first + ranks) * PARTS, call)
+    total = own
+    for source in tl.static_range(RANKS):
+        words = own
+        if source != RANK:
+            words = tl.load(mine + (first + source) * PARTS * WORDS + at, inside, 0, volatile=True)
+        total = words if source == 0 else _add(total, words, HALVES)
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            tl.store(_inbox(INBOXES, peer) + (second + RANK) * PARTS * WORDS + at, total, inside)
+    _set(all_flags + (second + RANK) * PARTS, call)
+    tl.store(OUT + RANK * share + at, total, inside)
+    _wait(mine + flags + (second + ranks) * PARTS, call)
+    for source in tl.static_range(RANKS):
+        if source != RANK:
+            inside = source * share + at < count
+            words = tl.load(mine + (second + source) * PARTS * WORDS + at, inside, 0, volatile=True)
+            tl.store(OUT + source * share + at, words, inside)
+    tl.store(CALLS + part, call)
 
 
 def peer_sum_parts(nbytes: int) -> int:
@@ -83,8 +161,19 @@ def peer_sum_parts(nbytes: int) -> int:
     return int(triton.cdiv(nbytes // 4, WORDS))
 
 
-def _slots(nbytes: int) -> int:
-    return peer_sum_parts(nbytes) * WORDS
+def share_parts(nbytes: int, ranks: int) -> int:
+    """Return the number of programs that sum a message of `nbytes` bytes by shares, which count their calls."""
+    return int(triton.cdiv(nbytes // 4, ranks * WORDS))
+
+
+def inbox_bytes(nbytes: int, ranks: int) -> int:
+    """Return the size of a rank's inbox of `peer_sum` for messages of up to `nbytes` bytes."""
+    return 8 * PARITIES * ranks * peer_sum_parts(nbytes) * WORDS
+
+
+def share_inbox_bytes(nbytes: int, ranks: int) -> int:
+    """Return the size of a rank's inbox of `peer_sum_by_shares` for messages of up to `nbytes` bytes."""
+    return 4 * PARITIES * PASSES * ranks * share_parts(nbytes, ranks) * (WORDS + 1)
 
 
 def peer_sum(x: Tensor, inboxes: Tensor, calls: Tensor, rank: int, largest: int) -> Tensor:
@@ -92,7 +181,7 @@ def peer_sum(x: Tensor, inboxes: Tensor, calls: Tensor, rank: int, largest: int)
 
     Args:
         x: The message, bfloat16 or float32, contiguous, of a multiple of 4 bytes and at most `largest`.
-        inboxes: Addresses of the ranks' inboxes, each of `inbox_words(largest, N)` int64 that were zero at first,
+        inboxes: Addresses of the ranks' inboxes, each of `inbox_bytes(largest, N)` bytes that were zero at first,
             `[N]` int64.
         calls: Number of calls so far of each part of a message, `[peer_sum_parts(largest)]` int32; zero at first.
         rank: Number of this rank.
@@ -101,10 +190,29 @@ def peer_sum(x: Tensor, inboxes: Tensor, calls: Tensor, rank: int, largest: int)
     Returns:
         The sum, of the shape of `x`, in the order of ranks; bfloat16 is rounded after each addition.
     """
-    words, ranks = x.nbytes // 4, len(inboxes)
-    out = torch.empty_like(x)
+    out, follow = torch.empty_like(x), supports_dependent_launch(x.device)
     _peer_sum_kernel[(peer_sum_parts(x.nbytes),)](
-        x.view(-1).view(torch.int32), out.view(-1).view(torch.int32), inboxes, calls, words,
-        RANK=rank, RANKS=ranks, SLOTS=_slots(largest), HALVES=x.dtype == torch.bfloat16, WORDS=WORDS, num_warps=4,
+        _words(x), _words(out), inboxes, calls, x.nbytes // 4,
+        RANK=rank, RANKS=len(inboxes), SLOTS=peer_sum_parts(largest) * WORDS, HALVES=x.dtype == torch.bfloat16,
+        WORDS=WORDS, FOLLOW=follow, launch_pdl=follow, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def peer_sum_by_shares(x: Tensor, inboxes: Tensor, calls: Tensor, rank: int, largest: int) -> Tensor:
+    """Return what `peer_sum` returns; each rank adds a share of the message and sends the sum to the others.
+
+    The arguments are those of `peer_sum`, with inboxes of `share_inbox_bytes(largest, N)` bytes at multiples of 16
+    bytes, and `[share_parts(largest, N)]` numbers of calls. Calls of the two functions share neither.
+    """
+    out, follow, ranks = torch.empty_like(x), supports_dependent_launch(x.device), len(inboxes)
+    _peer_sum_by_shares_kernel[(share_parts(x.nbytes, ranks),)](
+        _words(x), _words(out), inboxes, calls, x.nbytes // 4,
+        RANK=rank, RANKS=ranks, PARTS=share_parts(largest, ranks), HALVES=x.dtype == torch.bfloat16,
+        WORDS=WORDS, FOLLOW=follow, launch_pdl=follow, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _words(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.int32)

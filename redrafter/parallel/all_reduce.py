@@ -1,12 +1,10 @@
 """Sums of small messages over the GPUs of one machine, which access each other's memory.
 
-A layer of a decoding step adds partial sums of a few kilobytes twice, and NCCL takes about 10 us for each. torch's
-symmetric memory lets a GPU read the buffers of its peers: in one shot each rank reads the whole message of all others,
-in two shots each rank adds its share of the message and the others read the result. The smallest messages are sent
-instead, into inboxes of the peers, by a kernel of this project in one launch (`redrafter.kernels.peer_sum`). None of
-them uses multicast.
+A layer of a decoding step adds partial sums of a few kilobytes twice, and NCCL takes about 10 us for each. Here each
+GPU writes into inboxes of the others, in one launch (`redrafter.kernels.peer_sum`): up to some size the whole message,
+above it each rank's share of it, whose sum that rank sends to all. Neither uses multicast.
 
-All add the parts of an element in the order of ranks, whatever the size of the message, so the number of rows of a
+Both add the parts of an element in the order of ranks, whatever the size of the message, so the number of rows of a
 step does not change the bits of a row's sum. NCCL sums what they cannot: larger messages, as of prompts, and other
 dtypes. Its order is its own, which is the same for two ranks, as addition is commutative.
 """
@@ -26,17 +24,12 @@ from redrafter.errors import UnsupportedError, first_line
 
 _LOG = logging.getLogger(__name__)
 
-# Bytes up to which one shot is taken, by the number of ranks: with more ranks it reads more. Two shots have one more
-# wait for all ranks. torch has kernels for these numbers of ranks.
-ONE_SHOT_BYTES = {2: 1 << 20, 4: 1 << 18, 8: 1 << 17}
-# Bytes up to which messages are sent into inboxes: each of the others receives the message, in twice its bytes. Larger
-# ones were not measured, and 8 ranks neither.
-SENT_BYTES = {2: 256 << 10, 4: 256 << 10, 8: 32 << 10}
-MAX_BYTES = 4 << 20  # size of the buffer; for larger messages NCCL is as fast
-UNIT = 16  # bytes that a thread loads at once, of which a message has a whole number
-DTYPES = (torch.bfloat16, torch.float32)  # those of torch's kernels
-_SENT = "peer_sum"  # of this project's kernels
-_NAMES = ("one_shot_all_reduce_out", "two_shot_all_reduce_out")
+# Bytes up to which the whole message is sent to each of the others, by the number of ranks: as measured on H200s, but
+# for 8 ranks.
+SENT_BYTES = {2: 1 << 20, 4: 256 << 10, 8: 32 << 10}
+MAX_BYTES = 4 << 20  # for larger messages NCCL is as fast
+UNIT = 4  # bytes of a word, of which a message has a whole number
+DTYPES = (torch.bfloat16, torch.float32)
 # Collectives as operators, which torch.compile can trace and a CUDA graph can contain.
 _OPS = torch.ops._c10d_functional  # noqa: SLF001 -- torch's public functions return another kind of tensor
 
@@ -48,90 +41,72 @@ def collective_sum(x: Tensor, group_name: str) -> Tensor:
 
 
 class PeerMemory:
-    """A buffer on each GPU that its peers can read, and sums of the messages in it; inboxes that they write.
+    """Inboxes of each GPU that its peers write, and sums of the messages in them.
 
-    One message is in the buffer at a time: all calls are on one stream, and a kernel ends when all ranks have read.
+    All calls are on one stream and in the same order on all ranks.
 
     Attributes:
         group_name: Name of the process group.
         size: Number of its ranks.
-        operators: The namespace of torch's operators.
-        buffer: The memory of this rank, `[MAX_BYTES]` uint8; empty before `allocate`.
-        inboxes: Addresses of the inboxes of all ranks, `[N]` int64; empty where no message is sent into them.
+        memory: The inboxes of this rank, uint8; empty before `allocate`.
     """
 
-    def __init__(self, group_name: str, size: int, operators: Any = torch.ops.symm_mem):
-        """Make a memory without a buffer; the arguments are the attributes."""
+    def __init__(self, group_name: str, size: int):
+        """Make a memory without inboxes; the arguments are the attributes."""
         self.group_name: Any = group_name  # torch has a type of its own for such names
-        self.size, self.operators = size, operators
-        self.buffer = self._memory = torch.empty(0, dtype=torch.uint8)  # the memory is the buffer, then an inbox
-        self.inboxes = torch.empty(0, dtype=torch.long)
-        self._rank, self._calls = 0, torch.empty(0, dtype=torch.int32)  # of each part of a sent message
-        self._one_shot, self._sent = ONE_SHOT_BYTES.get(size, 0), SENT_BYTES.get(size, 0)
+        self.size, self.memory = size, torch.empty(0, dtype=torch.uint8)
+        self._rank, self._sent = 0, SENT_BYTES.get(size, 0)
+        # Of whole messages, and of messages in shares: addresses of all ranks' inboxes, `[N]` int64, and the number of
+        # calls so far of each part of a message, int32.
+        self._whole = self._shares = (torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.int32))
 
     def allocate(self, device: torch.device) -> None:
-        """Allocate the buffer of this rank; multicast is not used, and must not be set up."""
+        """Allocate the inboxes of this rank; multicast is not used, and must not be set up."""
         # A program that sets up multicast can put the GPUs of a shared host out of service.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         from torch.distributed import _symmetric_memory as symmetric_memory  # which a CPU does not need
 
-        inbox = 8 * kernels.inbox_words(self._sent, self.size) if kernels.TRITON else 0
-        self._memory = symmetric_memory.empty(MAX_BYTES + inbox, dtype=torch.uint8, device=device)
-        self.buffer = self._memory[:MAX_BYTES]
-        self._memory.zero_()  # no number of a call
+        sizes = kernels.inbox_bytes(self._sent, self.size), kernels.share_inbox_bytes(MAX_BYTES, self.size)
+        self.memory = symmetric_memory.empty(sum(sizes), dtype=torch.uint8, device=device)
+        self.memory.zero_()  # no number of a call
         torch.cuda.synchronize(device)  # before a peer writes
 
     def connect(self) -> None:
-        """Exchange the addresses of all ranks' buffers, once: later calls look them up. Collective."""
+        """Exchange the addresses of all ranks' inboxes, once. Collective."""
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        handle = symmetric_memory.rendezvous(self._memory, self.group_name)
-        if kernels.TRITON:
-            inboxes = [address + MAX_BYTES for address in handle.buffer_ptrs]
-            self.inboxes = torch.tensor(inboxes, device=self.buffer.device)
-            parts = kernels.peer_sum_parts(self._sent)
-            self._rank, self._calls = handle.rank, self._calls.new_zeros(parts, device=self.buffer.device)
+        handle = symmetric_memory.rendezvous(self.memory, self.group_name)
+        device, first = self.memory.device, kernels.inbox_bytes(self._sent, self.size)
+        whole = torch.tensor(handle.buffer_ptrs, device=device)
+        parts = kernels.peer_sum_parts(self._sent), kernels.share_parts(MAX_BYTES, self.size)
+        calls = [torch.zeros(count, dtype=torch.int32, device=device) for count in parts]
+        self._rank, self._whole, self._shares = handle.rank, (whole, calls[0]), (whole + first, calls[1])
         PEER_MEMORIES[self.group_name] = self
 
     def check_sums(self, rank: int) -> None:
         """Raise `UnsupportedError` unless every kind of sum equals the process group's. Collective."""
-        limits = (self._sent, self._one_shot)
         for dtype in DTYPES:
-            for nbytes in (UNIT, 8 << 10, *(limit + more for limit in limits for more in (0, UNIT)), MAX_BYTES):
+            for nbytes in (UNIT, 8 << 10, self._sent, self._sent + UNIT, MAX_BYTES):
                 count = nbytes // dtype.itemsize
                 # Small integers, whose sums are exact in any order.
-                x = (torch.arange(count, device=self.buffer.device) % 13 + rank).to(dtype)
+                x = (torch.arange(count, device=self.memory.device) % 13 + rank).to(dtype)
                 if not torch.equal(self.sum(x), collective_sum(x, self.group_name)):
                     raise UnsupportedError(f"a sum of {nbytes} bytes of {dtype} differs from the process group's")
 
-    def kernel_for(self, x: Tensor) -> str | None:
-        """Return the name of the operator that sums a message of this size and dtype; None for the process group."""
-        if x.dtype not in DTYPES or x.nbytes % UNIT or not 0 < x.nbytes <= len(self.buffer):
-            return None
-        if len(self.inboxes) and x.nbytes <= self._sent:
-            return _SENT
-        return _NAMES[x.nbytes > self._one_shot]
-
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of every rank's `x`, of any shape, with the same bits on all of them."""
-        kernel = self.kernel_for(x)
-        if kernel is None:
+        if x.dtype not in DTYPES or x.nbytes % UNIT or not 0 < x.nbytes <= MAX_BYTES:
             return collective_sum(x, self.group_name)
-        if kernel == _SENT:
-            return kernels.peer_sum(x.contiguous(), self.inboxes, self._calls, self._rank, self._sent)
-        # Not the operators that copy `x` themselves: their blocks signal before all of their threads have copied.
-        message = self.buffer[: x.nbytes].view(x.dtype).view(x.shape)
-        message.copy_(x)
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        getattr(self.operators, kernel)(message, "sum", self.group_name, out)
-        return out
+        if x.nbytes <= self._sent:
+            return kernels.peer_sum(x.contiguous(), *self._whole, self._rank, self._sent)
+        return kernels.peer_sum_by_shares(x.contiguous(), *self._shares, self._rank, MAX_BYTES)
 
 
 PEER_MEMORIES: dict[str, PeerMemory] = {}  # by the name of the process group, as operators take no objects
 
 
 # The operator selects a kernel when it runs, or is captured, as a compiled forward has any number of tokens. It writes
-# to the buffer although its schema declares no mutation: only these operators use it, in the order of the forward.
+# to the inboxes although its schema declares no mutation: only these operators use them, in the order of the forward.
 @torch.library.custom_op("redrafter::peer_sum", mutates_args=())
 def peer_sum(x: Tensor, group_name: str) -> Tensor:
     """Return the sum of every rank's `x` by the peer memory of a process group."""
@@ -189,12 +164,12 @@ def check_places(places: list[Any], rank: int) -> None:
     """Raise `UnsupportedError` unless the GPUs at these hosts and indices can read each other's memory."""
     if any(kind != "cuda" or not has_cuda for _, kind, _, has_cuda in places):
         raise UnsupportedError("not all ranks have an NVIDIA GPU")
-    if len(places) not in ONE_SHOT_BYTES:
-        raise UnsupportedError(f"there are kernels for {', '.join(map(str, ONE_SHOT_BYTES))} ranks, not {len(places)}")
+    if not kernels.TRITON:
+        raise UnsupportedError("Triton is not installed")
+    if len(places) not in SENT_BYTES:
+        raise UnsupportedError(f"there are kernels for {', '.join(map(str, SENT_BYTES))} ranks, not {len(places)}")
     if len({host for host, *_ in places}) > 1:
         raise UnsupportedError("the ranks are on several hosts")
-    if missing := [name for name in _NAMES if not hasattr(torch.ops.symm_mem, name)]:
-        raise UnsupportedError(f"torch {torch.__version__} has no operator {missing[0]}")
     indices = [index for _, _, index, _ in places]
     if len(set(indices)) < len(indices):
         # Where each process sees its GPU alone, all have the index 0.

@@ -112,7 +112,11 @@ def order(rows: int, nodes: int) -> Callable[[], object]:
 def add_peers(ranks: int, dtype: torch.dtype) -> Callable[[], object]:
     """Return a program that adds messages of GPUs that write to each other's memory."""
     calls = torch.zeros(kernels.peer_sum_parts(32 << 10), dtype=torch.int32)
-    return lambda: kernels.peer_sum(torch.ones(2, 4096, dtype=dtype), torch.zeros(ranks).long(), calls, 1, 32 << 10)
+    x, inboxes = torch.ones(2, 4096, dtype=dtype), torch.zeros(ranks).long()
+    return lambda: (
+        kernels.peer_sum(x, inboxes, calls, 1, 32 << 10),
+        kernels.peer_sum_by_shares(x, inboxes, calls, 1, 32 << 10),
+    )
 
 
 def share(rows: int, nodes: int) -> Callable[[], object]:
@@ -188,7 +192,7 @@ def main() -> None:
     JITFunction.run = compile_alone
     torch.version.cuda = "13.0"
     gpu = torch.device("cuda")
-    for name in ("cache_tiles", "linear", "float8_matmul", "float8_rounding", "shortlist"):
+    for name in ("cache_tiles", "linear", "float8_matmul", "float8_rounding", "peer_sum", "shortlist"):
         module = import_module(f"redrafter.kernels.{name}")
         module.supports_dependent_launch = lambda device: True
         module.widening_assembly = lambda narrow, wide, device: widening_assembly(narrow, wide, gpu)

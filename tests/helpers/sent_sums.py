@@ -31,21 +31,25 @@ def message(call: int, rank: int) -> Tensor:
     return torch.randn(count, generator=random)
 
 
-def add(rank: int, inboxes: list[Tensor]) -> None:
+def add(rank: int, inboxes: list[Tensor], share_inboxes: list[Tensor]) -> None:
     """Compare this rank's sums with those in the order of ranks."""
     addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes])
+    shares = torch.tensor([inbox.data_ptr() for inbox in share_inboxes])
     calls = torch.zeros(kernels.peer_sum_parts(LARGEST), dtype=torch.int32)
+    share_calls = torch.zeros(kernels.share_parts(LARGEST, len(inboxes)), dtype=torch.int32)
     for call in range(len(MESSAGES)):
         expected = message(call, 0)
         for other in range(1, len(inboxes)):
             expected = expected + message(call, other)
-        total = kernels.peer_sum(message(call, rank), addresses, calls, rank, LARGEST)
+        x = message(call, rank)
+        torch.testing.assert_close(kernels.peer_sum(x, addresses, calls, rank, LARGEST), expected, rtol=0, atol=0)
+        total = kernels.peer_sum_by_shares(x, shares, share_calls, rank, LARGEST)
         torch.testing.assert_close(total, expected, rtol=0, atol=0)
 
 
 def check_a_peer_that_is_ahead() -> None:
     """Add the messages of a peer that has already sent its next one, which must not replace the one before."""
-    words, count = kernels.inbox_words(LARGEST, 2), 4
+    words, count = kernels.inbox_bytes(LARGEST, 2) // 8, 4
     slots, x = words // 4, torch.arange(1.0, count + 1)  # two inboxes of two ranks
     own, other = torch.zeros(2, words).long()
     for call in (1, 2):
@@ -57,13 +61,32 @@ def check_a_peer_that_is_ahead() -> None:
         torch.testing.assert_close(kernels.peer_sum(x, addresses, calls, 0, LARGEST), x + call * x, rtol=0, atol=0)
 
 
+def check_a_peer_that_is_ahead_by_shares() -> None:
+    """Add a message of a peer that has already sent the parts and the sums of its next one."""
+    count, parts = 4, kernels.share_parts(LARGEST, 2)
+    own, other = (torch.zeros(kernels.share_inbox_bytes(LARGEST, 2) // 4, dtype=torch.int32) for _ in range(2))
+    places, flags = own[: -8 * parts].view(2, 2, 2, parts, -1), own[-8 * parts :].view(2, 2, 2, parts)
+    width = places.shape[-1]  # words of a program: of a share, as the message has one program
+    x = torch.arange(1.0, width + count + 1)  # the second share has four words
+    for call in (1, 2):
+        for number, words in enumerate((call * x[:width], (1 + call) * x[width:])):  # to add, and added
+            places[call & 1, number, 1, 0, : len(words)] = words.view(torch.int32)
+            flags[call & 1, number, 1, 0] = call
+    addresses = torch.tensor([own.data_ptr(), other.data_ptr()])
+    calls = torch.zeros(parts, dtype=torch.int32)
+    for call in (1, 2):
+        total = kernels.peer_sum_by_shares(x, addresses, calls, 0, LARGEST)
+        torch.testing.assert_close(total, x + call * x, rtol=0, atol=0)
+
+
 def main() -> None:
     """Add on as many ranks as the argument says."""
     ranks = int(sys.argv[1])
     check_a_peer_that_is_ahead()
-    words = kernels.inbox_words(LARGEST, ranks)
-    inboxes = [torch.zeros(words, dtype=torch.long).share_memory_() for _ in range(ranks)]
-    multiprocessing.spawn(add, (inboxes,), ranks)
+    check_a_peer_that_is_ahead_by_shares()
+    sizes = kernels.inbox_bytes(LARGEST, ranks), kernels.share_inbox_bytes(LARGEST, ranks)
+    inboxes = [[torch.zeros(size, dtype=torch.uint8).share_memory_() for _ in range(ranks)] for size in sizes]
+    multiprocessing.spawn(add, inboxes, ranks)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """A program on several ranks that compares sums by peer memory with the process group's; an error ends it.
 
-On CPUs, which have no such memory, gloo's sums stand in for torch's operators.
+On CPUs, which have no such memory, gloo's sums stand in for the kernels.
 """
 
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -20,33 +21,24 @@ from redrafter.tree.beam_search import PartOfScores, top_continuations
 WIDTH = 4096
 
 
-class GlooOperators:
-    """Stands in for torch's operators, and counts their calls."""
+def connect_cpus(size: int) -> list[str]:
+    """Let gloo stand in for the kernels of `peer_sum`; return a list of those that are called from now on."""
+    called, group = list[str](), dist.group.WORLD.group_name
 
-    def __init__(self) -> None:
-        self.calls: list[str] = []
+    def stand_in(name: str) -> Callable[..., Tensor]:
+        def add(x: Tensor, *how: object) -> Tensor:
+            called.append(name)
+            return collective_sum(x, group)
 
-    def one_shot_all_reduce_out(self, message: Tensor, what: str, group_name: str, out: Tensor) -> None:
-        """Sum into `out`."""
-        self.calls.append("one shot")
-        out.copy_(message)
-        dist.all_reduce(out)
+        return add
 
-    def two_shot_all_reduce_out(self, message: Tensor, what: str, group_name: str, out: Tensor) -> None:
-        """Sum into `out`."""
-        self.one_shot_all_reduce_out(message, what, group_name, out)
-        self.calls[-1] = "two shots"
-
-
-def connect_cpus(size: int) -> GlooOperators:
-    """Let `peer_sum` use a stand-in for torch's operators."""
-    operators, name = GlooOperators(), dist.group.WORLD.group_name
-    memory = PEER_MEMORIES[name] = PeerMemory(name, size, operators)
-    memory.buffer = torch.empty(MAX_BYTES, dtype=torch.uint8)
+    for name in ("peer_sum", "peer_sum_by_shares"):
+        setattr(all_reduce.kernels, name, stand_in(name))
+    memory = PEER_MEMORIES[group] = PeerMemory(group, size)
     memory.check_sums(dist.get_rank())
-    assert operators.calls.count("one shot") == 5 * len(all_reduce.DTYPES)
-    assert operators.calls.count("two shots") == 2 * len(all_reduce.DTYPES)
-    return operators
+    assert called.count("peer_sum") == 3 * len(all_reduce.DTYPES)
+    assert called.count("peer_sum_by_shares") == 2 * len(all_reduce.DTYPES)
+    return called
 
 
 def check_rows(name: str, size: int, device: torch.device) -> None:
@@ -54,7 +46,7 @@ def check_rows(name: str, size: int, device: torch.device) -> None:
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         x = torch.randn(700, WIDTH, device=device).to(dtype)
         first = peer_sum(x[:1], name)
-        for rows in (1, 3, 64, 300, 700):  # the last ones are beyond one shot, and beyond the buffer
+        for rows in (1, 3, 64, 300, 700):  # the last ones are sent in shares, and by the process group
             summed, expected = peer_sum(x[:rows], name), collective_sum(x[:rows], name)
             if size == 2:  # a sum of two has one order
                 torch.testing.assert_close(summed, expected, rtol=0, atol=0)
@@ -62,7 +54,7 @@ def check_rows(name: str, size: int, device: torch.device) -> None:
                 torch.testing.assert_close(summed, expected, rtol=0.05, atol=0.05)
             if size == 2 or (dtype != torch.float16 and summed.nbytes <= MAX_BYTES):
                 assert torch.equal(summed[:1], first), f"a row's sum changes with {rows} rows"
-        odd = torch.ones(3, device=device, dtype=dtype)  # its bytes are no multiple of what a thread loads
+        odd = torch.ones(3, device=device, dtype=dtype)  # half a word too many, in bfloat16
         assert torch.equal(peer_sum(odd, name), odd * size)
 
 
