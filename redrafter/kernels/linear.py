@@ -15,10 +15,12 @@ from torch import Tensor
 from redrafter.kernels.launch import Tiling, supports_dependent_launch, widening_assembly
 
 MAX_THIN_TOKENS = 32  # for more tokens torch's 16-bit product is as fast
-MAX_FEATURES = 4608  # wider 16-bit weights have tiles for all multiprocessors, and torch's product is as fast
+MAX_FEATURES = 8192  # wider 16-bit weights have more tiles than multiprocessors, and torch's product is as fast
 MIN_WEIGHT_BYTES = 8 << 20
-TARGET_PROGRAMS = 132  # 16-bit programs to launch: one per multiprocessor of a large GPU
-TILE, STEP = 64, 128  # output and input features of a 16-bit tile
+# 16-bit programs to launch, and input features for each of them at most, as measured on an H200 at an 8B's sizes and its
+# parts. Six loads ahead keep the memory busy, so a further split costs more than multiprocessors without a program.
+TARGET_PROGRAMS, MAX_INNER = 96, 8192
+TILE, STEP, STAGES = 64, 128, 6  # output and input features of a 16-bit tile, and pipelined loads
 
 MAX_WIDENED_TOKENS = 256  # for more tokens, widening the weight first costs less than a slower product
 MANY_FEATURES = 8192  # output features above which a large GPU is full with wider tiles
@@ -216,8 +218,10 @@ def split_k_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, res
         bias: Bias, `[F]`; None for none.
         residual: Whether to return the sum; F must be D.
     """
-    splits = max(min(TARGET_PROGRAMS // (len(weight) // TILE), x.shape[1] // 512), 1)
-    tiling = Tiling(max(triton.next_power_of_2(len(x)), 16), TILE, STEP, 4, 4, splits)
+    inner, tokens = x.shape[1], max(triton.next_power_of_2(len(x)), 16)
+    splits = max(min(TARGET_PROGRAMS // (len(weight) // TILE), inner // 512), triton.cdiv(inner, MAX_INNER))
+    stages = min(STAGES, shared_memory(x.device) // ((TILE + tokens) * STEP * weight.element_size()))
+    tiling = Tiling(tokens, TILE, STEP, stages, 4, splits)
     return _product(x, weight, None, bias, tiling, residual)
 
 
@@ -265,6 +269,14 @@ def widen_float8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         COLUMNS=columns, ASSEMBLY=widening_assembly(weight.dtype, dtype, weight.device),
     )  # fmt: skip
     return out
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may have on a GPU."""
+    if device.type != "cuda":
+        return 227 << 10  # of the interpreter, as on a Hopper GPU
+    return int(triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
 
 
 @functools.cache

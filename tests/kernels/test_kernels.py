@@ -15,10 +15,11 @@ from helpers.outcomes import random_outcome
 from redrafter import kernels
 from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.paged import KVCachePool, PagedCache
-from redrafter.kernels import commit
+from redrafter.kernels import commit, linear
 from redrafter.kernels import top_continuations as kernel_top_continuations
 from redrafter.kernels.block_size import BLOCK_SIZE, CHUNK
 from redrafter.kernels.cache_format import as_bytes, read_slots, round_trip, to_format, write_slots
+from redrafter.kernels.launch import Tiling
 from redrafter.kernels.linear import split_k_linear
 from redrafter.kernels.tree import find_ancestors
 from redrafter.model.forward_batch import ForwardBatch
@@ -242,6 +243,23 @@ def test_a_split_product_equals_that_of_torch(tokens, features, inner):
     for _ in range(2):  # the counts are 0 again
         found = split_k_linear(x, weight)
         assert torch.allclose(found.float(), x.float() @ weight.float().T, atol=0.2, rtol=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("features", "inner", "shared", "splits", "stages"),
+    [
+        (4096, 2048, 227, 1, 6),
+        (4096, 14336, 227, 2, 6),  # parts of at most 8,192 input features
+        (1536, 4096, 227, 4, 6),  # few tiles
+        (4096, 2048, 99, 1, 4),  # a GPU with less shared memory
+    ],
+)
+def test_a_split_product_fits_its_gpu(features, inner, shared, splits, stages, monkeypatch):
+    found = list[Tiling]()
+    monkeypatch.setattr(linear, "shared_memory", lambda device: shared << 10)
+    monkeypatch.setattr(linear, "_product", lambda x, weight, scale, bias, tiling, residual: found.append(tiling))
+    split_k_linear(torch.ones(1, inner, dtype=HALF), torch.ones(features, inner, dtype=HALF))
+    assert (found[0].splits, found[0].stages) == (splits, stages)
 
 
 @pytest.mark.parametrize("strided", [False, True])
