@@ -11,6 +11,7 @@ once in its own dtype, which shows that it runs with a small error.
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -437,6 +438,10 @@ class CacheSupport:
             return Support("it is spread over several devices; load it on one with device='cuda'")
         if bound.device.type == "cuda" and not kernels.TRITON:
             return Support("Triton is not installed; pip install triton")
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # takes a while to import
+        if fsdp is not None and isinstance(bound.model, fsdp.FSDPModule):
+            # Paged decoding calls layers outside of the hooks that gather their weights.
+            return Support("its layers are spread over several processes")
         attends = any(shape.heads for shape in self.shapes)
         if attends and (probe.failure is not None or not probe.shapes):
             reason = probe.failure or "no layer attends through transformers' attention interface"

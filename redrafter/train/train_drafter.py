@@ -29,7 +29,6 @@ from redrafter.drafting.drafter_types import make_drafter
 from redrafter.drafting.text_drafters import TrainableDrafter, require
 from redrafter.errors import ArgumentError
 from redrafter.formats.model_card import make_header, make_introduction, upload_command
-from redrafter.model.supported import Support
 from redrafter.model.target import Target
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, TrainingIdentity, check_same_start, load_drafter
 from redrafter.train.config import TrainConfig, main, shown_command
@@ -320,10 +319,7 @@ def _target(config: TrainConfig, accelerator: Accelerator) -> Target:
     if not config.shard_base:
         return Target(load_base(accelerator.device))
     model = load_sharded(lambda: load_base("cpu"), accelerator)
-    target = Target(model, type(model).__name__.removeprefix("FSDP"))  # FSDP adds this prefix to the class name
-    # Paged decoding calls layers itself, outside of the hooks that gather sharded weights.
-    target.varlen = Support("its layers are spread over several processes")
-    return target
+    return Target(model, type(model).__name__.removeprefix("FSDP"))  # FSDP adds this prefix to the class name
 
 
 def run_checked(config: TrainConfig) -> int:

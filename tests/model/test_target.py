@@ -1,8 +1,11 @@
 """Binding a model: what cannot be verified is refused by name, and what is served equals plain forwards."""
 
+from copy import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import T5Config, T5ForConditionalGeneration
 
 from helpers.models import ARCHITECTURES, CHUNKED, VOCAB, check_texts, paged, tiny_drafter, tiny_model, with_tree
@@ -90,3 +93,11 @@ def test_a_tree_that_is_grown_level_by_level_equals_the_whole(architecture, page
 
     for grown, expected in zip(*grown_and_whole(target, new_cache), strict=True):
         assert torch.allclose(grown, expected, atol=5e-5)
+
+
+def test_a_model_whose_layers_are_spread_is_on_no_paged_cache(llama):
+    """Its weights are gathered by hooks, outside of which paged decoding calls its layers."""
+    spread = copy(llama)
+    spread.__class__ = type("FSDPLlama", (FSDPModule, type(llama)), {})
+    assert Target(llama).paged.ok
+    assert Target(spread).paged.reason == "its layers are spread over several processes"
