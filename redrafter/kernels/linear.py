@@ -17,8 +17,8 @@ from redrafter.kernels.launch import Tiling, supports_dependent_launch, widening
 MAX_THIN_TOKENS = 32  # for more tokens torch's 16-bit product is as fast
 MAX_FEATURES = 8192  # wider 16-bit weights have more tiles than multiprocessors, and torch's product is as fast
 MIN_WEIGHT_BYTES = 8 << 20
-# 16-bit programs to launch, and input features for each of them at most, as measured on an H200 at an 8B's sizes and its
-# parts. Six loads ahead keep the memory busy, so a further split costs more than multiprocessors without a program.
+# 16-bit programs to launch, and input features for each of them at most, as measured on an H200 at an 8B's sizes. Six
+# loads ahead keep the memory busy, so a further split costs more than multiprocessors without a program.
 TARGET_PROGRAMS, MAX_INNER = 96, 8192
 TILE, STEP, STAGES = 64, 128, 6  # output and input features of a 16-bit tile, and pipelined loads
 
