@@ -128,7 +128,8 @@ class SelfTest:
         tolerance = _QUANTIZED if rounds_inputs else _NARROW if target.dtype in _HALF else _EXACT
         self._native_tolerance = max(tolerance, _RECURRENT if self._decoded else _EXACT)
         self._wide_tolerance = _RECURRENT_WIDENED if self._decoded else _WIDENED
-        self._test_in_float32 = target.dtype in _HALF and not rounds_inputs
+        # Weights that are gathered for each layer would be widened while they are gathered.
+        self._test_in_float32 = target.dtype in _HALF and not rounds_inputs and not _is_spread(target.model)
 
     def run_trials(self, shapes: Sequence[LayerShape], new_cache: NewCache, *, far: bool = True) -> None:
         """Run every trial on caches of one kind.
@@ -376,6 +377,12 @@ def _widened(x: object) -> object:
     return tree_map(_widened, x) if type(x) in (tuple, list, dict) else x
 
 
+def _is_spread(model: object) -> bool:
+    """Return whether FSDP has spread a model over processes, and gathers the weights of each layer for its forward."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # takes a while to import
+    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
+
+
 class CacheSupport:
     """The caches on which a model's token trees are correct.
 
@@ -438,8 +445,7 @@ class CacheSupport:
             return Support("it is spread over several devices; load it on one with device='cuda'")
         if bound.device.type == "cuda" and not kernels.TRITON:
             return Support("Triton is not installed; pip install triton")
-        fsdp = sys.modules.get("torch.distributed.fsdp")  # takes a while to import
-        if fsdp is not None and isinstance(bound.model, fsdp.FSDPModule):
+        if _is_spread(bound.model):
             # Paged decoding calls layers outside of the hooks that gather their weights.
             return Support("its layers are spread over several processes")
         attends = any(shape.heads for shape in self.shapes)

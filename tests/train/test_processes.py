@@ -154,6 +154,14 @@ def test_another_number_of_processes_goes_on_with_a_training(tmp_path, processes
     assert checkpoint.identity.processes == 2
 
 
+def test_a_base_in_half_precision_is_shared_by_processes(tmp_path):
+    """Its test in float32 would widen the weights that are being gathered."""
+    whole, shared = tmp_path / "whole", tmp_path / "shared"
+    together(whole, "--dtype", "bfloat16")
+    together(shared, "--dtype", "bfloat16", "--shard-base")
+    close(whole, shared)
+
+
 @pytest.mark.parametrize("option", ["--shard-base", "--shard-drafter"])
 def test_nothing_is_shared_by_one_process(tmp_path, capsys, option):
     assert main(command(tmp_path, option)) == 2
