@@ -4,9 +4,9 @@ Two kernels write into inboxes of the other ranks, and add what they find in the
 
 - `peer_sum` sends the whole message to every rank, each word together with the number of the call, as NCCL's LL
   protocol does: a word that carries the number has arrived, so that no rank waits for a signal after the data. It is
-  the faster one for few kilobytes.
+  the faster one for small messages.
 - `peer_sum_by_shares` sends each rank its share of the message; each rank adds its share and sends the sum to all.
-  A flag per program says that the words before it have arrived. Half the words or less cross the links.
+  A flag per program says that the words before it have arrived. At most half as many bytes cross the links.
 
 `redrafter.parallel.all_reduce.collective_sum` is the reference.
 """
