@@ -4,6 +4,7 @@ import functools
 from typing import NamedTuple
 
 import torch
+import triton
 
 
 class Tiling(NamedTuple):
@@ -33,6 +34,14 @@ def supports_dependent_launch(device: torch.device) -> bool:
     This is programmatic dependent launch, which GPUs have from Hopper on.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may have on a GPU."""
+    if device.type != "cuda":
+        return 227 << 10  # of the interpreter, as on a Hopper GPU
+    return int(triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
 
 
 # Four FP8 numbers in one register become two registers of two numbers, by a few instructions of NVIDIA GPUs: each byte

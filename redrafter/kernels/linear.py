@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redrafter.kernels.launch import Tiling, supports_dependent_launch, widening_assembly
+from redrafter.kernels.launch import Tiling, shared_memory, supports_dependent_launch, widening_assembly
 
 MAX_THIN_TOKENS = 32  # for more tokens torch's 16-bit product is as fast
 MAX_FEATURES = 8192  # wider 16-bit weights have more tiles than multiprocessors, and torch's product is as fast
@@ -269,14 +269,6 @@ def widen_float8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         COLUMNS=columns, ASSEMBLY=widening_assembly(weight.dtype, dtype, weight.device),
     )  # fmt: skip
     return out
-
-
-@functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program may have on a GPU."""
-    if device.type != "cuda":
-        return 227 << 10  # of the interpreter, as on a Hopper GPU
-    return int(triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
 
 
 @functools.cache
