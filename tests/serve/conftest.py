@@ -56,11 +56,13 @@ def client(program: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def loaded() -> Any:
-    """The pair that `server` serves."""
+    """The pair that `server` serves; it drafts in every step, however long the steps of a busy machine take."""
     from redrafter.app.loading import Pair
     from redrafter.app.options import LoadOptions
 
-    return Pair.load(LoadOptions(device="cpu"))
+    pair = Pair.load(LoadOptions(device="cpu"))
+    pair.engine.pauses, pair.engine.clock = False, None  # for the session; `_drafting` patches the class for one test
+    return pair
 
 
 @pytest.fixture(scope="session")
