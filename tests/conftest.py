@@ -128,11 +128,16 @@ def _quiet() -> Iterator[None]:
     logging.getLogger("redrafter").handlers.clear()
 
 
-@pytest.fixture(autouse=True)
-def _drafting(monkeypatch) -> None:
-    """Let engines draft in every step, though the random drafters of tests gain little, and no clock decide."""
-    monkeypatch.setattr(Engine, "pauses", False)
-    monkeypatch.setattr(Engine, "clock", None)
+@pytest.fixture(scope="session", autouse=True)
+def _drafting() -> Iterator[None]:
+    """Let engines draft in every step, though the random drafters of tests gain little, and no clock decide.
+
+    Engines of fixtures of any scope are among them; those of other processes are not.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "pauses", False)
+        patch.setattr(Engine, "clock", None)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -76,6 +76,9 @@ class Stream:
 
     def _choices(self, url: str, body: dict[str, object]) -> Iterator[dict]:
         with self._open(url, body) as answer:
+            if answer.status_code != 200:
+                self.error = answer.read().decode()
+                return
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     event = json.loads(line[6:])

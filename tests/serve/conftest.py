@@ -56,13 +56,11 @@ def client(program: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def loaded() -> Any:
-    """The pair that `server` serves; it drafts in every step, however long the steps of a busy machine take."""
+    """The pair that `server` serves."""
     from redrafter.app.loading import Pair
     from redrafter.app.options import LoadOptions
 
-    pair = Pair.load(LoadOptions(device="cpu"))
-    pair.engine.pauses, pair.engine.clock = False, None  # for the session; `_drafting` patches the class for one test
-    return pair
+    return Pair.load(LoadOptions(device="cpu"))
 
 
 @pytest.fixture(scope="session")

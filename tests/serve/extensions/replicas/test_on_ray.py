@@ -1,5 +1,6 @@
 """Replicas on Ray Serve, on two nodes: `pip install '.[ray]'`, `pytest -m slow tests/serve/extensions/replicas`."""
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -142,9 +143,19 @@ def test_replicas_are_added_while_there_are_more_requests_than_they_should_have(
     program = RayProgram(cluster.address, *options, "--num-cpus", "1")
     try:
         assert len(program.replicas) == 1
+        added = threading.Event()
+
+        def load(job: dict) -> None:
+            while not added.is_set():
+                assert Stream().read(program.url, **job).error is None
+
         with ThreadPoolExecutor(6) as threads:
-            reading = [threads.submit(Stream().read, program.url, **job) for job in jobs_of(6, 1500)]
-            assert len(program.await_replicas(2)) == 2
-            assert all(future.result().error is None for future in reading)
+            loading = [threads.submit(load, job) for job in jobs_of(6, 300)]
+            try:
+                assert len(program.await_replicas(2)) == 2
+            finally:
+                added.set()
+            for future in loading:
+                future.result()
     finally:
         program.end()
