@@ -7,9 +7,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import NoReturn, TypeAlias
+
+import psutil
 
 from redrafter.checkpoints.adapters import read_adapter
 from redrafter.engine.changes import ChangeDrafter
@@ -289,11 +292,6 @@ class SharedWorker(Worker):
         self._ended = threading.Event()  # after the last round
         self._heard: deque[Submit | Cancel] = deque()
 
-        def fail(error: Exception, count: int) -> None:
-            raise error  # stop: after a failure, the ranks' steps may have diverged
-
-        scheduler.on_failure = fail
-
     def submit(self, request: Submit, grammar: Grammar | None) -> None:
         """Queue the sequences of a request in the next round; failures are passed to `refuse`."""
         assert grammar is None, "grammars are refused before"
@@ -304,6 +302,9 @@ class SharedWorker(Worker):
         """End the sequences with these numbers in the next round; ended sequences are ignored."""
         self._heard.append(Cancel(tuple(numbers)))
         self._work.set()
+
+    def _round_failed(self, error: Exception, count: int) -> None:
+        raise error  # ends the rounds: after a failure, the ranks' steps may have diverged
 
     def run_here(self) -> bool:
         """Run the rounds in this thread until rank 0 ends them; return True if nothing failed."""
@@ -326,7 +327,8 @@ class SharedWorker(Worker):
             if reason is not None and time.monotonic() - lost_since >= LOST_SECONDS:
                 # A stopped process ends at no other signal, and torchrun would wait for it.
                 for rank in self._ranks.stopped():
-                    self._ranks.peers[rank].kill()
+                    with suppress(psutil.NoSuchProcess):  # another rank's watch may have been first
+                        self._ranks.peers[rank].kill()
                 self._give_up(reason)
 
     def _continues(self) -> bool:
@@ -338,7 +340,8 @@ class SharedWorker(Worker):
             self._work.clear()
         heard = [self._heard.popleft() for _ in range(len(self._heard))]
         # All ranks must apply the same messages before the same step, or their schedules diverge.
-        messages, self._stopping = self._ranks.from_first((heard, self._stopping))
+        # `stop` may set its flag during the broadcast: it counts before the next round.
+        messages, stopping = self._ranks.from_first((heard, self._stopping))
         for message in messages:
             if isinstance(message, Cancel):
                 super().cancel(message.numbers)
@@ -347,7 +350,7 @@ class SharedWorker(Worker):
                 super().submit(message, None)
             except Exception as error:
                 self._refuse(message, error)
-        return not self._stopping
+        return not stopping
 
     def _explain(self, error: BaseException) -> str:
         """Describe an error; if ranks that have ended caused it, name them."""
