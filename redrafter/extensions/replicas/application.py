@@ -53,9 +53,9 @@ APPLICATION = "redrafter"  # name of the application in Ray Serve
 POLL_SECONDS = 0.2  # polling interval of the application's state
 CONNECT_SECONDS = 5.0
 KEEP_ALIVE_SECONDS = 30  # time that a connection may be idle
-# Seconds between two parts of an answer, for each other answer that the replica writes. A part costs a router a fixed
-# time, and one router serves several replicas (docs/ray.md).
-PAUSE_SECONDS = 1e-3
+# Seconds between two parts of an answer, for each other request of the replica, and at most. A part costs a router a
+# fixed time, and one router serves several replicas (docs/ray.md).
+PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1e-3, 0.1
 REPLICA_HEADER = b"x-replica"  # response header with the name of the replica
 METRICS_SECONDS = 5.0  # time limit for replicas to return their metrics
 
@@ -238,7 +238,7 @@ class EngineReplica:
             process.close()
             raise
         self._server.engine.start(_end_with_engine)
-        self._running = 0  # answers that are written
+        self._requests = 0  # in progress
         gc.collect()
         gc.freeze()  # loaded objects stay alive; scanning them would stop decoding for 0.3 s
 
@@ -247,9 +247,13 @@ class EngineReplica:
 
         Raises `ReplicaLostError` if the engine ends before the answer is complete.
         """
-        self._running += 1
+
+        def pause() -> float:
+            return min(PAUSE_SECONDS * (self._requests - 1), MAX_PAUSE_SECONDS)
+
+        self._requests += 1
         try:
-            async with aclosing(answer_parts(self._app, call, lambda: PAUSE_SECONDS * (self._running - 1))) as parts:
+            async with aclosing(answer_parts(self._app, call, pause)) as parts:
                 async for part in parts:
                     self.check_health()
                     if part.start is not None:
@@ -257,7 +261,7 @@ class EngineReplica:
                         part = part._replace(start=part.start._replace(headers=headers))
                     yield part
         finally:
-            self._running -= 1
+            self._requests -= 1
 
     def metrics(self) -> tuple[str, bytes]:
         """Return the name of the replica, and its metrics in Prometheus' text format."""
