@@ -6,10 +6,12 @@ Two kernels write into inboxes of the other ranks, and add what they find in the
   protocol does: a word that carries the number has arrived, so that no rank waits for a signal after the data. It is
   the faster one for small messages.
 - `peer_sum_by_shares` sends each rank its share of the message; each rank adds its share and sends the sum to all.
-  A flag per program says that the words before it have arrived. At most half as many bytes cross the links.
+  A flag per program says that the words before it have arrived. With N ranks, a link carries 1/N of the bytes.
 
 `redrafter.parallel.all_reduce.collective_sum` is the reference.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -52,11 +54,12 @@ def _add(total, word, HALVES: tl.constexpr):
 @triton.jit(do_not_specialize=["count"])
 def _peer_sum_kernel(
     X, OUT, INBOXES, CALLS, count,
-    RANK: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, HALVES: tl.constexpr, WORDS: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, PARTS: tl.constexpr, HALVES: tl.constexpr, WORDS: tl.constexpr,
     FOLLOW: tl.constexpr,
 ):  # fmt: skip
     """Send a part of a message to all ranks, and add theirs.
 
+    An inbox has room for `PARTS` programs, by parity and source.
     `FOLLOW` is set if the kernel may be launched before the previous one is done (programmatic dependent launch).
     """
     if FOLLOW:
@@ -67,19 +70,19 @@ def _peer_sum_kernel(
     inside = at < count
     own = tl.load(X + at, inside, 0)
     line = (call.to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
-    box = (call & 1) * RANKS * SLOTS + at
+    box = (call & 1) * RANKS * PARTS * WORDS + at
     for peer in tl.static_range(RANKS):
         if peer != RANK:
             inbox = tl.load(INBOXES + peer).to(tl.pointer_type(tl.int64))
-            tl.store(inbox + box + RANK * SLOTS, line, inside)
+            tl.store(inbox + box + RANK * PARTS * WORDS, line, inside)
     mine = tl.load(INBOXES + RANK).to(tl.pointer_type(tl.int64))
     total = own
     for source in tl.static_range(RANKS):
         word = own
         if source != RANK:
-            found = tl.load(mine + box + source * SLOTS, inside, 0, volatile=True)
+            found = tl.load(mine + box + source * PARTS * WORDS, inside, 0, volatile=True)
             while tl.max((((found >> 32).to(tl.int32) != call) & inside).to(tl.int32), 0) > 0:
-                found = tl.load(mine + box + source * SLOTS, inside, 0, volatile=True)
+                found = tl.load(mine + box + source * PARTS * WORDS, inside, 0, volatile=True)
             word = found.to(tl.int32)
         total = word if source == 0 else _add(total, word, HALVES)
     tl.store(OUT + at, total, inside)
@@ -190,13 +193,8 @@ def peer_sum(x: Tensor, inboxes: Tensor, calls: Tensor, rank: int, largest: int)
     Returns:
         The sum, of the shape of `x`, in the order of ranks; bfloat16 is rounded after each addition.
     """
-    out, follow = torch.empty_like(x), supports_dependent_launch(x.device)
-    _peer_sum_kernel[(peer_sum_parts(x.nbytes),)](
-        _words(x), _words(out), inboxes, calls, x.nbytes // 4,
-        RANK=rank, RANKS=len(inboxes), SLOTS=peer_sum_parts(largest) * WORDS, HALVES=x.dtype == torch.bfloat16,
-        WORDS=WORDS, FOLLOW=follow, launch_pdl=follow, num_warps=4,
-    )  # fmt: skip
-    return out
+    parts = peer_sum_parts(x.nbytes), peer_sum_parts(largest)
+    return _sum(_peer_sum_kernel, parts, x, inboxes, calls, rank)
 
 
 def peer_sum_by_shares(x: Tensor, inboxes: Tensor, calls: Tensor, rank: int, largest: int) -> Tensor:
@@ -205,14 +203,17 @@ def peer_sum_by_shares(x: Tensor, inboxes: Tensor, calls: Tensor, rank: int, lar
     The arguments are those of `peer_sum`, with inboxes of `share_inbox_bytes(largest, N)` bytes at multiples of 16
     bytes, and `[share_parts(largest, N)]` numbers of calls. Calls of the two functions share neither.
     """
-    out, follow, ranks = torch.empty_like(x), supports_dependent_launch(x.device), len(inboxes)
-    _peer_sum_by_shares_kernel[(share_parts(x.nbytes, ranks),)](
-        _words(x), _words(out), inboxes, calls, x.nbytes // 4,
-        RANK=rank, RANKS=ranks, PARTS=share_parts(largest, ranks), HALVES=x.dtype == torch.bfloat16,
-        WORDS=WORDS, FOLLOW=follow, launch_pdl=follow, num_warps=4,
+    parts = share_parts(x.nbytes, len(inboxes)), share_parts(largest, len(inboxes))
+    return _sum(_peer_sum_by_shares_kernel, parts, x, inboxes, calls, rank)
+
+
+def _sum(kernel: Any, parts: tuple[int, int], x: Tensor, inboxes: Tensor, calls: Tensor, rank: int) -> Tensor:
+    """Launch a kernel; `parts` are the numbers of programs of this message and of the largest one."""
+    out, follow = torch.empty_like(x), supports_dependent_launch(x.device)
+    words = (each.view(-1).view(torch.int32) for each in (x, out))
+    kernel[parts[:1]](
+        *words, inboxes, calls, x.nbytes // 4,
+        RANK=rank, RANKS=len(inboxes), PARTS=parts[1], HALVES=x.dtype == torch.bfloat16, WORDS=WORDS,
+        FOLLOW=follow, launch_pdl=follow, num_warps=4,
     )  # fmt: skip
     return out
-
-
-def _words(x: Tensor) -> Tensor:
-    return x.view(-1).view(torch.int32)

@@ -1,6 +1,6 @@
 """Sums of small messages over the GPUs of one machine, which access each other's memory.
 
-A layer of a decoding step adds partial sums of a few kilobytes twice, and NCCL takes about 10 us for each. Here each
+A layer of a decoding step adds partial sums of a few kilobytes twice, and NCCL takes 8 us or more for each. Here each
 GPU writes into inboxes of the others, in one launch (`redrafter.kernels.peer_sum`): up to some size the whole message,
 above it each rank's share of it, whose sum that rank sends to all. Neither uses multicast.
 
@@ -24,19 +24,19 @@ from redrafter.errors import UnsupportedError, first_line
 
 _LOG = logging.getLogger(__name__)
 
-# Bytes up to which the whole message is sent to each of the others, by the number of ranks: as measured on H200s, but
-# for 8 ranks.
+# Bytes up to which the whole message is sent to each of the others, by the number of ranks, a power of two as Triton's
+# ranges are. Measured on H200s for 2 and 4 ranks; the value for 8 is an estimate.
 SENT_BYTES = {2: 1 << 20, 4: 256 << 10, 8: 32 << 10}
-MAX_BYTES = 4 << 20  # for larger messages NCCL is as fast
+MAX_BYTES = 4 << 20  # of the largest message that was measured; the inboxes grow with it
 UNIT = 4  # bytes of a word, of which a message has a whole number
 DTYPES = (torch.bfloat16, torch.float32)
 # Collectives as operators, which torch.compile can trace and a CUDA graph can contain.
-_OPS = torch.ops._c10d_functional  # noqa: SLF001 -- torch's public functions return another kind of tensor
+COLLECTIVES = torch.ops._c10d_functional  # noqa: SLF001 -- torch's public functions return another kind of tensor
 
 
 def collective_sum(x: Tensor, group_name: str) -> Tensor:
     """Return the sum of every rank's `x` by the backend of a process group, NCCL or gloo."""
-    total: Tensor = _OPS.wait_tensor(_OPS.all_reduce(x.contiguous(), "sum", group_name))
+    total: Tensor = COLLECTIVES.wait_tensor(COLLECTIVES.all_reduce(x.contiguous(), "sum", group_name))
     return total
 
 
@@ -47,15 +47,16 @@ class PeerMemory:
 
     Attributes:
         group_name: Name of the process group.
-        size: Number of its ranks.
+        rank: Number of this process.
+        size: Number of ranks.
         memory: The inboxes of this rank, uint8; empty before `allocate`.
     """
 
-    def __init__(self, group_name: str, size: int):
+    def __init__(self, group_name: str, rank: int, size: int):
         """Make a memory without inboxes; the arguments are the attributes."""
         self.group_name: Any = group_name  # torch has a type of its own for such names
-        self.size, self.memory = size, torch.empty(0, dtype=torch.uint8)
-        self._rank, self._sent = 0, SENT_BYTES.get(size, 0)
+        self.rank, self.size, self.memory = rank, size, torch.empty(0, dtype=torch.uint8)
+        self._sent = SENT_BYTES.get(size, 0)
         # Of whole messages, and of messages in shares: addresses of all ranks' inboxes, `[N]` int64, and the number of
         # calls so far of each part of a message, int32.
         self._whole = self._shares = (torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.int32))
@@ -80,16 +81,15 @@ class PeerMemory:
         whole = torch.tensor(handle.buffer_ptrs, device=device)
         parts = kernels.peer_sum_parts(self._sent), kernels.share_parts(MAX_BYTES, self.size)
         calls = [torch.zeros(count, dtype=torch.int32, device=device) for count in parts]
-        self._rank, self._whole, self._shares = handle.rank, (whole, calls[0]), (whole + first, calls[1])
-        PEER_MEMORIES[self.group_name] = self
+        self._whole, self._shares = (whole, calls[0]), (whole + first, calls[1])
 
-    def check_sums(self, rank: int) -> None:
+    def check_sums(self) -> None:
         """Raise `UnsupportedError` unless every kind of sum equals the process group's. Collective."""
         for dtype in DTYPES:
             for nbytes in (UNIT, 8 << 10, self._sent, self._sent + UNIT, MAX_BYTES):
                 count = nbytes // dtype.itemsize
                 # Small integers, whose sums are exact in any order.
-                x = (torch.arange(count, device=self.memory.device) % 13 + rank).to(dtype)
+                x = (torch.arange(count, device=self.memory.device) % 13 + self.rank).to(dtype)
                 if not torch.equal(self.sum(x), collective_sum(x, self.group_name)):
                     raise UnsupportedError(f"a sum of {nbytes} bytes of {dtype} differs from the process group's")
 
@@ -98,8 +98,8 @@ class PeerMemory:
         if x.dtype not in DTYPES or x.nbytes % UNIT or not 0 < x.nbytes <= MAX_BYTES:
             return collective_sum(x, self.group_name)
         if x.nbytes <= self._sent:
-            return kernels.peer_sum(x.contiguous(), *self._whole, self._rank, self._sent)
-        return kernels.peer_sum_by_shares(x.contiguous(), *self._shares, self._rank, MAX_BYTES)
+            return kernels.peer_sum(x.contiguous(), *self._whole, self.rank, self._sent)
+        return kernels.peer_sum_by_shares(x.contiguous(), *self._shares, self.rank, MAX_BYTES)
 
 
 PEER_MEMORIES: dict[str, PeerMemory] = {}  # by the name of the process group, as operators take no objects
@@ -139,12 +139,12 @@ def open_peer_memory(rank: int, group: Any, host_group: Any) -> bool:
         return True
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     places = exchange((platform.node(), device.type, device.index, torch.version.cuda is not None))
-    memory = PeerMemory(group.group_name, size)
+    memory = PeerMemory(group.group_name, rank, size)
     stages: tuple[Callable[[], None], ...] = (
         lambda: check_places(places, rank),
         lambda: memory.allocate(device),
         memory.connect,
-        lambda: memory.check_sums(rank),
+        memory.check_sums,
     )
     for stage in stages:
         error = None
@@ -153,10 +153,10 @@ def open_peer_memory(rank: int, group: Any, host_group: Any) -> bool:
         except Exception as failure:  # of torch's operators, which have no common type
             error = first_line(failure)
         if (reason := next(filter(None, exchange(error)), None)) is not None:
-            PEER_MEMORIES.pop(group.group_name, None)
             if device.type == "cuda":
                 _LOG.info("sums over GPUs are NCCL's, which is slower for few tokens: %s", reason)
             return False
+    PEER_MEMORIES[group.group_name] = memory
     return True
 
 

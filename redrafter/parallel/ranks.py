@@ -15,14 +15,12 @@ from torch import Tensor
 from torch import distributed as dist
 
 from redrafter.errors import ArgumentError, MismatchError, first_line
-from redrafter.parallel.all_reduce import collective_sum, open_peer_memory, peer_sum
+from redrafter.parallel.all_reduce import COLLECTIVES, collective_sum, open_peer_memory, peer_sum
 from redrafter.parallel.launched import launched_processes
 
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)  # after which a rank that waits for the others fails
-# Collectives as operators, which torch.compile can trace and a CUDA graph can contain.
-_OPS = torch.ops._c10d_functional  # noqa: SLF001 -- torch's public functions return another kind of tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +64,8 @@ class Ranks:
         """Return every rank's `x`, `[..., N]` each, concatenated in the order of ranks, `[..., size * N]`."""
         if self.size == 1:
             return x
-        gathered = _OPS.all_gather_into_tensor(x.contiguous()[None], self.size, self.group.group_name)
-        parts = _OPS.wait_tensor(gathered)
+        gathered = COLLECTIVES.all_gather_into_tensor(x.contiguous()[None], self.size, self.group.group_name)
+        parts = COLLECTIVES.wait_tensor(gathered)
         return parts.movedim(0, -2).flatten(-2)  # [size, ..., N] to [..., size * N]
 
     def of_first(self, *tensors: Tensor) -> list[Tensor]:
@@ -77,7 +75,7 @@ class Ranks:
         # The widest dtype first, so that each tensor starts at a multiple of its element size.
         order = sorted(range(len(tensors)), key=lambda index: -tensors[index].element_size())
         packed = torch.cat([tensors[index].contiguous().view(-1).view(torch.uint8) for index in order])
-        packed = _OPS.wait_tensor(_OPS.broadcast(packed, 0, self.group.group_name))
+        packed = COLLECTIVES.wait_tensor(COLLECTIVES.broadcast(packed, 0, self.group.group_name))
         parts = packed.split([tensors[index].nbytes for index in order])
         received = {
             index: part.view(tensors[index].dtype).view(tensors[index].shape)

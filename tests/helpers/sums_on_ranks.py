@@ -21,7 +21,7 @@ from redrafter.tree.beam_search import PartOfScores, top_continuations
 WIDTH = 4096
 
 
-def connect_cpus(size: int) -> list[str]:
+def connect_cpus(rank: int, size: int) -> list[str]:
     """Let gloo stand in for the kernels of `peer_sum`; return a list of those that are called from now on."""
     called, group = list[str](), dist.group.WORLD.group_name
 
@@ -34,8 +34,8 @@ def connect_cpus(size: int) -> list[str]:
 
     for name in ("peer_sum", "peer_sum_by_shares"):
         setattr(all_reduce.kernels, name, stand_in(name))
-    memory = PEER_MEMORIES[group] = PeerMemory(group, size)
-    memory.check_sums(dist.get_rank())
+    memory = PEER_MEMORIES[group] = PeerMemory(group, rank, size)
+    memory.check_sums()
     assert called.count("peer_sum") == 3 * len(all_reduce.DTYPES)
     assert called.count("peer_sum_by_shares") == 2 * len(all_reduce.DTYPES)
     return called
@@ -123,7 +123,7 @@ def main() -> None:
     assert ranks.reads_peers is on_gpu
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     if not on_gpu:
-        connect_cpus(size)
+        connect_cpus(ranks.rank, size)
     torch.manual_seed(ranks.rank)
     check_rows(dist.group.WORLD.group_name, size, device)
     if on_gpu:

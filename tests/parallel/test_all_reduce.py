@@ -29,7 +29,7 @@ def called(monkeypatch) -> list[str]:
     for name in ("peer_sum", "peer_sum_by_shares"):
         monkeypatch.setattr(all_reduce.kernels, name, stand_in(name), raising=False)  # not there without Triton
     monkeypatch.setattr(all_reduce, "collective_sum", lambda x, group_name: 2 * x)
-    monkeypatch.setitem(PEER_MEMORIES, "two", PeerMemory("two", 2))
+    monkeypatch.setitem(PEER_MEMORIES, "two", PeerMemory("two", 0, 2))
     return called
 
 
@@ -61,10 +61,10 @@ def test_a_sum_keeps_the_shape_of_a_message_that_is_not_contiguous(called):
 
 
 def test_sums_that_differ_from_the_process_group_are_refused(called, monkeypatch):
-    PEER_MEMORIES["two"].check_sums(0)
+    PEER_MEMORIES["two"].check_sums()
     monkeypatch.setattr(all_reduce, "collective_sum", lambda x, group_name: 3 * x)
     with pytest.raises(all_reduce.UnsupportedError, match="a sum of 4 bytes"):
-        PEER_MEMORIES["two"].check_sums(0)
+        PEER_MEMORIES["two"].check_sums()
 
 
 @pytest.mark.parametrize(
@@ -110,14 +110,16 @@ def test_a_failure_of_any_rank_lets_the_process_group_sum_on_all(monkeypatch, ca
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2])
-def test_sums_of_ranks_on_cpus_equal_the_process_groups(size):
+def test_ranks_select_the_same_sums_and_the_operator_returns_them(size):
     ended = run_on_ranks(size, "helpers.sums_on_ranks", module=True)
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_sums_by_peer_memory_equal_nccls_and_are_captured():
-    ended = run_on_ranks(2, "helpers.sums_on_ranks", module=True)
+@pytest.mark.parametrize("size", [2, 4])
+def test_sums_by_peer_memory_equal_nccls_and_are_captured(size):
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    ended = run_on_ranks(size, "helpers.sums_on_ranks", module=True)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    assert ended.stdout.count("captured sums are equal") == 2
-    assert ended.stdout.count("continuations are equal") == 2
+    assert ended.stdout.count("captured sums are equal") == size
+    assert ended.stdout.count("continuations are equal") == size

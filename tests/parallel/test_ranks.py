@@ -24,7 +24,7 @@ TWO = Ranks(rank=0, size=2, group=SimpleNamespace(group_name="two"))
 
 def test_tensors_of_several_dtypes_travel_in_one_message(monkeypatch):
     echo = SimpleNamespace(broadcast=lambda x, source, group: x.clone(), wait_tensor=lambda x: x)
-    monkeypatch.setattr(module, "_OPS", echo)
+    monkeypatch.setattr(module, "COLLECTIVES", echo)
     sent = [torch.tensor([[True, False, True]]), torch.arange(6).view(2, 3), torch.randn(3, 1), torch.arange(4)[::2]]
     for x, received in zip(sent, TWO.of_first(*sent), strict=True):
         torch.testing.assert_close(received, x, rtol=0, atol=0)
