@@ -156,7 +156,7 @@ HOST_CACHE = Feature(
     },
 )
 GRAMMARS = Feature(
-    "grammars (response_format, structured_outputs, a tool_choice that forces a call)",
+    "grammars (response_format, structured_outputs, strict tools, a tool_choice that forces a call)",
     "leave them out",
     {TENSOR_PARALLELISM: "a server's processes do not support grammars yet"},
 )
@@ -167,5 +167,10 @@ ENGINE_CHANGES = Feature(
 )
 WEIGHT_UPDATES = Feature(
     "updates of weights", "make a new engine", {QUANTISED_WEIGHTS: "their format is that library's own"}
+)
+ASYNC_CALLS = Feature(
+    "agenerate() and astream()",
+    "call generate() on all ranks",
+    {TENSOR_PARALLELISM: "calls join running ones at times that differ between processes"},
 )
 SERVING = Feature("a shared batch", excludes={ADAPTIVE_DRAFTS: "all requests draft at one length there"})

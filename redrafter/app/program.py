@@ -25,6 +25,11 @@ from redrafter.errors import ArgumentError, ReDrafterError, how_to_install
 from redrafter.parallel.launched import launched_processes, process_rank
 
 SHARED_COMMANDS = ("generate", "serve", "bench")  # those that torchrun may start in several processes
+_LOST_PEER = (
+    "DistNetworkError",
+    "DistStoreError",
+    "DistBackendError",
+)  # names of torch's types, as torch is imported later
 # Ranks above 0 wait this long before they report an error; if rank 0 exits with it, torchrun ends them meanwhile.
 SILENT_SECONDS = 15.0
 
@@ -63,6 +68,12 @@ def run_command(command: Callable[[], int]) -> int:
         if error.filename is None:
             raise
         message = f"{error.filename}: {error.strerror}"
+    except RuntimeError as error:
+        # Of lost peers: gloo raises it, and torch's own types are derived from it.
+        lost = "gloo/transport" in str(error) or type(error).__name__ in _LOST_PEER
+        if launched_processes() == 1 or not lost:
+            raise
+        message = "another process has ended, for which this one waited (torchrun reports which)"
     print_message("error", message)
     return 2
 
@@ -127,15 +138,14 @@ def run_rank(name: str, command: Callable[[], int]) -> int:
     def run_silently() -> int:  # on ranks other than 0; prints an error only if rank 0 does not exit with it
         said = _LastTexts()
         try:
-            with redirect_stdout(said), redirect_stderr(said):
+            with redirect_stdout(_LastTexts()), redirect_stderr(said):
                 code = run()
         except Exception:
             # torchrun kills the other ranks at the first exit, and rank 0 should print its error first.
             time.sleep(SILENT_SECONDS)
             raise
-        if code == 2:
+        if code == 2:  # other codes are of no error, such as that of Ctrl-C
             time.sleep(SILENT_SECONDS)
-        if code:
             lines = [line for line in "".join(said.texts).splitlines() if line.strip()] or ["ended with an error"]
             print_message(f"rank {process_rank()}", lines[-1].removeprefix("redrafter: "))
         return code

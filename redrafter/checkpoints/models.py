@@ -125,8 +125,7 @@ def load_model(
     _check_reserved_keywords(kwargs)
     if tp_size != 1:
         split_device(device)
-        quantized = quantization is not None or "quantization_config" in kwargs
-        check_splits(str(name), tp_size, trust_remote_code, kwargs, quantized=quantized)
+        check_splits(str(name), tp_size, trust_remote_code, kwargs, float8=quantization is not None)
         from transformers.distributed.configuration_utils import DistributedConfig
 
         # Each rank's part is loaded onto its own GPU already.
@@ -289,7 +288,7 @@ def check_loaded_size(model: PreTrainedModel, tp_size: int) -> None:
 
 
 def check_splits(
-    name: str, tp_size: int, trust_remote_code: bool, kwargs: Mapping[str, Any], *, quantized: bool = False
+    name: str, tp_size: int, trust_remote_code: bool, kwargs: Mapping[str, Any], *, float8: bool = False
 ) -> None:
     """Check that `tp_size` processes can share a model, and open the connections between them.
 
@@ -298,7 +297,7 @@ def check_splits(
         tp_size: Number of processes.
         trust_remote_code: Whether code in the checkpoint may run.
         kwargs: Further arguments for transformers.
-        quantized: Whether it is quantised while it is loaded.
+        float8: Whether its weights are rounded to FP8 once they are loaded.
 
     Raises:
         ArgumentError: Another number of processes was started, or it does not divide the model's heads.
@@ -315,7 +314,9 @@ def check_splits(
             name, trust_remote_code=trust_remote_code, **{key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs}
         )
     text = config.get_text_config(decoder=True)
-    if quantized or getattr(config, "quantization_config", None):
+    if float8:
+        shared.check(FP8_WEIGHTS)
+    if "quantization_config" in kwargs or getattr(config, "quantization_config", None):
         shared.check(QUANTISED_WEIGHTS)
     plan = getattr(text, "base_model_tp_plan", None)
     if not plan:

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -181,18 +181,14 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
                     f"type {shlex.join(words)}; to continue that text, pipe it in"
                 )
         elif args.file is not None:
-            lines = Path(args.file).read_text(encoding="utf-8-sig").splitlines()
+            lines = _read_on_first_rank(lambda: Path(args.file).read_text(encoding="utf-8-sig")).splitlines()
             prompts = [line for line in lines if line.strip()]
         elif sys.stdin.isatty():
             raise ArgumentError(
                 'no prompt: give one, as in `redrafter generate "Once upon a time"`, or --file, or pipe it in'
             )
-        elif launched_processes() == 1:
-            prompts = [sys.stdin.read().removesuffix("\n")]
-        else:  # processes of torchrun share stdin: rank 0 reads it and broadcasts it
-            join_ranks(launched_processes())
-            ranks = Ranks.of_world()
-            prompts = [ranks.from_first(sys.stdin.read() if ranks.rank == 0 else "").removesuffix("\n")]
+        else:
+            prompts = [_read_on_first_rank(sys.stdin.read).removesuffix("\n")]
         "".join(prompts).encode()  # fails for arguments that are not UTF-8, which the shell passes on
     except OSError as error:
         raise ArgumentError(f"cannot read {args.file or 'stdin'}: {error.strerror}") from error
@@ -201,6 +197,15 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
     if not prompts or "" in prompts:
         raise ArgumentError("the prompt is empty")
     return prompts
+
+
+def _read_on_first_rank(read: Callable[[], str]) -> str:
+    """Return what rank 0 reads from stdin or a file, which may be a pipe: processes of torchrun share it."""
+    if launched_processes() == 1:
+        return read()
+    join_ranks(launched_processes())
+    ranks = Ranks.of_world()
+    return ranks.from_first(read() if ranks.rank == 0 else "")
 
 
 def encode_with_images(

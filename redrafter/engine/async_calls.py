@@ -19,7 +19,7 @@ from redrafter.engine.call import GenerateCall, GenerateOutput, StepStreamer
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.request import OwnArguments, Request, read_request, row_adapters, row_draft_limits
 from redrafter.errors import ArgumentError, UnsupportedError
-from redrafter.features import ADAPTIVE_DRAFTS, SERVING, FeatureSet
+from redrafter.features import ADAPTIVE_DRAFTS, ASYNC_CALLS, SERVING, FeatureSet
 from redrafter.model.supported import check_autocast
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.running_batch import Models
@@ -107,6 +107,7 @@ class AsyncCalls:
     def __init__(self, engine: SharedEngine):
         if engine.adaptive:
             FeatureSet("agenerate()", ADAPTIVE_DRAFTS).check(SERVING)
+        engine.target.features.check(ASYNC_CALLS)
         limits, target = Limits(), engine.target
         rows = min(limits.max_batch_size, engine.options.max_batch_size)
         on_gpu = target.device.type == "cuda"  # where the memory of `generate` has room for both

@@ -30,8 +30,16 @@ def test_generate_prints_once_what_one_process_prints(folder, capsys):
     assert on_ranks.stdout == capsys.readouterr().out
 
 
-def test_a_draft_model_and_a_prompt_from_stdin(folder):
-    words = ["--draft-model", folder / "small", "--draft-target-model-config", "[4,[0],[0,1],False]", "--compare"]
+@pytest.mark.parametrize("file", [[], ["--file", "/dev/stdin"]])
+def test_a_draft_model_and_a_prompt_from_stdin(folder, file):
+    words = [
+        "--draft-model",
+        folder / "small",
+        "--draft-target-model-config",
+        "[4,[0],[0,1],False]",
+        "--compare",
+        *file,
+    ]
     document = json.loads(run(2, "generate", "--json", "--model", folder / "base", *words, stdin="Zürich").stdout)
     assert document["prompts"] == ["Zürich"]
     assert document["compare"]["equal"]

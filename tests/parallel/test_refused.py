@@ -1,8 +1,10 @@
 """What cannot be shared by ranks, and what a shared model is not used for, each refused by name."""
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from helpers.models import tiny_model
@@ -97,7 +99,7 @@ def test_how_a_model_cannot_be_split_is_said(tmp_path, make: Callable, tp_size, 
     ("arguments", "error", "says"),
     [
         ({"tp_size": 2}, ArgumentError, "torchrun --nproc-per-node 2"),
-        ({"tp_size": 2, "quantization": "fp8"}, UnsupportedError, "quantised"),
+        ({"tp_size": 2, "quantization": "fp8"}, UnsupportedError, "leave out quantization='fp8'"),
         ({"drafter_tp_size": 2}, ArgumentError, "leave out drafter_tp_size"),  # a drafter is never split
     ],
 )
@@ -105,6 +107,13 @@ def test_one_process_says_how_a_model_is_shared(tmp_path, arguments, error, says
     tiny_model("llama").save_pretrained(tmp_path)
     with pytest.raises(error, match=says):
         PromptLookup.from_pretrained(tmp_path, **arguments)
+
+
+def test_calls_that_join_running_ones_are_refused(llama):
+    engine = PromptLookup.from_pretrained(llama)
+    engine.target.features.add(TENSOR_PARALLELISM)
+    with pytest.raises(UnsupportedError, match=r"agenerate\(\) and astream\(\) and tensor parallelism"):
+        asyncio.run(engine.agenerate(torch.tensor([[3, 4]])))
 
 
 def test_a_loaded_model_cannot_be_split_any_more(llama):

@@ -132,6 +132,15 @@ def test_a_rank_that_is_killed_while_it_loads_ends_the_server(folder):
         process.wait()
 
 
+def test_the_ranks_end_where_torchrun_is_killed(folder):
+    program = Program(str(folder / "merged"), ranks=2)
+    ranks = children(program.process.pid)
+    began = time.monotonic()
+    program.process.kill()
+    assert soon(lambda: not any(psutil.pid_exists(pid) for pid in ranks))
+    assert time.monotonic() - began < EXIT_SECONDS
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_server(folder, rank):
     program = Program(str(folder / "merged"), ranks=2)

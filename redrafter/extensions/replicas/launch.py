@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from redrafter.app.program import import_libraries
 from redrafter.errors import ArgumentError
 from redrafter.extensions.replicas.options import NOT_OPERATED, ReplicaOptions
+from redrafter.parallel.launched import launched_processes
 from redrafter.serve.network.api_keys import OPERATOR_KEY_VARIABLE, ApiKeys
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ def launch(replicas: ReplicaOptions, request: "LoadEngine", keys: ApiKeys, opera
     from redrafter.serve.command import address, listen
 
     options, load = request.options, request.load
+    if launched_processes() > 1:
+        raise ArgumentError("each replica is one engine on one GPU: start `redrafter serve --ray` without torchrun")
     if operators:
         raise ArgumentError(f"{NOT_OPERATED} (--operator-key, {OPERATOR_KEY_VARIABLE})")
     with listen(options) as listening:  # check the address first: the proxy's own error is less clear

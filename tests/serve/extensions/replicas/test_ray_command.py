@@ -141,6 +141,13 @@ def test_without_ray_one_line_says_what_to_install(capsys, monkeypatch):
     assert "pip install '.[serve,ray]' in a checkout" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_torchrun_starts_no_replicas(capsys, monkeypatch):
+    for name, value in {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["serve", "--ray", "--port", "0"]) == 2
+    assert "start `redrafter serve --ray` without torchrun" in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("args", "error", "message"),
     [
