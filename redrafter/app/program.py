@@ -25,11 +25,7 @@ from redrafter.errors import ArgumentError, ReDrafterError, how_to_install
 from redrafter.parallel.launched import launched_processes, process_rank
 
 SHARED_COMMANDS = ("generate", "serve", "bench")  # those that torchrun may start in several processes
-_LOST_PEER = (
-    "DistNetworkError",
-    "DistStoreError",
-    "DistBackendError",
-)  # names of torch's types, as torch is imported later
+_LOST_PEER = ("DistNetworkError", "DistStoreError")  # names of torch's types, as torch is imported later
 # Ranks above 0 wait this long before they report an error; if rank 0 exits with it, torchrun ends them meanwhile.
 SILENT_SECONDS = 15.0
 
