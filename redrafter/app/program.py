@@ -134,7 +134,7 @@ def run_rank(name: str, command: Callable[[], int]) -> int:
     def run_silently() -> int:  # on ranks other than 0; prints an error only if rank 0 does not exit with it
         said = _LastTexts()
         try:
-            with redirect_stdout(_LastTexts()), redirect_stderr(said):
+            with redirect_stdout(said), redirect_stderr(said):
                 code = run()
         except Exception:
             # torchrun kills the other ranks at the first exit, and rank 0 should print its error first.

@@ -60,6 +60,11 @@ REPLICA_HEADER = b"x-replica"  # response header with the name of the replica
 METRICS_SECONDS = 5.0  # time limit for replicas to return their metrics
 
 
+def pause(requests: int) -> float:
+    """Return the seconds between two parts of an answer, where a replica has so many requests."""
+    return min(PAUSE_SECONDS * (requests - 1), MAX_PAUSE_SECONDS)
+
+
 def import_ray() -> Any:
     """Return the module `ray`, with `ray.serve` imported, or raise `MissingDependencyError`."""
     try:
@@ -247,13 +252,9 @@ class EngineReplica:
 
         Raises `ReplicaLostError` if the engine ends before the answer is complete.
         """
-
-        def pause() -> float:
-            return min(PAUSE_SECONDS * (self._requests - 1), MAX_PAUSE_SECONDS)
-
         self._requests += 1
         try:
-            async with aclosing(answer_parts(self._app, call, pause)) as parts:
+            async with aclosing(answer_parts(self._app, call, lambda: pause(self._requests))) as parts:
                 async for part in parts:
                     self.check_health()
                     if part.start is not None:

@@ -23,6 +23,7 @@ from redrafter.extensions.replicas.application import (
     app,
     build_application,
     merge_metrics,
+    pause,
 )
 from redrafter.extensions.replicas.exchange import AnswerPart, AnswerStart, HttpCall, ReplicaLostError
 from redrafter.extensions.replicas.options import ReplicaOptions
@@ -95,6 +96,11 @@ JSON = [(b"content-type", b"application/json")]
 
 def router_of(handle: FakeHandle) -> TestClient:
     return TestClient(RouterReplica(handle, ServeOptions(host="0.0.0.0"), ApiKeys()).__serve_build_asgi_app__())
+
+
+@pytest.mark.parametrize(("requests", "seconds"), [(1, 0.0), (2, 0.001), (64, 0.063), (1000, 0.1)])
+def test_parts_of_answers_pause_with_the_load_and_no_longer_than_a_reader_notices(requests, seconds):
+    assert pause(requests) == pytest.approx(seconds)
 
 
 def test_a_router_asks_replicas_by_rays_handle():
