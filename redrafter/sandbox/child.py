@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from redrafter.sandbox.frames import receive_frame, send_frame
+from redrafter.sandbox.frames import Connection, receive_frame, send_frame
 
 
 def main(descriptor: int, module: str, count: int) -> None:
@@ -51,14 +51,14 @@ def main(descriptor: int, module: str, count: int) -> None:
         return
 
 
-def _fork_for_each_connection(control: socket.socket, run: Callable[[socket.socket], None]) -> None:
+def _fork_for_each_connection(control: socket.socket, run: Callable[[Connection], None]) -> None:
     gc.collect()
     gc.freeze()  # so that collections in children do not write to shared pages
     while True:
-        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        _, descriptors, _, _ = socket.recv_fds(control, 1, 2)
         if not descriptors:
             return
-        with socket.socket(fileno=descriptors[0]) as connection:
+        with Connection(*descriptors) as connection:
             try:
                 child = os.fork() == 0
             except OSError:
@@ -94,7 +94,7 @@ def memory() -> tuple[int, int]:
 
 
 @contextmanager
-def bounded_work(cpu_seconds: float, connection: socket.socket | None = None) -> Iterator[None]:
+def bounded_work(cpu_seconds: float, connection: Connection | None = None) -> Iterator[None]:
     """Let the kernel end this process after some processor time in the context, or once no one waits for it.
 
     The other end of the connection waits and sends nothing. The process ends when that end is closed, even while Python
@@ -102,12 +102,13 @@ def bounded_work(cpu_seconds: float, connection: socket.socket | None = None) ->
     """
     flags = 0
     if connection is not None:
-        flags = fcntl.fcntl(connection, fcntl.F_GETFL)
-        fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
-        # The kernel then sends SIGIO when the other end closes, whose default action ends the process.
-        fcntl.fcntl(connection, fcntl.F_SETFL, flags | os.O_ASYNC)
+        flags = fcntl.fcntl(connection.life, fcntl.F_GETFL)
+        fcntl.fcntl(connection.life, fcntl.F_SETOWN, os.getpid())
+        # The kernel then sends SIGIO when the other end closes, whose default action ends the process. It also sends
+        # it for data, perhaps after they were read, so this socket must be one that never has any.
+        fcntl.fcntl(connection.life, fcntl.F_SETFL, flags | os.O_ASYNC)
         watch = select.poll()
-        watch.register(connection, 0)  # reports only the closing of the other end
+        watch.register(connection.life, 0)  # reports only the closing of the other end
         if watch.poll(0):
             raise EOFError("the other side is gone")
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
@@ -116,4 +117,4 @@ def bounded_work(cpu_seconds: float, connection: socket.socket | None = None) ->
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         if connection is not None:
-            fcntl.fcntl(connection, fcntl.F_SETFL, flags)
+            fcntl.fcntl(connection.life, fcntl.F_SETFL, flags)

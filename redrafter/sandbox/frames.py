@@ -1,7 +1,8 @@
-"""Frames of bytes on a socket: a length in bytes, a native uint32, and then the content."""
+"""Frames of bytes on a socket: a length in bytes, a native uint32, and then the content; and connections for them."""
 
 import socket
 import struct
+from contextlib import suppress
 
 _LENGTH = struct.Struct("=I")
 MAX_FRAME_BYTES = 1 << 30
@@ -33,3 +34,34 @@ def _receive(source: socket.socket, size: int) -> bytearray:
             raise EOFError("the other side is gone")
         rest = rest[count:]
     return received
+
+
+class Connection(socket.socket):
+    """One end of a connection, with a second socket on which nothing is ever sent.
+
+    Attributes:
+        life: The second socket, whose only event is that the other end has closed or shut down the connection.
+    """
+
+    def __init__(self, descriptor: int, life: int):
+        """Take over the descriptors of both sockets."""
+        super().__init__(fileno=descriptor)
+        self.life = socket.socket(fileno=life)
+
+    @classmethod
+    def pair(cls) -> "tuple[Connection, Connection]":
+        """Return both ends of a new connection."""
+        sockets, lives = socket.socketpair(), socket.socketpair()
+        ours, theirs = (cls(end.detach(), life.detach()) for end, life in zip(sockets, lives, strict=True))
+        return ours, theirs
+
+    def shutdown(self, how: int) -> None:
+        """Shut down both sockets."""
+        with suppress(OSError):
+            self.life.shutdown(how)
+        super().shutdown(how)
+
+    def close(self) -> None:
+        """Close both sockets."""
+        self.life.close()
+        super().close()

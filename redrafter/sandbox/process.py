@@ -19,7 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from redrafter.errors import ReDrafterError
-from redrafter.sandbox.frames import receive_frame, send_frame
+from redrafter.sandbox.frames import Connection, receive_frame, send_frame
 
 ZYGOTE_PROGRAM = "from redrafter.sandbox.child import main; main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))"
 # One thread needs one memory arena and one worker. Rust's messages are read as one line, without a backtrace.
@@ -94,14 +94,14 @@ class Zygote:
         """Return whether it can fork for this process; impossible for a fork of this process."""
         return self._finalizer.alive and self._owner == os.getpid() and self._process.poll() is None
 
-    def fork(self) -> socket.socket | None:
+    def fork(self) -> Connection | None:
         """Return a connection to a new child; None if the zygote has died or cannot fork."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = Connection.pair()
         ours.settimeout(FORK_TIMEOUT_SECONDS)
         try:
-            # The zygote reads one descriptor per message, so two threads must not interleave theirs.
+            # The zygote reads one connection per message, so two threads must not interleave theirs.
             with theirs, self._sending:
-                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+                socket.send_fds(self._control, [b"+"], [theirs.fileno(), theirs.life.fileno()])
             receive_frame(ours)
         except (EOFError, OSError):
             ours.close()
