@@ -18,7 +18,7 @@ from redrafter.errors import ArgumentError
 from redrafter.grammar import limits
 from redrafter.grammar.source import GrammarSource
 from redrafter.sandbox.child import bounded_work, limit_memory, memory
-from redrafter.sandbox.frames import Connection, receive_frame, send_frame
+from redrafter.sandbox.frames import FrameSocket, receive_frame, send_frame
 
 # White space between the tokens of JSON, unless a schema's own "x-guidance" overrides it. It is bounded, since a model
 # may indent forever otherwise.
@@ -298,7 +298,7 @@ class GrammarState:
 COMPILE_NICENESS = 10  # of a compilation, so that texts being generated have precedence
 
 
-def prepare(end: bytearray, tokenizer: bytearray) -> Callable[[Connection], None]:
+def prepare(end: bytearray, tokenizer: bytearray) -> Callable[[FrameSocket], None]:
     """Read a tokenizer, and return the main function of a process for one grammar over its vocabulary.
 
     Args:
@@ -311,7 +311,7 @@ def prepare(end: bytearray, tokenizer: bytearray) -> Callable[[Connection], None
     return lambda connection: _follow(connection, vocabulary)
 
 
-def _follow(connection: Connection, vocabulary: object) -> None:
+def _follow(connection: FrameSocket, vocabulary: object) -> None:
     """Compile the grammar that is sent, then answer questions about its texts until the connection is closed.
 
     The first message is `+` and the size of the compiled grammar in bytes, or `-` and an error message. Then come

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from redrafter.sandbox.frames import Connection, receive_frame, send_frame
+from redrafter.sandbox.frames import FrameSocket, receive_frame, send_frame
 
 
 def main(descriptor: int, module: str, count: int) -> None:
@@ -51,14 +51,14 @@ def main(descriptor: int, module: str, count: int) -> None:
         return
 
 
-def _fork_for_each_connection(control: socket.socket, run: Callable[[Connection], None]) -> None:
+def _fork_for_each_connection(control: socket.socket, run: Callable[[FrameSocket], None]) -> None:
     gc.collect()
     gc.freeze()  # so that collections in children do not write to shared pages
     while True:
         _, descriptors, _, _ = socket.recv_fds(control, 1, 2)
         if not descriptors:
             return
-        with Connection(*descriptors) as connection:
+        with FrameSocket(*descriptors) as connection:
             try:
                 child = os.fork() == 0
             except OSError:
@@ -94,7 +94,7 @@ def memory() -> tuple[int, int]:
 
 
 @contextmanager
-def bounded_work(cpu_seconds: float, connection: Connection | None = None) -> Iterator[None]:
+def bounded_work(cpu_seconds: float, connection: FrameSocket | None = None) -> Iterator[None]:
     """Let the kernel end this process after some processor time in the context, or once no one waits for it.
 
     The other end of the connection waits and sends nothing. The process ends when that end is closed, even while Python

@@ -36,7 +36,7 @@ def _receive(source: socket.socket, size: int) -> bytearray:
     return received
 
 
-class Connection(socket.socket):
+class FrameSocket(socket.socket):
     """One end of a connection, with a second socket on which nothing is ever sent.
 
     Attributes:
@@ -49,7 +49,7 @@ class Connection(socket.socket):
         self.life = socket.socket(fileno=life)
 
     @classmethod
-    def pair(cls) -> "tuple[Connection, Connection]":
+    def pair(cls) -> "tuple[FrameSocket, FrameSocket]":
         """Return both ends of a new connection."""
         sockets, lives = socket.socketpair(), socket.socketpair()
         ours, theirs = (cls(end.detach(), life.detach()) for end, life in zip(sockets, lives, strict=True))

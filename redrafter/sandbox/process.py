@@ -19,7 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from redrafter.errors import ReDrafterError
-from redrafter.sandbox.frames import Connection, receive_frame, send_frame
+from redrafter.sandbox.frames import FrameSocket, receive_frame, send_frame
 
 ZYGOTE_PROGRAM = "from redrafter.sandbox.child import main; main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))"
 # One thread needs one memory arena and one worker. Rust's messages are read as one line, without a backtrace.
@@ -94,9 +94,9 @@ class Zygote:
         """Return whether it can fork for this process; impossible for a fork of this process."""
         return self._finalizer.alive and self._owner == os.getpid() and self._process.poll() is None
 
-    def fork(self) -> Connection | None:
+    def fork(self) -> FrameSocket | None:
         """Return a connection to a new child; None if the zygote has died or cannot fork."""
-        ours, theirs = Connection.pair()
+        ours, theirs = FrameSocket.pair()
         ours.settimeout(FORK_TIMEOUT_SECONDS)
         try:
             # The zygote reads one connection per message, so two threads must not interleave theirs.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from tokenizers import Tokenizer
 
 from redrafter.sandbox.child import bounded_work, limit_memory
-from redrafter.sandbox.frames import Connection, receive_frame, send_frame
+from redrafter.sandbox.frames import FrameSocket, receive_frame, send_frame
 
 NICENESS = 10  # about a tenth of the CPU share of a process with default priority
 # Two megabytes of short words with some special tokens take 2.5 s and 700 MB.
@@ -18,7 +18,7 @@ CPU_SECONDS, CPU_SECONDS_PER_CHARACTER = 2.0, 2e-5
 BYTES, BYTES_PER_CHARACTER = 64 << 20, 1 << 10
 
 
-def prepare(spec: bytearray, options: bytearray) -> Callable[[Connection], None]:
+def prepare(spec: bytearray, options: bytearray) -> Callable[[FrameSocket], None]:
     """Load a tokenizer, and return the function that serves a process's connection.
 
     `spec` is the tokenizer as JSON; `options` is `1` if it encodes special tokens as text, else `0`. The process
@@ -29,7 +29,7 @@ def prepare(spec: bytearray, options: bytearray) -> Callable[[Connection], None]
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = options == b"1"
 
-    def serve_connection(connection: Connection) -> None:
+    def serve_connection(connection: FrameSocket) -> None:
         adds_special = receive_frame(connection) == b"1"
         text = receive_frame(connection).decode()
         # The event loop and the engine share these cores.

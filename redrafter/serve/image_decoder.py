@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 
 from redrafter.errors import first_line
 from redrafter.sandbox.child import bounded_work, limit_memory
-from redrafter.sandbox.frames import Connection, receive_frame, send_frame
+from redrafter.sandbox.frames import FrameSocket, receive_frame, send_frame
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # only the first frame of an animation is read
 MAX_RATIO = 50  # maximum aspect ratio: processors may scale the shorter side up to hundreds of pixels
@@ -30,7 +30,7 @@ class _Refusal(Exception):
     """Raised for a rejected image, with a message and an optional error code."""
 
 
-def prepare(limits: bytearray) -> Callable[[Connection], None]:
+def prepare(limits: bytearray) -> Callable[[FrameSocket], None]:
     """Load the decoders, and return the function that serves a process's connection. `limits`: JSON with `pixels`.
 
     The function receives the number of images and each one's base64, and sends the width, height and RGB pixels of
@@ -40,7 +40,7 @@ def prepare(limits: bytearray) -> Callable[[Connection], None]:
     Image.init()
     Image.MAX_IMAGE_PIXELS = None  # replaced by the limits here
 
-    def serve_connection(connection: Connection) -> None:
+    def serve_connection(connection: FrameSocket) -> None:
         limit_memory(BYTES + BYTES_PER_PIXEL * pixels)
         payloads = [receive_frame(connection) for _ in range(int(receive_frame(connection)))]
         try:

@@ -8,9 +8,9 @@ import pytest
 
 WORK = """
 from redrafter.sandbox.child import bounded_work
-from redrafter.sandbox.frames import Connection
+from redrafter.sandbox.frames import FrameSocket
 
-ours, theirs = Connection.pair()
+ours, theirs = FrameSocket.pair()
 with bounded_work(10.0, theirs):
     {event}
 """
