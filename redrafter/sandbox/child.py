@@ -56,7 +56,7 @@ def _fork_for_each_connection(control: socket.socket, run: Callable[[FrameSocket
     gc.freeze()  # so that collections in children do not write to shared pages
     while True:
         _, descriptors, _, _ = socket.recv_fds(control, 1, 2)
-        if not descriptors:
+        if len(descriptors) < 2:  # the program has closed its socket, or there is no room for more descriptors
             return
         with FrameSocket(*descriptors) as connection:
             try:

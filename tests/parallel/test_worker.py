@@ -1,4 +1,4 @@
-"""The rounds of rank 0 of a server; the test stands in for the other ranks."""
+"""The rounds of rank 0 of a server; the test simulates the other ranks."""
 
 import threading
 from types import SimpleNamespace
