@@ -236,7 +236,8 @@ class AsyncGeneration:
         """Return what `generate` returns of the same arguments, without blocking the event loop.
 
         Calls that run at once share a batch on a paged cache, as a server's requests do. Cancelling the coroutine ends
-        its sequences. A streamer, `max_time` and processors that no request of a server has are refused by name.
+        its sequences. A streamer, `max_time`, processors that no request of a server has, and tensor parallelism are
+        refused by name.
         """
         return await self._async_calls.generate(prompts, arguments)
 
