@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere SIGIO ends no process by default")
+
 WORK = """
 from redrafter.sandbox.child import bounded_work
 from redrafter.sandbox.frames import FrameSocket
