@@ -59,7 +59,10 @@ class Row:
     where: str  # file and line of the row, for errors
     split: str | None = None  # `train`, `val` or `test`; None where the row does not say
     text: str | None = None  # a text to learn
-    messages: list[dict[str, str]] | None = None  # turns of a conversation, each with `role` and `content`
+    # Turns of a conversation in OpenAI's form, each with `role` and `content`. Turns with `weight` 0 are not learnt.
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None  # that the assistant may call, in OpenAI's form
+    template_kwargs: dict[str, Any] | None = None  # variables of the chat template
     prompt: str | None = None  # a prompt in plain text
     answer: str | None = None  # what the base is to write after `prompt`
     ids: list[int] | None = None  # token ids
@@ -212,7 +215,18 @@ def parse_row(value: Any, where: str) -> Row:
     turns = content if isinstance(content, list) else [content]
     if kind == "turns":
         turns = [{"role": "user", "content": turn} for turn in turns]
+    common["tools"] = _parse_json_column(entry, "tools", list, where)
+    common["template_kwargs"] = _parse_json_column(entry, "chat_template_kwargs", dict, where)
     return Row(where, messages=[_parse_turn(turn, where) for turn in turns], **common)
+
+
+def _parse_json_column(entry: dict[str, Any], name: str, kind: type, where: str) -> Any:
+    """Return a list or an object of a row, which may be JSON text; None where it is missing or empty."""
+    value = entry.get(name)
+    value = _parse_json(value, f'{where}: "{name}"') if isinstance(value, str) and value else value
+    if value and not isinstance(value, kind):
+        raise CheckpointError(f'{where}: "{name}" must be a {kind.__name__} or its JSON text, found {str(value)[:80]}')
+    return value or None
 
 
 def _parse_prompt(entry: dict[str, Any], where: str) -> tuple[str, str | None]:
