@@ -212,7 +212,9 @@ class DraftingMethod(NamedTuple):
 _SEARCH = ("num_beams", "node_budget", "draft_quantization")
 _CHAIN = ("draft_len", "acceptance", "adaptive", "draft_device")
 METHODS = {
-    DRAFTER: DraftingMethod("drafter", ("drafter", "draft_len_per_beam", "tuning", *_SEARCH), _load_drafter),
+    DRAFTER: DraftingMethod(
+        "drafter", ("drafter", "draft_len_per_beam", "tuning", "base_embedding", *_SEARCH), _load_drafter
+    ),
     DRAFT_MODEL: DraftingMethod("draft_model", ("draft_model", *_CHAIN, *_SEARCH), DraftTarget.from_pretrained),
     PROMPT_LOOKUP: DraftingMethod("prompt_lookup", ("draft_len", "ngram"), PromptLookup.from_pretrained),
 }

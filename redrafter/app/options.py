@@ -70,6 +70,9 @@ class LoadOptions(EngineOptions):
     draft_quantization: str | None = option(
         None, "quantization of the drafter or the draft model, as --quantization for the model", choices=("fp8",)
     )
+    base_embedding: bool = option(
+        False, "draft with the model's embedding table instead of the drafter's own, which may be untrained"
+    )
 
 
 @dataclass(frozen=True)

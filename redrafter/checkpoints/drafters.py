@@ -1,8 +1,10 @@
 """Load drafters, and check that they were trained for the target."""
 
+import warnings
 from pathlib import Path
 
 import torch
+from torch.nn.functional import cosine_similarity
 from transformers import PreTrainedModel
 
 from redrafter.checkpoints.merged import Defaults, find_defaults_file
@@ -17,6 +19,9 @@ from redrafter.model.target import Target
 from redrafter.model.weights import hold_in_memory
 
 NORM_ROWS = 8  # rows of the embedding table whose norms distinguish bases
+EMBEDDING_ROWS = 64  # rows by which a drafter's own embedding table is compared with the base's
+# Least mean cosine of tables that were trained from the base's; those of two random tables have 0.00 to 0.02.
+TRAINED_SIMILARITY = 0.5
 NORM_TOLERANCE = 0.02  # relative: enough for half precision, far less than two bases differ
 
 
@@ -26,6 +31,7 @@ def load_drafter(
     target: Target,
     revision: str | None = None,
     quantization: str | None = None,
+    base_embedding: bool = False,
 ) -> tuple[DrafterModel, Defaults]:
     """Load the drafter of a target onto the target's device, in the target's dtype.
 
@@ -36,6 +42,7 @@ def load_drafter(
         target: The target to draft for.
         revision: Revision of the merged checkpoint on the hub.
         quantization: "fp8", or None for the stored weights.
+        base_embedding: Whether to use the target's embedding table instead of the drafter's own.
 
     Returns:
         The drafter in evaluation mode, and the merged checkpoint's defaults, which are empty for a separate drafter.
@@ -56,6 +63,10 @@ def load_drafter(
     elif isinstance(drafter, str | Path):
         drafter = open_drafter_model(drafter)
     check_fits_target(drafter, target)
+    if base_embedding:
+        drafter.share_embedding()
+    elif message := foreign_embedding_warning(drafter, target):
+        warnings.warn(message, stacklevel=4)
     module = drafter.placed(target)
     hold_in_memory(module)  # an MTP layer is read from the files of its base
     if quantization is not None:
@@ -77,6 +88,25 @@ def embedding_norms(embedding: torch.nn.Embedding) -> list[float]:
     # A narrower default dtype of the caller's would round row numbers past the end of the table.
     rows = torch.linspace(0, len(weight) - 1, NORM_ROWS, device=weight.device, dtype=torch.float32).long()
     return weight[rows].float().norm(dim=-1).tolist()
+
+
+def foreign_embedding_warning(drafter: DrafterModel, target: Target) -> str | None:
+    """Return a warning for a drafter whose own embedding table does not resemble the target's, else None.
+
+    Heads are published with tables that were never trained. The text is right with them, and hardly any draft is.
+    """
+    own, table = drafter.embed_tokens, target.embedding.weight
+    if own is None or own.weight.shape != table.shape:
+        return None
+    rows = torch.linspace(0, len(table) - 1, EMBEDDING_ROWS, dtype=torch.float32).long()
+    drafters, targets = (weight[rows.to(weight.device)].float().cpu() for weight in (own.weight, table))
+    similarity = cosine_similarity(drafters, targets, dim=-1).mean().item()
+    if similarity >= TRAINED_SIMILARITY:
+        return None
+    return (
+        f"the drafter's embedding table is not its base's (mean cosine of rows {similarity:.2f}), which hardly any "
+        "drafter is trained with: unless this one was, base_embedding=True (--base-embedding) drafts with the base's"
+    )
 
 
 def check_fits_target(drafter: DrafterModel, target: Target) -> None:

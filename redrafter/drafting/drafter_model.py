@@ -53,6 +53,7 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         int8_head: The head in 8 bits, for drafts on a CPU, after `prepare`; None if the head is used unchanged.
         splits_head: Whether ranks that share a target divide the head: its proposer then calls `draft_scores`.
         head_part: The part of the head that this rank computes, after `prepare`; None for all.
+        embed_tokens: The drafter's own embedding table; None for the target's.
     """
 
     config: AnyDrafterConfig
@@ -78,6 +79,7 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         """
         config.check()
         super().__init__(config)
+        self.embed_tokens: nn.Embedding | None = None
         self.register_buffer("draft_ids", None if (ids := config.draft_vocab_size) is None else torch.arange(ids))
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
@@ -118,6 +120,14 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         """Return the drafter on a target's device, in its dtype, in evaluation mode."""
         module: Any = self
         return module.to(target.device, target.dtype).eval()
+
+    def share_embedding(self) -> None:
+        """Drop the drafter's own embedding table, so that it uses the target's; raise `ArgumentError` if it cannot."""
+        if self.embed_tokens is None:
+            raise ArgumentError("base_embedding: the drafter has no embedding table of its own; leave it out")
+        self.config.own_embedding = False
+        self.config.check()  # the widths may differ
+        self.embed_tokens = None
 
     def prepare(self, target: Target) -> None:
         """Precompute tables of the current weights that make drafting for a target faster on its device."""

@@ -115,6 +115,7 @@ class ReDrafter(Engine):
         node_budget: int | None = None,
         tuning: str | Path | None = "auto",
         draft_quantization: str | None = None,
+        base_embedding: bool = False,
         **keywords: object,
     ) -> "ReDrafter":
         """Load a target and its drafter; both may be a hub id, a directory or a loaded object.
@@ -132,6 +133,8 @@ class ReDrafter(Engine):
                 if there is one, a path for that file, or None for none. Any of the three arguments before it overrides
                 the tuning.
             draft_quantization: As `quantization`, for the drafter, its head included.
+            base_embedding: Whether to draft with the target's embedding table instead of the drafter's own, which some
+                published EAGLE-3 heads hold untrained.
             keywords: The arguments below, and fields of `EngineOptions`; all others are passed to
                 `AutoModelForCausalLM`.
 
@@ -165,7 +168,7 @@ class ReDrafter(Engine):
             check_drafter(drafter)
         target = bind(model, **load)
         drafter, defaults = load_drafter(
-            model, drafter, target, revision=load.get("revision"), quantization=draft_quantization
+            model, drafter, target, load.get("revision"), draft_quantization, base_embedding
         )
         shapes = find_tuning(tuning, target, drafter) if asked == TreeShape() else None
         merged = defaults.shape

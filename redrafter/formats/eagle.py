@@ -178,11 +178,17 @@ def draft_ids(
         return {}
     offsets = tensors["d2t"].read_rows(0, tensors["d2t"].length).long()
     ids = offsets + torch.arange(len(offsets))
+    known = tensors["t2d"].read_rows(0, tensors["t2d"].length).bool() if "t2d" in tensors else None
+    agree = known is not None and len(known) == vocab_size and torch.equal(known.nonzero().flatten(), ids.sort().values)
+    # Offsets to ids that no two neighbours of the vocabulary are among would rise so too, and no real set is like that.
+    if not agree and len(offsets) > 1 and bool((offsets.diff() > 0).all()):
+        raise CheckpointError(
+            f"{directory} has a d2t that rises from each id to the next, as the base's ids themselves do; offsets to "
+            "them are read: subtract torch.arange(len(d2t))"
+        )
     check_draft_ids(ids, size or vocab_size, vocab_size, directory, "d2t")
-    if "t2d" in tensors:
-        known = tensors["t2d"].read_rows(0, tensors["t2d"].length).bool()
-        if len(known) != vocab_size or not torch.equal(known.nonzero().flatten(), ids.sort().values):
-            raise CheckpointError(f"{directory} has d2t and t2d that do not name the same ids")
+    if known is not None and not agree:
+        raise CheckpointError(f"{directory} has d2t and t2d that do not name the same ids")
     if size is None:
         if not torch.equal(ids, torch.arange(len(ids))):
             raise CheckpointError(f"{directory} has all ids of its base, and d2t puts them in another order")

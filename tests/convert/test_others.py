@@ -122,6 +122,8 @@ TENSORS: list[tuple[Callable[..., Path], dict[str, torch.Tensor | None], str]] =
     (eagle_dir, {"d2t": None}, "no tensor d2t"),
     (eagle_dir, {"d2t": torch.zeros(40).long() - torch.arange(40)}, "d2t that are not different ids"),
     (eagle_dir, {"d2t": torch.full((40,), VOCAB)}, "d2t outside of the"),
+    (eagle_dir, {"d2t": torch.arange(40), "t2d": None}, "subtract torch.arange"),
+    (eagle_dir, {"d2t": torch.arange(3, 123, 3)}, "rises from each id to the next"),
     (eagle_dir, {"fc.weight": None}, "no tensor fc.weight"),
     (eagle_dir, {"midlayer.extra.weight": torch.ones(2)}, "midlayer.extra.weight, which its config does not ask for"),
     (eagle_dir, {"mask_hidden": torch.ones(1, 1, 96)}, "of the kind P-EAGLE"),

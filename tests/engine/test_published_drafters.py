@@ -1,5 +1,6 @@
 """EAGLE-3 heads and drafters of blocks: the cache gives them what the whole text gives, and they change no text."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -57,6 +58,31 @@ def test_drafts_of_every_form_follow_from_the_whole_text_and_change_nothing(kind
         engine = on(engine_of(kind, **KINDS[kind].forms[form]))
         same_as_model(engine, *uneven_batch(), max_new_tokens=24)
     same_undrafted(engine, *uneven_batch(), max_new_tokens=24, do_sample=True, seed=3)
+
+
+def drafted(engine: ReDrafter) -> tuple[list[list[int]], int]:
+    """Return the text of the uneven batch, and how many drafts were accepted."""
+    result = engine.generate(*uneven_batch(), max_new_tokens=24, return_dict_in_generate=True)
+    return result.sequences.tolist(), result.stats.accepted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_embedding_table_that_is_not_the_bases_is_named_and_can_be_replaced(kind):
+    model, make = tiny_model("llama"), KINDS[kind].make
+    shared, own = make(), make(own_embedding=True)
+    own.load_state_dict(shared.state_dict(), strict=False)
+    with pytest.warns(UserWarning, match=r"embedding table is not its base's.*--base-embedding"):
+        ReDrafter.from_pretrained(model, own, num_beams=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine = ReDrafter.from_pretrained(model, own, num_beams=4, base_embedding=True)
+        expected = drafted(ReDrafter.from_pretrained(model, shared, num_beams=4))
+        assert drafted(engine) == expected
+        copy = make(own_embedding=True)
+        copy.embed_tokens.load_state_dict(model.get_input_embeddings().state_dict())
+        ReDrafter.from_pretrained(model, copy, num_beams=4)
+    with pytest.raises(ArgumentError, match="no embedding table of its own"):
+        ReDrafter.from_pretrained(model, shared, num_beams=4, base_embedding=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
