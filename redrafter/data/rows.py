@@ -7,16 +7,20 @@ A row is one JSON object, with one of:
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
     {"turns": ["...", "..."]}                              the user's turns; usable for prompts only
     {"input_ids": [1, 15, 8, 9], "loss_mask": [0, 0, 1, 1]}  token ids, and which of them the base is to write
-    {"prompt": "...", "completion": "..."}                 or "response"; with neither usable for prompts only
-    {"instruction": "...", "input": "...", "output": "..."}  prompt: input, a space, instruction; answer: a line feed
-                                                           and the output; input or instruction is needed
+    {"prompt": "...", "completion": "..."}                 or "response", "chosen"; with none usable for prompts only
+    {"instruction": "...", "input": "...", "output": "..."}  or "context" and "response"; prompt: input, a space,
+                                                           instruction; answer: a line feed and the output
     "..."                                                  a string alone is a prompt
 
 The last three are read only where a row has none of the other keys, and are plain text: no chat template is applied.
-`messages` and `conversations` may each hold either kind of turn. `split` is "train" (the default), "val" or "test".
-`category`, or `source` where there is none, names a kind of text, for reports by kind. `tokenizer` is the `fingerprint`
-of the tokenizer that made the ids, and `temperature` is the one at which a base wrote them, as `redrafter regenerate`
-records it. Other keys are ignored, and a key that is null counts as missing.
+They are conversations where a prompt or an answer is a list of turns (TRL), and next to `system`, `history`, `tools` or
+`chat_template_kwargs`, even if these are null. `conversations.py` parses conversations, with the columns that change
+their context; what cannot be read of it is refused by name.
+
+`split` is "train" (the default), "val" or "test". `category`, or `source` where there is none, names a kind of text,
+for reports by kind. `tokenizer` is the `fingerprint` of the tokenizer that made the ids, and `temperature` is the one
+at which a base wrote them, as `redrafter regenerate` records it. Other keys are ignored, and a key that is null counts
+as missing.
 """
 
 import gzip
@@ -33,6 +37,18 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from redrafter.data.conversations import (
+    INSTRUCTION_ANSWERS,
+    MEDIA_KEYS,
+    PROMPT_ANSWERS,
+    TURN_KEYS,
+    answer_of,
+    check_string,
+    drop_nulls,
+    instruction_of,
+    is_conversation,
+    parse_conversation,
+)
 from redrafter.errors import CheckpointError, first_line
 
 if TYPE_CHECKING:
@@ -41,12 +57,9 @@ if TYPE_CHECKING:
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 SUFFIXES = (".jsonl", ".json", ".parquet", *OPENERS)
 HUB_NAME = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.-]+)(?=:))?(:(?P<split>.+))?")
-KIND_KEYS = ("text", "messages", "conversations", "turns", "input_ids")
-ANSWER_KEYS = ("completion", "response")
+KIND_KEYS = ("text", *TURN_KEYS, "turns", "input_ids")
+PROMPT_KEYS = ("prompt", "instruction", "input")  # read where a row has none of the other keys
 SPLITS = ("train", "val", "test")
-SPEAKER_ROLES = {"system": "system", "human": "user", "user": "user"} | dict.fromkeys(
-    ("gpt", "chatgpt", "assistant", "bing", "bard"), "assistant"
-)
 
 
 @dataclass(frozen=True)
@@ -182,19 +195,23 @@ def _read_dataset(source: str) -> Iterator[tuple[str, Any]]:
     if (split or "train") not in splits:
         raise CheckpointError(f"{source}: no split {split or 'train'}; write {name}: and one of {', '.join(splits)}")
     for row, entry in enumerate(splits[split or "train"], start=1):
-        yield f"{source}:row {row}", entry
+        # Keys of the row itself stay, since all rows of a data set are read alike.
+        yield f"{source}:row {row}", {key: drop_nulls(value) for key, value in entry.items()}
 
 
 def parse_row(value: Any, where: str) -> Row:
     """Check a row; raise `CheckpointError` where it is malformed. `where` is its place for the message."""
-    entry = {"prompt": value} if isinstance(value, str) else value
+    columns = {"prompt": value} if isinstance(value, str) else value if isinstance(value, dict) else {}
     # Datasets fill missing fields of a row with null.
-    entry = {key: value for key, value in entry.items() if value is not None} if isinstance(entry, dict) else {}
-    kinds = [kind for kind in KIND_KEYS if kind in entry] or ["prompt"]
-    if len(kinds) != 1 or not any(name in entry for name in (*kinds, "instruction", "input")):
-        known = ", ".join((*KIND_KEYS, "prompt", "instruction"))
+    entry = {key: value for key, value in columns.items() if value is not None}
+    kinds = [kind for kind in KIND_KEYS if kind in entry] or [kind for kind in PROMPT_KEYS if kind in entry][:1]
+    if len(kinds) != 1 and not (not kinds and isinstance(entry.get("chosen"), list)):
+        known = ", ".join((*KIND_KEYS, *PROMPT_KEYS))
         raise CheckpointError(f"{where}: a row has one of {known}; found {str(value)[:80]}")
-    kind, content = kinds[0], entry.get(kinds[0])
+    kind = kinds[0] if kinds else "chosen"
+    media = next((key for key in MEDIA_KEYS if entry.get(key) and kind != "input_ids"), None)
+    if media is not None:
+        raise CheckpointError(f'{where}: a row has "{media}", and only text is read; leave such rows out')
     split, names = entry.get("split"), (entry.get("category"), entry.get("source"))
     if split is not None and split not in SPLITS:
         raise CheckpointError(f'{where}: "split" is one of {", ".join(SPLITS)}; found {split!r}')
@@ -203,72 +220,31 @@ def parse_row(value: Any, where: str) -> Row:
     common: dict[str, Any] = {"split": split, "source": source}
     common["temperature"] = float(written_at) if type(written_at) in (int, float) else None
     if entry.get("tokenizer") is not None:
-        common["tokenizer"] = _string(entry["tokenizer"], where, '"tokenizer"')
-    if kind == "prompt":
-        prompt, answer = _parse_prompt(entry, where)
-        return Row(where, prompt=prompt, answer=answer, **common)
+        common["tokenizer"] = check_string(entry["tokenizer"], where, '"tokenizer"')
     if kind == "text":
-        return Row(where, text=_string(content, where, '"text"'), **common)
+        return Row(where, text=check_string(entry["text"], where, '"text"'), **common)
     if kind == "input_ids":
-        ids, mask = _parse_ids(content, entry.get("loss_mask"), where)
+        ids, mask = _parse_ids(entry["input_ids"], entry.get("loss_mask"), where)
         return Row(where, ids=ids, loss_mask=mask, **common)
-    turns = content if isinstance(content, list) else [content]
-    if kind == "turns":
-        turns = [{"role": "user", "content": turn} for turn in turns]
-    common["tools"] = _parse_json_column(entry, "tools", list, where)
-    common["template_kwargs"] = _parse_json_column(entry, "chat_template_kwargs", dict, where)
-    return Row(where, messages=[_parse_turn(turn, where) for turn in turns], **common)
-
-
-def _parse_json_column(entry: dict[str, Any], name: str, kind: type, where: str) -> Any:
-    """Return a list or an object of a row, which may be JSON text; None where it is missing or empty."""
-    value = entry.get(name)
-    value = _parse_json(value, f'{where}: "{name}"') if isinstance(value, str) and value else value
-    if value and not isinstance(value, kind):
-        raise CheckpointError(f'{where}: "{name}" must be a {kind.__name__} or its JSON text, found {str(value)[:80]}')
-    return value or None
+    if is_conversation(columns):
+        return Row(where, **parse_conversation(entry, where)._asdict(), **common)
+    prompt, answer = _parse_prompt(entry, where)
+    return Row(where, prompt=prompt, answer=answer, **common)
 
 
 def _parse_prompt(entry: dict[str, Any], where: str) -> tuple[str, str | None]:
+    """Return a prompt in plain text and its answer."""
+    names = PROMPT_ANSWERS if "prompt" in entry else INSTRUCTION_ANSWERS
+    name, answer = answer_of(entry, names, where)
+    answer = None if answer is None else check_string(answer, where, f'"{name}"')
     if "prompt" in entry:
-        answers = [name for name in ANSWER_KEYS if name in entry]
-        if len(answers) > 1:
-            raise CheckpointError(f"{where}: a prompt has one answer, here both {' and '.join(answers)}; leave one out")
-        prompt = _string(entry["prompt"], where, '"prompt"')
-        answer = _string(entry[answers[0]], where, f'"{answers[0]}"') if answers else None
+        prompt = check_string(entry["prompt"], where, '"prompt"')
     else:
-        parts = [_string(entry.get(name, ""), where, f'"{name}"') for name in ("input", "instruction")]
-        prompt = " ".join(filter(None, parts))
-        answer = "\n" + _string(entry["output"], where, '"output"') if "output" in entry else None
+        given, instruction = instruction_of(entry, where)
+        prompt, answer = " ".join(given + instruction), None if answer is None else "\n" + answer
     if not prompt:
         raise CheckpointError(f"{where}: the prompt is empty")
     return prompt, answer
-
-
-def _string(value: Any, where: str, name: str) -> str:
-    if not isinstance(value, str):
-        raise CheckpointError(f"{where}: {name} must be a string, found {str(value)[:80]}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise CheckpointError(f"{where}: {name} holds half a surrogate pair, which is no text") from error
-    return value
-
-
-def _parse_turn(turn: Any, where: str) -> dict[str, str]:
-    """Return a turn with the keys and roles that chat templates know."""
-    message = {key: value for key, value in turn.items() if value is not None} if isinstance(turn, dict) else {}
-    if "from" in message:
-        role = SPEAKER_ROLES.get(str(message["from"]))
-        if role is None:
-            raise CheckpointError(f'{where}: "from" is one of {", ".join(SPEAKER_ROLES)}; found {message["from"]!r}')
-        message = {"role": role, "content": message.get("value")}
-    if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
-        raise CheckpointError(
-            f'{where}: a turn needs a "role" and a "content" that are strings; found {str(turn)[:80]}'
-        )
-    _string(message["content"], where, '"content"')
-    return message
 
 
 def _parse_ids(ids: Any, mask: Any, where: str) -> tuple[list[int], list[bool]]:

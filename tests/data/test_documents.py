@@ -162,8 +162,12 @@ def test_json_holds_a_list_or_lines(tmp_path):
         ({"turns": ["hi", "there"]}, "no assistant turn"),
         ({"turns": ["hi", 4]}, '"content"'),
         ({"messages": [{"role": "user"}]}, '"content"'),
-        ({"messages": "hello"}, '"role"'),
-        ({"conversations": [{"from": "human", "value": "x"}, {"from": "tool", "value": "y"}]}, "found 'tool'"),
+        ({"messages": "hello"}, '"messages" is not JSON .*, found hello'),
+        ({"messages": ["hello"]}, '"role"'),
+        (
+            {"conversations": [{"from": "human", "value": "x"}, {"from": "narrator", "value": "y"}]},
+            "observation.*narrator",
+        ),
         ({"conversations": [{"from": "human"}]}, '"content"'),
         ({"input_ids": [1, 2, 3]}, '"loss_mask"'),
         ({"input_ids": [1, 2, 3], "loss_mask": [1, 1]}, '"loss_mask"'),
@@ -177,9 +181,10 @@ def test_json_holds_a_list_or_lines(tmp_path):
         ('"so"', "a prompt without an answer"),
         ({"instruction": "so"}, "a prompt without an answer"),
         ({"prompt": "so", "completion": 7}, '"completion" must be a string'),
-        ({"prompt": ["so"], "completion": "it"}, '"prompt" must be a string'),
+        ({"prompt": ["so"], "completion": "it"}, 'a turn has a "role".* found so'),
+        ({"prompt": 3, "completion": "it"}, '"prompt" must be a string'),
         ({"prompt": "", "completion": "it"}, "the prompt is empty"),
-        ({"completion": "it"}, "a row has one of text, .* prompt, instruction; found {'completion'"),
+        ({"completion": "it"}, "a row has one of text, .* prompt, instruction, input; found {'completion'"),
     ],
 )
 def test_a_bad_row_names_its_file_and_line(tmp_path, line, said):

@@ -99,7 +99,7 @@ def test_parquet_files_are_read_as_the_preparing_script_writes_them(tmp_path, mo
         ({"turns": ["a"], "category": 7}, "found 7"),
         ({"category": "x", "turns": []}, "a question is turns of a user"),
         ({"category": "x", "turns": ["a", ""]}, "turn 2 is empty"),
-        ({"category": "x", "turns": ["a", 7]}, "a turn needs"),
+        ({"category": "x", "turns": ["a", 7]}, '"content" must be a string, found 7'),
         ({"category": "x", "text": "a"}, 'a question has "turns", or "messages" of a user; for other rows: --prompts'),
         ({"category": "x", "prompt": "a"}, 'a question has "turns"'),
         ({"category": "x", "choices": []}, "a row has one of"),
