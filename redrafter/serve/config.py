@@ -9,12 +9,12 @@ from typing import Any
 
 from redrafter.app.config_file import check_object, convert_value, options_by_name, read_object
 from redrafter.app.flags import flag, names
+from redrafter.chat import thoughts
 from redrafter.errors import ArgumentError, how_to_install
 from redrafter.files.checkpoint_kind import check_source
 from redrafter.files.hub import find_model_file
 from redrafter.options import option
 from redrafter.scheduler.waiting_queue import Limits
-from redrafter.serve.answers import thoughts
 from redrafter.serve.answers.call_forms import PARSERS
 from redrafter.serve.network.api_keys import KEY_VARIABLE, OPERATOR_KEY_VARIABLE
 

@@ -77,7 +77,7 @@ class ControlTokens:
                 marked[name] = [
                     part | {"text": mark_text(part["text"])} if part["type"] == "text" else part for part in value
                 ]
-            elif name in _TEXT_FIELDS:
+            elif name in _TEXT_FIELDS and isinstance(value, str):
                 marked[name] = mark_text(value)
             else:
                 marked[name] = value if name == "role" else self.mark(value, marker)

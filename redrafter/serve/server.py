@@ -17,6 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from redrafter.app.flags import short_name
 from redrafter.app.options import LoadOptions
 from redrafter.app.templates import find_template, read_template
+from redrafter.chat.template import chat_template_of
+from redrafter.chat.thoughts import Thinking, ThoughtMarks
 from redrafter.checkpoints.merged import boxed_pair
 from redrafter.checkpoints.tokenizers import load_processor, load_tokenizer
 from redrafter.engine.detokenizer import decode_tokens
@@ -38,7 +40,6 @@ from redrafter.serve.answers.formats import (
 )
 from redrafter.serve.answers.lark import LarkWriter
 from redrafter.serve.answers.reader import ChatReader
-from redrafter.serve.answers.thoughts import Thinking, ThoughtMarks
 from redrafter.serve.capture import Capture
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.control_tokens import ControlTokens
@@ -49,7 +50,7 @@ from redrafter.serve.engine_process.start import EngineProcess
 from redrafter.serve.images import ChatImageReader
 from redrafter.serve.metrics import Metrics
 from redrafter.serve.network.api_keys import KEY_VARIABLE, ApiKeys
-from redrafter.serve.prompts import ChatTemplate, PromptEncoder
+from redrafter.serve.prompts import PromptEncoder
 from redrafter.serve.protocol.fields import MAX_PROMPTS, SMALL_BODY_BYTES, StreamOptions
 from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest, Message, TooManyTokensError
 from redrafter.serve.tools import forced_tools, strict_tools
@@ -448,7 +449,7 @@ def load_server(
         tokenizer.chat_template = template
     control = None
     if tokenizer.chat_template:
-        control = ControlTokens(tokenizer, ChatTemplate(tokenizer).text)
+        control = ControlTokens(tokenizer, chat_template_of(tokenizer).text)
         control.prepare()
     # Everything that does not need the engine is prepared while it loads.
     facts = process.wait_until_loaded()

@@ -1,28 +1,7 @@
 """Describe tools to the model, and select the tools that a grammar has to enforce."""
 
-import json
-from typing import Any
-
 from redrafter.serve.answers.lark import CalledTool
-from redrafter.serve.protocol.requests import ChatRequest, Tool, ToolChoice
-
-
-def template_tools(tools: list[Tool]) -> list[dict[str, Any]]:
-    """Return tools as chat templates read them, without null fields."""
-    return [
-        {"type": tool.type, "function": {name: value for name, value in tool.function if value is not None}}
-        for tool in tools
-    ]
-
-
-def describe_tools(tools: list[dict[str, Any]], parallel_calls: bool = True) -> str:
-    """Return a system message that describes `template_tools` to a model whose chat template ignores them."""
-    lines = (json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    one_call = "" if parallel_calls else " Call no more than one at a time."
-    return (
-        "These functions may be called:\n" + "\n".join(lines) + "\nTo call one, answer with a JSON object of its "
-        f'"name" and its "arguments", and nothing else.{one_call}'
-    )
+from redrafter.serve.protocol.requests import ChatRequest, ToolChoice
 
 
 def forced_tools(request: ChatRequest) -> list[CalledTool]:

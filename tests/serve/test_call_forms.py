@@ -15,13 +15,13 @@ openai = pytest.importorskip("openai")
 from helpers.reading import read, split
 from helpers.serving import listening
 from redrafter import boxed_pair
+from redrafter.chat.thoughts import PARSERS as THOUGHTS
+from redrafter.chat.thoughts import ThoughtMarks
 from redrafter.cli import main
 from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.answers.arguments import as_json, parameter_types
 from redrafter.serve.answers.call_forms import PARSERS, call_form
 from redrafter.serve.answers.reader import ChatReader
-from redrafter.serve.answers.thoughts import PARSERS as THOUGHTS
-from redrafter.serve.answers.thoughts import ThoughtMarks
 from redrafter.serve.routes.app import server_app
 from redrafter.serve.server import Server
 

@@ -16,12 +16,12 @@ from transformers import AutoTokenizer
 from helpers.chats import tiny_tokenizer
 from helpers.reading import read
 from redrafter import ArgumentError, boxed_pair
+from redrafter.chat.thoughts import MARKS
 from redrafter.grammar.child import CompiledGrammar
 from redrafter.grammar.source import GrammarSource
 from redrafter.serve.answers.call_forms import FORMS, PARSERS
 from redrafter.serve.answers.lark import CalledTool, LarkWriter
 from redrafter.serve.answers.reader import ChatReader
-from redrafter.serve.answers.thoughts import MARKS
 
 FORM_NAMES = [form.parsers[-1] for form in FORMS]
 KEYWORDS = {"type": "object", "additionalProperties": False}

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from helpers.reading import read
+from redrafter.chat.thoughts import MARKS
 from redrafter.errors import ArgumentError
 from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.answers.arguments import MAX_LITERAL_TOKENS, as_json, python_as_json
@@ -19,7 +20,6 @@ from redrafter.serve.answers.call_forms import FORMS, PARSERS
 from redrafter.serve.answers.formats import ChatChoice
 from redrafter.serve.answers.lark import CalledTool, LarkWriter
 from redrafter.serve.answers.reader import ChatReader
-from redrafter.serve.answers.thoughts import MARKS
 from redrafter.serve.protocol.requests import ChatRequest
 from redrafter.serve.routes.translated import PartWriter
 

@@ -25,11 +25,12 @@ from helpers.processes import soon
 from helpers.serving import Address, Program
 from redrafter.app.options import LoadOptions
 from redrafter.cache.paged import KVCachePool
+from redrafter.chat.messages import describe_tools
 from redrafter.serve.answers.lark import LarkWriter
 from redrafter.serve.answers.reader import ChatReader
 from redrafter.serve.protocol.answers import ChatAnswer, CompletionAnswer
 from redrafter.serve.protocol.requests import ChatRequest
-from redrafter.serve.tools import describe_tools, forced_tools
+from redrafter.serve.tools import forced_tools
 from redrafter.train.config import TrainConfig
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import train

@@ -16,6 +16,8 @@ openai = pytest.importorskip("openai")
 
 from helpers.serving import SCHEMA, listening, text_of
 from redrafter import boxed_pair
+from redrafter.chat.thoughts import PARSERS as THOUGHTS
+from redrafter.chat.thoughts import ThoughtMarks
 from redrafter.grammar.grammar import Grammar
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.sequence import SequenceDelta
@@ -24,8 +26,6 @@ from redrafter.serve.answers.choice import count_usage
 from redrafter.serve.answers.formats import ChatChoice
 from redrafter.serve.answers.lark import LarkWriter
 from redrafter.serve.answers.reader import ChatReader
-from redrafter.serve.answers.thoughts import PARSERS as THOUGHTS
-from redrafter.serve.answers.thoughts import ThoughtMarks
 from redrafter.serve.protocol.requests import ChatRequest
 from redrafter.serve.routes.app import server_app
 from redrafter.serve.server import Server

@@ -14,13 +14,13 @@ from llguidance.hf import from_tokenizer
 
 from helpers.reading import read, split
 from redrafter import boxed_pair
+from redrafter.chat.thoughts import PARSERS as THOUGHTS
 from redrafter.grammar.child import CompiledGrammar
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.answers.formats import ChatChoice
 from redrafter.serve.answers.lark import LarkWriter
 from redrafter.serve.answers.reader import ChatReader
-from redrafter.serve.answers.thoughts import PARSERS as THOUGHTS
 from redrafter.serve.protocol.requests import ChatRequest
 from redrafter.serve.tools import forced_tools
 

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from starlette.routing import BaseRoute
 
+from redrafter.chat.template import ChatTemplate
 from redrafter.extensions.messages.names import BILLING_MARK, MESSAGES_PATH
 from redrafter.extensions.messages.protocol import (
     CountTokensAnswer,
@@ -29,7 +30,6 @@ from redrafter.extensions.messages.protocol import (
 from redrafter.sandbox.process import SandboxedProcess
 from redrafter.serve.extension import Respond
 from redrafter.serve.network.guards import JsonRoute
-from redrafter.serve.prompts import ChatTemplate
 from redrafter.serve.protocol.answers import answer_responses
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
 from redrafter.serve.routes.translated import Event, Kind, PartWriter, chat_request, format_events
@@ -37,8 +37,6 @@ from redrafter.serve.routes.translated import Event, Kind, PartWriter, chat_requ
 if TYPE_CHECKING:
     from redrafter.serve.server import Server
 
-# Variables that turn thoughts on and off in the chat templates of Qwen3, GLM-4.5, DeepSeek-V3.1 and Granite.
-_THINKING_SWITCHES = ("enable_thinking", "thinking")
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "cancelled": "end_turn"}
 
 
@@ -120,7 +118,7 @@ def _thinking_variables(request: CountTokensRequest, template: ChatTemplate, thi
     if asked is None:
         return {}
     # The variable's name differs between model families.
-    switch = next((name for name in _THINKING_SWITCHES if name in template.variables), None)
+    switch = template.thought_switch
     variables: dict[str, Any] = {} if switch is None else {switch: asked.type != "disabled"}
     if asked.type == "disabled":
         if switch is None and thinks:

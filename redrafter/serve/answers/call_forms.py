@@ -11,11 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from redrafter.chat.thoughts import PARSERS as THOUGHTS
+from redrafter.chat.thoughts import Thinking, ThoughtMarks
 from redrafter.serve.answers.arguments import as_json, parameter_types, python_as_json
 from redrafter.serve.answers.lark import Argument, CalledTool, LarkWriter
 from redrafter.serve.answers.reader import SPACE, ChatReader, Steps
-from redrafter.serve.answers.thoughts import PARSERS as THOUGHTS
-from redrafter.serve.answers.thoughts import Thinking, ThoughtMarks
 
 _NAME_END = re.compile(r"[^\w.-]")
 _PLAIN_NAME = re.compile(r"[\w.-]+")

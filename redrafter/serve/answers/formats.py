@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from redrafter.chat.thoughts import Thinking, ThoughtMarks
 from redrafter.engine.detokenizer import Detokenizer, decode_tokens
 from redrafter.errors import ReDrafterError
 from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.answers.choice import Choice, TokenLine, count_usage, usage_and_metrics
 from redrafter.serve.answers.reader import ChatReader
-from redrafter.serve.answers.thoughts import Thinking, ThoughtMarks
 from redrafter.serve.engine_process.client import Stopped
 from redrafter.serve.protocol.fields import StreamOptions
 from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from redrafter.chat.thoughts import Thinking, ThoughtMarks
 from redrafter.errors import ArgumentError
 from redrafter.grammar.limits import MAX_GRAMMAR_CHARS
 from redrafter.grammar.source import GrammarSource, checked_text
@@ -28,7 +29,6 @@ from redrafter.serve.answers.schemas import (
     scan_pattern,
     standalone,
 )
-from redrafter.serve.answers.thoughts import Thinking, ThoughtMarks
 
 # Without this, a model may fill a call with spaces and line breaks until the token limit. A separator is a regular
 # expression; it allows a space because models are trained to write JSON with one.

@@ -4,7 +4,7 @@ A call is a JSON object with `name`, the name of a known tool, and `arguments` (
 the text, alone or in a list, or anywhere between `<tool_call>` and `</tool_call>`. Llama 3.1, Qwen2.5, Qwen3 and Hermes
 2 and 3 are trained to write this format; `redrafter.serve.answers.call_forms` reads other formats. Each format also has
 the grammar of a call, for requests that force one. Thoughts come first, between the marks of
-`redrafter.serve.answers.thoughts`.
+`redrafter.chat.thoughts`.
 
 The result does not depend on how the text is split into pieces.
 """
@@ -16,8 +16,8 @@ import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, ClassVar
 
+from redrafter.chat.thoughts import Thinking, ThoughtMarks
 from redrafter.serve.answers.lark import CalledTool, LarkWriter
-from redrafter.serve.answers.thoughts import Thinking, ThoughtMarks
 
 Steps = Generator[None, None, bool]  # yields when it needs more text
 _STRING = re.compile(r'["\\]')

@@ -4,6 +4,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+# Variables that turn thoughts on and off in the chat templates of Qwen3, GLM-4.5, DeepSeek-V3.1 and Granite.
+SWITCHES = ("enable_thinking", "thinking")
 Thinking = Literal["open", "possible", "over"]  # whether a prompt ends within a thought, before one, or after one
 
 

@@ -1,0 +1,194 @@
+"""The chat template of a tokenizer: what it reads, learnt by rendering short chats, and how it renders a chat."""
+
+import inspect
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import product
+from typing import Any
+
+from jinja2 import meta
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+from redrafter.chat.thoughts import SWITCHES, ThoughtMarks, thought_marks
+from redrafter.errors import ArgumentError, first_line
+
+_PROBE = "a text to look for"
+_TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {"type": "object"}}}
+
+
+class ChatError(ArgumentError):
+    """A chat cannot be rendered: the template refuses it, or does not read one of its fields.
+
+    Attributes:
+        param: The field at fault: `messages`, `tools` or `chat_template_kwargs`.
+    """
+
+    def __init__(self, message: str, param: str = "messages"):
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """The form in which a template reads a message with calls.
+
+    Attributes:
+        as_objects: Whether the arguments are an object; else they are JSON text.
+        no_text: Content of a message that has calls and no text.
+    """
+
+    as_objects: bool
+    no_text: str | None
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer that has one; `chat_template_of` returns it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer = tokenizer
+        template: str | dict[str, str] = tokenizer.chat_template
+        self._texts = list(template.values()) if isinstance(template, dict) else [template]
+        self._prompts: dict[str, list[str]] = {}  # results of `generation_prompts`
+        self.warned = False  # whether a warning has named a turn that this template leaves out
+
+    @property
+    def text(self) -> str:
+        """Source of the template; several templates of a tokenizer are joined."""
+        return "\n".join(self._texts)
+
+    @cached_property
+    def special(self) -> dict[int, str]:
+        """Special tokens by id."""
+        added = self._tokenizer.added_tokens_decoder
+        return {number: token.content for number, token in added.items() if token.special}
+
+    @cached_property
+    def unspelled(self) -> dict[str, int]:
+        """Ids of added tokens that literal text in a grammar cannot produce, as llguidance decodes them."""
+        added = {
+            token.content: number for number, token in self._tokenizer.added_tokens_decoder.items() if token.content
+        }
+        special = {*self.special.values()}
+        return {text: number for text, number in added.items() if text in special or re.fullmatch("<.*>", text)}
+
+    def thoughts(self, parser: str = "auto") -> ThoughtMarks | None:
+        """Return the marks around the model's thoughts by vLLM's name of their parser; None without thoughts."""
+        added = {token.content for token in self._tokenizer.added_tokens_decoder.values()}
+        return thought_marks(parser, self.text, added)
+
+    @cached_property
+    def reads_parts(self) -> bool:
+        """Whether the template reads content only as a list of parts, and drops a plain string."""
+        written = self._try([{"role": "user", "content": _PROBE}], add_generation_prompt=True)
+        return written is not None and _PROBE not in written
+
+    @cached_property
+    def reads_tools(self) -> bool:
+        """Whether the template describes tools to the model, and so determines the format of calls."""
+        talk = [{"role": role, "content": self.content("a text")} for role in ("system", "user")]
+        for messages in (talk[1:], talk):
+            with_tools, without = self._try(messages, [_TOOL]), self._try(messages)
+            if with_tools is not None and without is not None:
+                return with_tools != without
+        return True  # the template rejects these minimal chats
+
+    @cached_property
+    def call_form(self) -> CallForm | None:
+        """The form in which the template reads calls: name and arguments appear. None if it writes no calls."""
+        key, value, asked = "probe_key", "probe_value", [{"role": "user", "content": self.content("a text")}]
+        forms = product((asked, []), ([_TOOL], None), (True, False), (self.content(""), None))
+        for before, tools, as_objects, no_text in forms:
+            arguments = {key: value} if as_objects else json.dumps({key: value})
+            call = {"name": "probe_name", "arguments": arguments}
+            calls = [{"id": "probe0001", "type": "function", "function": call}]
+            talk = [*before, {"role": "assistant", "content": no_text, "tool_calls": calls}]
+            written = self._try(talk, tools) or ""
+            # Text that is quoted again, or an object in Python's spelling, is in another form than the model's calls.
+            wrong = f'\\"{key}' in written or f"'{key}'" in written
+            if not wrong and all(word in written for word in ("probe_name", key, value)):
+                return CallForm(as_objects, no_text)
+        return None
+
+    @cached_property
+    def places_system_messages(self) -> bool:
+        """Whether the template renders a later system message at its position."""
+        roles = ("system", "user", "assistant", "system", "user")
+        texts = [f"the text number {number} to look for" for number in range(len(roles))]
+        # Some templates move or drop system messages after the first, which only rendering shows.
+        written = self._try(
+            [{"role": role, "content": self.content(text)} for role, text in zip(roles, texts, strict=True)]
+        )
+        places = [-1 if written is None else written.find(text) for text in texts]  # -1 for a message that was dropped
+        return written is not None and places == sorted(places)
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Variables that the template reads, except messages, tools and variables that the tokenizer supplies."""
+        undeclared: set[str] = set()
+        for text in self._texts:
+            environment = _compile_jinja_template(text).environment
+            undeclared |= meta.find_undeclared_variables(environment.parse(text)) - set(environment.globals)
+        supplied = set(inspect.signature(self._tokenizer.apply_chat_template).parameters) - {"documents"}
+        return frozenset(undeclared - supplied - {"messages", *self._tokenizer.special_tokens_map})
+
+    @property
+    def thought_switch(self) -> str | None:
+        """Variable that turns thoughts on and off; None if there is none."""
+        return next((name for name in SWITCHES if name in self.variables), None)
+
+    def content(self, text: str) -> str | list[dict[str, Any]]:
+        """Return text as content that the template reads: a string, or one part if it reads only parts."""
+        return [{"type": "text", "text": text}] if self.reads_parts else text
+
+    def check(self, variables: dict[str, Any], param: str = "chat_template_kwargs") -> None:
+        """Raise `ChatError` for the field `param` if the template does not read all of the variables."""
+        if unknown := [name for name in variables if name not in self.variables]:
+            known = ", ".join(sorted(self.variables)) or "none"
+            raise ChatError(f"{param}: the chat template reads no {unknown[0]!r}; it reads {known}", param)
+
+    def render(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, **variables: Any) -> str:
+        """Render messages that `prepare_chat` has returned; raise `ChatError` if the template rejects them."""
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **variables)
+        except Exception as error:  # a template is a program and may raise anything
+            raise ChatError(f"the chat template refuses: {first_line(error)}") from error
+        return str(text)
+
+    def generation_prompts(self, variables: dict[str, Any]) -> list[str]:
+        """Return what the template writes after a user's turn for the model to answer.
+
+        The first is written with these variables; a second with thoughts turned off, if a variable does that.
+        """
+        key = json.dumps(variables, sort_keys=True, default=str)
+        if key not in self._prompts:
+            switch, prompts = self.thought_switch, list[str]()
+            talk = [{"role": "user", "content": self.content("a text")}]
+            for more in ({}, {} if switch is None else {switch: False}):
+                with_prompt = self._try(talk, add_generation_prompt=True, **(variables | more)) or ""
+                without = self._try(talk, **(variables | more)) or ""
+                prompts.append(with_prompt.removeprefix(without) if with_prompt.startswith(without) else "")
+            self._prompts[key] = list(dict.fromkeys(prompts))
+        return self._prompts[key]
+
+    def _try(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, **variables: Any) -> str | None:
+        try:
+            return self.render(messages, tools, **variables)
+        except ChatError:
+            return None
+
+
+def chat_template_of(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
+    """Return the chat template of a tokenizer; raise `ChatError` if it has none."""
+    if not getattr(tokenizer, "chat_template", None):
+        name = tokenizer.name_or_path or type(tokenizer).__name__
+        raise ChatError(f"the tokenizer of {name} has no chat template: give one with --chat-template FILE")
+    return _template_of(tokenizer, str(tokenizer.chat_template))
+
+
+@lru_cache(maxsize=4)
+def _template_of(tokenizer: PreTrainedTokenizerBase, text: str) -> ChatTemplate:
+    # `text` keeps apart what was learnt of a tokenizer's templates before and after another one was set.
+    return ChatTemplate(tokenizer)
