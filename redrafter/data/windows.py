@@ -60,6 +60,9 @@ class Windows:
     def __init__(self, documents: Iterable[Document], length: int, bos: int | None = None, pack: bool = True):
         tokens, masks, offsets = array("i"), bytearray(), array("q", [0])
         self.origins: list[str] = []  # file and line of each window's document
+        self.missed = self.longest_cut = (
+            0  # tokens to learn that no window holds, and length of the longest such document
+        )
         for document in documents:
             # Each window of a split document begins with BOS, as every text does in generation.
             opening = [bos] if bos is not None and document.ids[:1] == [bos] else []
@@ -72,6 +75,9 @@ class Windows:
                     masks.extend([False, *mask[1:]])  # no token before the first one could predict it
                     offsets.append(len(tokens))
                     self.origins.append(document.where)
+                elif any(mask):
+                    self.missed += sum(mask)
+                    self.longest_cut = max(self.longest_cut, len(document.ids))
         # [M], token ids of all windows, one after another; [M], which of them are to be learnt
         self.tokens = torch.frombuffer(tokens, dtype=torch.int32) if tokens else torch.empty(0, dtype=torch.int32)
         self.mask = torch.frombuffer(masks, dtype=torch.bool) if masks else torch.empty(0, dtype=torch.bool)

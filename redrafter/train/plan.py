@@ -76,7 +76,7 @@ def describe_plan(config: TrainConfig, windows: Windows, processes: int) -> list
         f"process{'es' if processes > 1 else ''}, at most {step_tokens:,} tokens",
         f"an epoch: {math.ceil(per_epoch / config.accumulate):,} steps",
         f"in all: {total}" + (f"; at most {config.minutes:g} minutes" if config.minutes else ""),
-        *notes(config, base, drafter, steps),
+        *notes(config, base, drafter, windows, steps),
     ]
 
 
@@ -110,9 +110,19 @@ def describe_recipe(config: TrainConfig, base: PreTrainedModel, drafter: Trainab
     ]
 
 
-def notes(config: TrainConfig, base: PreTrainedModel, drafter: TrainableDrafter, steps: int | None) -> list[str]:
-    """Return a line for each option that makes a new drafter ineffective. `steps` is the length of the training."""
+def notes(
+    config: TrainConfig, base: PreTrainedModel, drafter: TrainableDrafter, windows: Windows, steps: int | None
+) -> list[str]:
+    """Return a line for tokens that are not learnt, and for each option that makes a new drafter ineffective.
+
+    `steps` is the length of the training.
+    """
     lines = untrained_pairs(config)
+    if windows.missed:
+        total = windows.missed + int(windows.mask.sum())
+        lines.append(
+            f"note: {windows.missed:,} of {total:,} tokens to learn are in no window; {_longer(config, windows)}"
+        )
     if config.drafter is not None:
         return lines
     shorter = f"--length {SHORT_LENGTH}" if row_length(config) > SHORT_LENGTH else "a smaller --length"
@@ -141,6 +151,16 @@ def untrained_pairs(config: TrainConfig) -> list[str]:
         f"note: --context-window {window} reaches further back than rows of --length {length}. What no row has is read "
         f"badly in longer texts: give --length {window}, or --context-window {length}"
     ]
+
+
+def _longer(config: TrainConfig, windows: Windows) -> str:
+    """Say which `--length` holds all tokens to learn, of which windows of the current length hold some or none."""
+    cut, context = f"texts are cut at --length {row_length(config)}", base_context(config)
+    if context is not None and windows.longest_cut > context:
+        return (
+            f"{cut}, and the longest has {windows.longest_cut:,} tokens, which the base cannot read: give shorter rows"
+        )
+    return f"{cut}: give --length {windows.longest_cut}, or shorter rows"
 
 
 def last_step(config: TrainConfig, windows: Windows, processes: int) -> int | None:
@@ -185,9 +205,13 @@ def row_length(config: TrainConfig) -> int:
     """Return the number of tokens in a row of a batch: `--length`, or a default within the base's context."""
     if config.length is not None:
         return config.length
+    return min(DEFAULT_LENGTH, base_context(config) or DEFAULT_LENGTH)
+
+
+def base_context(config: TrainConfig) -> int | None:
+    """Return the number of tokens that the base reads, from its config; None for no limit."""
     base = load_config(str(config.model), trust_remote_code=config.trust_remote_code)
-    context = context_of(base.get_text_config(decoder=True))
-    return DEFAULT_LENGTH if context is None else min(DEFAULT_LENGTH, context)
+    return context_of(base.get_text_config(decoder=True))
 
 
 def drafted_ids(config: TrainConfig) -> int | None:
@@ -254,6 +278,11 @@ def load_windows(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Win
     windows = Windows(
         encode_documents(_training_rows(config), tokenizer), row_length(config), tokenizer.bos_token_id, config.pack
     )
+    if not len(windows) and windows.missed:
+        raise CheckpointError(
+            f"{', '.join(config.data)}: none of the {windows.missed:,} tokens to learn is in a window, which needs two "
+            f"in a row after a first token; {_longer(config, windows)}"
+        )
     if not len(windows):
         raise _no_rows(config)
     return windows

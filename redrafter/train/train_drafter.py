@@ -136,9 +136,10 @@ class TrainingSession:
             f"base {self.target.name}, frozen; drafter of {describe_size(self.target.model, self.drafter)}, {what}; "
             f"{len(self.windows):,} windows"
         )
+        model, steps = self.target.model, last_step(config, self.windows, self.processes)
         for line in [
-            *describe_recipe(config, self.target.model, self.drafter),
-            *notes(config, self.target.model, self.drafter, last_step(config, self.windows, self.processes)),
+            *describe_recipe(config, model, self.drafter),
+            *notes(config, model, self.drafter, self.windows, steps),
         ]:
             console.print_line(line)
         if self.resumed is not None:

@@ -38,6 +38,10 @@ def test_long_documents_are_cut_and_open_as_every_prompt_does():
     assert windows.count_ids(50)[[1, 40, 41]].tolist() == [0, 0, 1]  # nothing draws a first token
     silent = Document(list(range(30)), [False] * 10 + [True] * 5 + [False] * 15)
     assert len(Windows([silent], length=10)) == 1  # two windows teach nothing
+    cut = Document(list(range(12)), [False] * 9 + [True] * 2 + [False])
+    short = Windows([cut, silent], length=10)
+    assert (len(short), short.missed, short.longest_cut) == (1, 2, 12)  # each window holds one token of that answer
+    assert (Windows([cut], length=12).missed, Windows([silent], length=10).missed) == (0, 0)
     assert len(Windows([], length=10)) == len(Windows([], length=10, pack=False)) == 0
 
 

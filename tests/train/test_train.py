@@ -410,6 +410,11 @@ def test_what_a_user_can_mend_exits_with_2_and_one_line(tmp_path, capsys):
     held_out = [{"text": "fine enough", "split": "val"}]
     fails("no row to train on", rows=held_out)
     fails("no row to train on", "--show-sample", rows=held_out)
+    cut = {"input_ids": [*range(6, 40)], "loss_mask": [0] * 31 + [1] * 2 + [0]}
+    fails("none of the 2 tokens to learn is in a window", rows=[cut])
+    fails("cut at --length 32: give --length 34", "--dry-run", rows=[cut])
+    longer = {"input_ids": cut["input_ids"] * 4, "loss_mask": cut["loss_mask"] + [0] * 102}
+    fails("the longest has 136 tokens, which the base cannot read", rows=[longer])
     fails("no prompt of 1 to 32 tokens to validate on", "--validate-every", "1", rows=[{"text": "fine enough"}])
     fails("--draft-vocab-size 9999 is more", "--draft-vocab-size", "9999")
     fails("it does not exist", "--model", str(tmp_path / "gone"))
@@ -521,6 +526,17 @@ def test_what_makes_a_drafter_of_little_use_is_noted(tmp_path, capsys):
     assert not any(f"{VOCAB} ids" in line for line in shorter)
     further = ["--drafter", str(tmp_path / "out"), "--validate-prompts", "0", "--overwrite"]
     assert notes_of(capsys, command(tmp_path, "--steps", "1", *further, rows=rows)) == []
+
+
+def test_tokens_to_learn_that_no_window_holds_are_noted_with_the_length_that_holds_them(tmp_path, capsys):
+    cut = {"input_ids": [*range(6, 40)], "loss_mask": [0] * 31 + [1] * 2 + [0]}
+    words = command(tmp_path, "--steps", "600", "--dry-run", rows=[{"text": "to be or not to be"}, cut])
+    why = "2 of 19 tokens to learn are in no window; texts are cut at --length 32: give --length 34, or shorter rows"
+    note = f"note: {why}"
+    assert note in notes_of(capsys, words)
+    assert not any("in no window" in line for line in notes_of(capsys, [*words, "--length", "34"]))
+    trained = command(tmp_path, "--steps", "1", "--validate-prompts", "0", rows=[{"text": "to be or not to be"}, cut])
+    assert note in notes_of(capsys, trained)
 
 
 def test_rows_to_validate_on_that_are_trained_on_are_not_called_held_out(tmp_path, capsys):
