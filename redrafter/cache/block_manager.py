@@ -46,6 +46,7 @@ class BlockTable:
             published ones are removed.
         snapshot_row: Row to which steps copy the row's recurrent states after its last full block; 0 for none.
         stored: Prefixes whose states the row has published.
+        forgotten: How often all prefixes had been forgotten when the row was admitted.
     """
 
     blocks: list[int]
@@ -57,6 +58,7 @@ class BlockTable:
     snapshots: dict[int, int] = field(default_factory=dict)
     snapshot_row: int = 0
     stored: list[Hashable] = field(default_factory=list)
+    forgotten: int = 0
 
 
 class BlockCopy(NamedTuple):
@@ -132,7 +134,7 @@ class BlockManager:
         # Blocks that no row holds but that store a prefix, in order of eviction, least recently used first. The blocks
         # before such a block in its prefix are held by a row or come later in this order.
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self.freed = 0
+        self.freed = self._forgotten = 0
         self._roots: dict[Hashable, _Root] = {}  # by salt; a salt without a stored block has none
         self._nodes: dict[int, _Node] = {}  # of each block that stores a prefix
         self._host_empty = deque(range(1, host_blocks))
@@ -219,7 +221,7 @@ class BlockManager:
         for block in blocks:
             self._rows[block] += 1
         state_row = self._state_rows.popleft() if self._state_rows is not None else 0
-        table = BlockTable(blocks, len(chain) * BLOCK_SIZE, salt, state_row)
+        table = BlockTable(blocks, len(chain) * BLOCK_SIZE, salt, state_row, forgotten=self._forgotten)
         if self._states is not None and reuse:
             table.restored = self._states.use(chain[-1]) if chain else 0
             # States are worth storing at two positions: where the prompt diverges from stored blocks, as other prompts
@@ -275,9 +277,11 @@ class BlockManager:
         Of blocks with equal tokens and salt, only the first one published is found, as long as it is on the device.
 
         The keys and values of the row's first `tokens` must be valid in its blocks, and so must its snapshots of the
-        states after them.
+        states after them. A row that was admitted before `forget` publishes nothing.
         """
         self.freed += 1
+        if block_table.forgotten != self._forgotten:
+            return
         full = len(tokens) // BLOCK_SIZE
         assert full <= len(block_table.blocks), "more tokens than the row has slots"
         if not full:
@@ -344,7 +348,8 @@ class BlockManager:
         return copies
 
     def forget(self) -> None:
-        """Remove all stored prefixes and pending copies; rows keep their blocks."""
+        """Remove all stored prefixes and pending copies; rows keep their blocks, and publish them no more."""
+        self._forgotten += 1
         for root in list(self._roots.values()):
             for node in list(root.children.values()):
                 self._forget(node)

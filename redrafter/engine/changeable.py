@@ -1,19 +1,17 @@
 """The part of an engine that an operator changes between two calls: weights, the drafter, and sleep."""
 
-import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.engine.changes import ChangeDrafter, Sleep, UpdateWeights, Wake
 from redrafter.errors import ArgumentError
+from redrafter.model.shared_model import SharedModel
 from redrafter.model.target import Target
 from redrafter.scheduler.engine_change import EngineChange
-from redrafter.scheduler.paged_memory import PagedMemory
 
 
 class Changeable:
@@ -26,13 +24,10 @@ class Changeable:
     draft_model: Target | None
     drafter: DrafterModel | None = None
     previous_drafter: Mapping[str, Tensor] | None = None
-    memory: PagedMemory | None
-    lender: Any  # the engine whose memory is used instead of its own
 
     def __init__(self) -> None:
-        """Begin without a call, once `target` is set."""
-        self._gate, self._calls = threading.RLock(), 0  # number of calls in progress
-        self._derived_of = self.target.version  # version of the weights that `derive` has used
+        """Begin, once `target` is set."""
+        self._derived_of = self.target.revision.weights  # revision of the weights that `derive` has used
 
     def update_weights(self, weights: str | Path | Mapping[str, Tensor]) -> list[str]:
         """Write new weights of the target in place, so that captured steps remain valid.
@@ -99,7 +94,7 @@ class Changeable:
     @property
     def asleep(self) -> bool:
         """True while the engine sleeps and decodes nothing."""
-        return self.target.parked is not None
+        return any(model.asleep for model in self.targets)
 
     @property
     def targets(self) -> list[Target]:
@@ -111,13 +106,9 @@ class Changeable:
         """All modules with weights: the models, and the drafter if there is one."""
         return [*(each.model for each in self.targets), *([] if self.drafter is None else [self.drafter])]
 
-    def drop_graphs(self) -> None:
-        """Drop the captured steps; implemented by `Engine`."""
-        raise NotImplementedError
-
     def derive(self) -> None:
         """Rebuild, in place, the copies and tables derived from the weights of the target and the drafter."""
-        self._derived_of = self.target.version
+        self._derived_of = self.target.revision.weights
 
     def follow_changes(self, *, speculate: bool = True) -> None:
         """Detect changes of the models since the last call, and rebuild everything derived from outdated weights.
@@ -129,35 +120,38 @@ class Changeable:
         """
         for model in self.targets if speculate else [self.target]:
             model.follow_changes()
-        if self._derived_of != self.target.version:
+        if self._derived_of != self.target.revision.weights:
             self.derive()
 
     @contextmanager
     def calling(self, *, speculate: bool) -> Iterator[None]:
         """Enter a context in which a call is decoded with the models' current weights, and no change is made."""
-        with self._gate:
+        with self._gates() as shared:
             if self.asleep:
                 raise ArgumentError("the engine is asleep and decodes nothing: call wake() first")
             self.follow_changes(speculate=speculate)
-            # A count, not the lock itself: calls of several threads may run at once, but no change.
-            self._calls += 1
+            # Counts, not the gates themselves: calls of several threads may run at once, but no change.
+            for each in shared:
+                each.calls += 1
         try:
             yield
         finally:
-            with self._gate:
-                self._calls -= 1
+            with self._gates() as shared:
+                for each in shared:
+                    each.calls -= 1
+
+    @contextmanager
+    def _gates(self) -> Iterator[list[SharedModel]]:
+        """Hold the gates of all models, which other engines may share."""
+        shared = sorted({model.shared for model in self.targets}, key=id)  # in one order for all threads
+        with ExitStack() as held:
+            for each in shared:
+                held.enter_context(each.gate)
+            yield shared
 
     def _make(self, change: EngineChange) -> None:
         """Make a change between two calls."""
-        with self._gate:
-            # A running call has read weights and captured steps that the change would replace.
-            if self._calls:
-                raise ArgumentError("generate() is running on this engine: change it before or after the call")
-            memory = (self.lender or self).memory
-            # The memory's lock, since an engine that borrows this memory may be launching a step.
-            with nullcontext() if memory is None else memory.lock:
-                outdated = change.apply(memory)
-                if memory is not None and change.forgets:
-                    memory.forget_texts()
-            if outdated:
-                self.drop_graphs()
+        with self._gates() as shared:
+            if any(each.calls for each in shared):
+                raise ArgumentError("generate() is running on this model: change it before or after the call")
+            change.apply()

@@ -19,7 +19,6 @@ from redrafter.formats.sources import load_foreign
 from redrafter.model.target import Target
 from redrafter.model.weights import NewWeights, ParkedMemory, snapshot
 from redrafter.scheduler.engine_change import EngineChange
-from redrafter.scheduler.paged_memory import PagedMemory
 
 # Fields of a drafter's config about its training and defaults, which do not affect its computation.
 NOT_OF_FORM = frozenset(
@@ -52,55 +51,46 @@ class ChangeableModels(Protocol):
 class Sleep(EngineChange):
     """Releases the memory of the KV cache and, on a GPU, of the weights, which move to the host."""
 
-    asleep = True
-    same_models = True
-
     def __init__(self, engine: ChangeableModels):
         """Raise `UnsupportedError` for an engine that several processes share."""
         check_changeable(engine, asleep=None)
         self._engine = engine
 
-    def apply(self, memory: PagedMemory | None) -> bool:
+    def apply(self) -> None:
         """Release the memory."""
         target = self._engine.target
-        if target.parked is not None:
-            return False
+        if target.asleep:
+            return
         parked = ParkedMemory()
+        for memory in list(target.shared.memories):
+            memory.park(parked)
         with target.lock:
-            if memory is not None:
-                # Keys and values are not kept: moving them to the host would take longer than a prefill.
-                parked.park(memory.tensors, keep=False)
             if target.device.type != "cpu":  # a CPU's weights are on the host already
                 for module in self._engine.modules:
                     parked.park([*module.parameters(), *module.buffers()], keep=True)
-            target.parked = parked
+            target.shared.parked = parked
         if target.device.type == "cuda":
             # Only memory that torch's allocator has returned is free for other processes.
             torch.cuda.empty_cache()
-        return False
 
 
 class Wake(EngineChange):
     """Allocates the memory again that `Sleep` has released."""
 
-    same_models = True
-
     def __init__(self, engine: ChangeableModels):
         """Make the change, which does nothing for an engine that is awake."""
         self._engine = engine
 
-    def apply(self, memory: PagedMemory | None) -> bool:
+    def apply(self) -> None:
         """Allocate the memory and restore the weights."""
         target = self._engine.target
-        if target.parked is None:
-            return False
+        if (parked := target.shared.parked) is None:
+            return
         with target.lock:
-            same = target.parked.restore()
-            target.parked = None
+            target.shared.moved += not parked.restore()
+            target.shared.parked = None
             for model in self._engine.targets:
                 model.note_state()  # the same weights, perhaps at other addresses
-        # Captured steps contain addresses.
-        return not same
 
 
 class UpdateWeights(EngineChange):
@@ -115,14 +105,14 @@ class UpdateWeights(EngineChange):
         self._new = NewWeights.for_module(target.model, read_weights(weights, target), target.name)
         self.not_finite = self._new.not_finite
 
-    def apply(self, memory: PagedMemory | None) -> bool:
+    def apply(self) -> None:
         """Write the weights."""
         check_changeable(self._engine, asleep=False)  # it may have been put to sleep since
         target = self._engine.target
         with target.lock:
             self._new.write()
+        target.shared.written += 1
         self._engine.follow_changes()
-        return False
 
 
 class ChangeDrafter(EngineChange):
@@ -149,27 +139,28 @@ class ChangeDrafter(EngineChange):
             check_fits_target(drafter, engine.target)
             check_same_form(mine, drafter, name)
             weights = drafter.state_dict()
-        self.forgets = engine.target.drafter_layer is not None  # which the drafter's own weights have made
         self._new = NewWeights.for_module(mine, weights, "the drafter")
         self.not_finite = self._new.not_finite
 
-    def apply(self, memory: PagedMemory | None) -> bool:
+    def apply(self) -> None:
         """Write the weights."""
         check_changeable(self._engine, asleep=False)
         drafter: Any = self._engine.drafter
+        target = self._engine.target
         # Copied before the write, which is in place.
         before = snapshot(drafter)
-        with self._engine.target.lock:
+        with target.lock:
             self._new.write()
         self._engine.previous_drafter = before
+        target.shared.drafters += 1
+        target.shared.written += target.drafter_layer is not None  # whose stored keys the old drafter has computed
         self._engine.derive()
-        return False
 
 
 def check_changeable(engine: ChangeableModels, *, asleep: bool | None) -> None:
     """Raise unless a single process owns the engine, and it is asleep or awake as required; None for either."""
     engine.target.features.check(ENGINE_CHANGES)
-    if asleep is False and engine.target.parked is not None:
+    if asleep is False and engine.target.asleep:
         raise ArgumentError("the engine is asleep, and its weights are on the host: wake it first")
 
 

@@ -11,7 +11,7 @@ from redrafter.scheduler.row_caches import DenseRows, PagedRows
 from redrafter.scheduler.running_batch import Models, RunningBatch
 from redrafter.scheduler.sampling_tensors import SamplingTensors
 
-Key = tuple[int, bool, tuple[int, ...]]
+Key = tuple[int, bool]  # its capacity, and whether it has rows of a draft model
 MAX_IDLE_BYTES = 1 << 30  # total memory of idle batches, as counted by `RunningBatch.num_bytes`
 
 
@@ -52,15 +52,13 @@ class IdleBatches:
         if memory is None:
             yield make(rows, DenseRows(target, draft_model, rows))
             return
-        versions = memory.follow_changes(target, draft_model)
         # Tables as large as the vocabulary are allocated for no more rows than needed.
         capacity = bucket(rows if any(each.has_tables for each in params) else max(rows, max_batch_size))
-        key = (capacity, draft_model is not None, versions)
+        key = capacity, draft_model is not None
         kept = not any(each.asks_host for each in params)
         with self._lock:
-            # Captured steps of a batch may read weights that were replaced since.
-            outdated = [x for x in self._idle if any(a != b for a, b in zip(x[0][-1], versions, strict=False))]
-            self._idle = [x for x in self._idle if x not in outdated]
+            outdated = [entry for entry in self._idle if entry[1].outdated]
+            self._idle = [entry for entry in self._idle if entry not in outdated]
             found = [at for at, (known, _) in enumerate(self._idle) if known == key] if kept else []
             batch = self._idle.pop(found[-1])[1] if found else None
         # Freed outside this lock, as freeing takes the memory's lock and waits for the device.

@@ -38,6 +38,7 @@ from redrafter.model.patch import MODEL_ERRORS, ModelPatch, ModelState, ModelWat
 from redrafter.model.positions import find_dynamic_rope, find_switching_rope
 from redrafter.model.prompt_reader import PromptReader, ShowLogits
 from redrafter.model.self_test import CacheSupport
+from redrafter.model.shared_model import Revision
 from redrafter.model.supported import (
     Support,
     base_of,
@@ -52,7 +53,6 @@ from redrafter.model.supported import (
 from redrafter.model.traits import learn_traits
 from redrafter.model.tree_forward import BoundModel, PaddedForward
 from redrafter.model.varlen_forward import VarlenForward
-from redrafter.model.weights import ParkedMemory
 from redrafter.parallel.local_shards import use_local_shards
 from redrafter.tree.token_tree import chain
 
@@ -61,17 +61,12 @@ class Target(BoundModel):
     """A causal LM bound for token tree verification; `BoundModel` holds the facts about it.
 
     Attributes:
-        version: Number of times that `follow_changes` found other weights or other code: keys and values that are kept
-            are those of their time.
         varlen_forward: The forward over a paged cache.
         images: Whether prompts may have images, and their reader.
         prompt_reader: Reads prompts into the cache.
         reread_from: Committed tokens at which rows are read again, as the model's rope switches; None for never.
         image_inputs: `image_arguments`, and the names of the token-type arguments that go with them.
-        parked: The memory that was given back while the engines on this target sleep; None while they are awake.
     """
-
-    parked: ParkedMemory | None = None
 
     @name_model_in_errors
     def __init__(self, model: PreTrainedModel, name: str | None = None):
@@ -109,7 +104,8 @@ class Target(BoundModel):
             keep_kernels()  # before the self-test launches the first one
         self.hidden_size = head_width(self.head, self.config)
         self.vocab_size = self.config.vocab_size
-        self.version, self._drafter_shapes = 0, tuple[LayerShape, ...]()
+        self._changes = self._replacements = 0  # of weights or code, and those of addresses or code among them
+        self._drafter_shapes = tuple[LayerShape, ...]()
         self.image_arguments = image_arguments(model)
         self.image_inputs = self.image_arguments | token_type_arguments(model)
         warn_of_shared_scales(model.config, self.name)
@@ -199,9 +195,10 @@ class Target(BoundModel):
                         f"{self.name} {what.format(self._bound_as[what], fact)} after it was bound: make a new engine "
                         "of the model"
                     )
-            self.version += 1
+            self._changes += 1
             # In-place writes keep addresses, so fused layers stay valid; replaced tensors or code do not.
             if (now.memory, now.code) != (before.memory, before.code):
+                self._replacements += 1
                 self.varlen_forward.forget_fused()
         self.note_state()
 
@@ -210,6 +207,17 @@ class Target(BoundModel):
         self._state = ModelState.from_model(self.model)
         self._watch = ModelWatch(self.model)
         self.compiled_parts = self._state.compiled
+
+    @property
+    def revision(self) -> Revision:
+        """The changes so far, of which those by the model's owner count once `follow_changes` has found them."""
+        shared = self.shared
+        return Revision(self._changes + shared.written, self._replacements + shared.moved, shared.drafters)
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the engines on the model sleep, so that nothing can be computed with it."""
+        return self.shared.parked is not None
 
     @property
     def hooked(self) -> str | None:

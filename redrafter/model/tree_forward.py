@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +24,10 @@ from redrafter.model.lora import AdapterSlots
 from redrafter.model.patch import CompiledPart, ModelPatch
 from redrafter.model.positions import RopeByLength, answer_by_position, has_alibi
 from redrafter.model.recurrent_layers import mixer_plan, replace_mixers
+from redrafter.model.shared_model import SharedModel
 from redrafter.model.supported import Support
 from redrafter.model.traits import ModelTraits
 from redrafter.parallel.ranks import Ranks
-
-# One lock a model, for all forwards of all targets on it: one must not undo another's changes of the model.
-_LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 
 
 class BoundModel:
@@ -50,7 +47,8 @@ class BoundModel:
         traits: Properties of its layers.
         ranks: The processes that compute the model together, each its own heads.
         features: Its features that others may exclude, such as batch invariance.
-        lock: Held while anything is set on the model, by any forward of any target on it.
+        shared: The state that all targets on the model share.
+        lock: Its lock, held while anything is set on the model.
         compiled_parts: Parts that the model's owner has compiled, which run uncompiled in our calls: they
             know neither the hooks nor the shapes of these.
         rope: Its rope, where the frequencies follow from the length of a text; else None.
@@ -90,7 +88,8 @@ class BoundModel:
 
     def __init__(self, model: PreTrainedModel):
         self.model = model.eval()
-        self.lock: Any = _LOCKS.setdefault(model, threading.RLock())
+        self.shared = SharedModel.of_model(model)
+        self.lock: Any = self.shared.lock
 
 
 class TreeForward(ABC):

@@ -68,9 +68,8 @@ class VarlenForward(TreeForward):
     varies and that is a dynamic dimension. Pieces of prompts are read on a CPU, on either kind of cache, uncompiled.
 
     Attributes:
-        version: Number of times that the model's weights were replaced, or its code changed: a captured step knows
-            those of its time.
-        outdated: Whether linear layers were fused before that, and are not now.
+        outdated: Whether linear layers were fused before the model's weights were replaced or its code was changed, and
+            are not now.
         row_by_row: Patches a forward so that each token is computed as it would be alone, bit for bit; None for
             forwards as fast as may be.
     """
@@ -83,7 +82,7 @@ class VarlenForward(TreeForward):
         self._positions: Any = None  # `[T]` int64, likewise
         self._fused: FusedLinears | None = None
         self._operators: MixerOperators | None = None  # of a compiled forward with mixers
-        self.version, self.outdated = 0, False
+        self.outdated = False
         self.row_by_row: Callable[[ModelPatch], None] | None = None
 
     def __call__(self, batch: ForwardBatch) -> tuple[Tensor, Tensor, ChunkEnds | None]:
@@ -218,7 +217,6 @@ class VarlenForward(TreeForward):
 
     def forget_fused(self) -> None:
         """Use the model's own layers, uncompiled, after its weights or code have changed."""
-        self.version += 1
         self.outdated |= self.linears_fused
         self._fused = None
         self.compile(False)

@@ -8,33 +8,19 @@ that they have: a sequence is never read by one set of weights and continued by 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from redrafter.scheduler.paged_memory import PagedMemory
-
 
 class EngineChange(ABC):
     """A change of an engine that has passed its checks.
 
     Attributes:
-        forgets: Whether it invalidates stored keys and values.
-        asleep: Whether nothing can be computed after it.
-        same_models: Whether it keeps the target and its proposer, so that acceptance statistics stay valid.
         not_finite: Names of the tensors that it writes with NaN or infinite numbers.
     """
 
-    forgets = True
-    asleep = False
-    same_models = False
     not_finite: Sequence[str] = ()
 
     @abstractmethod
-    def apply(self, memory: PagedMemory | None) -> bool:
-        """Make the change, while no forward runs and no sequence holds blocks.
-
-        Args:
-            memory: The paged memory of the engine; None where it has none.
-
-        Returns:
-            Whether steps that were captured before are out of date.
+    def apply(self) -> None:
+        """Make the change, while no forward runs and no sequence holds blocks, and count it in the models' `revision`.
 
         Raises:
             ReDrafterError: It cannot be made now; nothing has changed then.

@@ -24,6 +24,7 @@ from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.batch_invariance import check_rows
 from redrafter.model.forward_batch import ForwardBatch
 from redrafter.model.target import Target
+from redrafter.model.weights import ParkedMemory
 from redrafter.scheduler.attention_kernels import AttentionKernels
 from redrafter.scheduler.captured_step import GraphCapturer, collection_paused
 from redrafter.scheduler.sequence import TokenSequence
@@ -77,7 +78,8 @@ class PagedMemory:
         self.released = threading.Condition(self.lock)
         self.turns = list[object]()
         self.capturer = GraphCapturer(target)
-        self._compile, self._versions = compile, dict[Target, int]()
+        self._compile, self._weights = compile, dict[Target, int]()  # revision of the weights behind stored prefixes
+        target.shared.memories.add(self)
 
     def forget_prefixes(self) -> None:
         """Drop all prefixes, so that later prompts are read in full. No sequence may hold blocks."""
@@ -155,23 +157,26 @@ class PagedMemory:
             if blocks is not None:
                 blocks.forget()
 
-    def follow_changes(self, target: Target, draft_model: Target | None) -> tuple[int, ...]:
-        """Forget prefixes and prepare forwards that were made with outdated weights of the models.
-
-        The models must be up to date already. Returns the versions of their forwards: steps captured with other
-        versions are out of date.
-        """
-        models = [(target, self.store)]
-        if draft_model is not None and self.draft_store is not None:
-            models.append((draft_model, self.draft_store))
+    def park(self, parked: ParkedMemory) -> None:
+        """Release the memory of all keys and values until `parked` is restored, and drop stored prefixes."""
         with self.lock:
-            if any(self._versions.get(model, model.version) != model.version for model, _ in models):
+            # Keys and values are not kept: moving them to the host would take longer than a prefill.
+            parked.park(self.tensors, keep=False)
+            self.forget_texts()
+
+    def follow_changes(self, models: Sequence[Target]) -> None:
+        """Forget prefixes and prepare forwards that were made with outdated weights of the target and its draft model.
+
+        The models must be up to date already.
+        """
+        with self.lock:
+            now = {model: model.revision.weights for model in models}
+            if any(self._weights.get(model, weights) != weights for model, weights in now.items()):
                 self.forget_texts()
-            for model, store in models:
-                self._versions[model] = model.version
+            self._weights |= now
+            for model, store in zip(models, self._stores, strict=False):
                 if model.varlen_forward.outdated:
                     prepare(model, store, self._compile)
-        return tuple(model.varlen_forward.version for model, _ in models)
 
     @classmethod
     def on(

@@ -25,6 +25,7 @@ from redrafter.drafting.proposer import Proposer, State, step_tokens
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.features import ADAPTERS
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.model.shared_model import Revision
 from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import CapturedStep, HostCopy, LaunchedStep, Timer, bucket, new_state
 from redrafter.scheduler.finished_texts import CopySource, write_pieces
@@ -160,10 +161,23 @@ class RunningBatch:
         self._positions = 0  # of a row's buffers
         self._state: State | None = None
         self._chunk_buffers: ChunkBuffers | None = None
+        self._models: list[Target] = []
+        self._revisions: list[Revision] = []  # of the models, which captured steps belong to
 
     def draft_with(self, models: Models, rows: int, *, speculate: bool) -> None:
-        """Set the proposers of later steps. Call only while there are no sequences."""
+        """Set the proposers of later steps, of models that are up to date. Call only while there are no sequences.
+
+        Stored prefixes and captured steps of earlier revisions of the models are dropped.
+        """
         assert not self.rows, "rows are drafted for already"
+        self._models = [self.target]
+        if speculate and models.draft_model is not None:
+            self._models.append(models.draft_model)
+        if self.outdated:
+            self._drop_captured_steps()
+        self._revisions = [model.revision for model in self._models]
+        if self._memory is not None:
+            self._memory.follow_changes(self._models)
         self._plain, self._rejection_sampling = models.plain, models.rejection_sampling
         # Batch size of a step by number of sequences; a captured step may have padding rows.
         self._sizes = {n: min(bucket(n), self._all_rows) if self._memory else n for n in range(1, rows + 1)}
@@ -176,6 +190,16 @@ class RunningBatch:
         self._knows_matches = copies and self.target.device.type == "cpu"
         self.overshoot = max(overshoot(proposer) + proposer.scratch_slots for proposer in every)
         self._translates = speculate and models.draft_vocabulary is not None
+
+    @property
+    def follows(self) -> bool:
+        """Return whether the models are unchanged since `draft_with`."""
+        return all(model.revision == seen for model, seen in zip(self._models, self._revisions, strict=True))
+
+    @property
+    def outdated(self) -> bool:
+        """Return whether captured steps have addresses, or ran code, that the models have no longer."""
+        return any(m.revision.steps != seen.steps for m, seen in zip(self._models, self._revisions, strict=False))
 
     @property
     def sizes(self) -> list[int]:
@@ -488,11 +512,14 @@ class RunningBatch:
     def free(self) -> None:
         """Release all buffers and captured steps, while there are no sequences."""
         assert not self.rows, "rows are in the buffers"
+        self._drop_captured_steps()
+        self._state, self._chunk_buffers, self._positions = None, None, 0
+
+    def _drop_captured_steps(self) -> None:
         # No graph may be freed while another is captured.
         with nullcontext() if self._memory is None else self._memory.lock:
             self._wait_for_device()
             self.captured_steps.clear()
-            self._state, self._chunk_buffers, self._positions = None, None, 0
 
     def _wait_for_device(self) -> None:
         """Wait until no step reads or writes the buffers, which are about to be released."""

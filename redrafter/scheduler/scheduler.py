@@ -221,14 +221,18 @@ class Scheduler:
         self.settle()
         with torch.inference_mode():  # in which the rows' buffers were made
             self._running.put_all_back()
-        with self.memory.lock:
-            if change.apply(self.memory):
-                self.batch.captured_steps.clear()
-            if change.forgets:
-                self.memory.forget_texts()
-        self.asleep = change.asleep
-        if not change.same_models:  # acceptance statistics describe the models before the change
-            self.batch.draft_with(self.engine, self.limits.max_batch_size, speculate=self._speculate)
+        change.apply()
+        self.asleep = self.engine.target.asleep
+        self._follow_changes()
+
+    def _follow_changes(self) -> None:
+        """Drop what the models have computed before they were changed; running sequences are read again."""
+        if self.batch.follows:
+            return
+        self.settle()
+        with torch.inference_mode():
+            self._running.put_all_back()
+        self.batch.draft_with(self.engine, self.limits.max_batch_size, speculate=self._speculate)
 
     def round(self) -> None:
         """Admit sequences, read a chunk of their prompts, and step all rows."""
@@ -242,6 +246,8 @@ class Scheduler:
             self._running.end_cancelled()
             if self.asleep:
                 return
+            if self._memory is not None:  # a dense cache lasts for one call
+                self._follow_changes()
             self._running.admit(self.limits, self.settle, mixed_prefill=self.mixed_prefill)
             # Prompts that the step will read are excluded here, or they would be read twice.
             mixed = self._mixed_sequences()

@@ -7,8 +7,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LogitsProcessor, pipeline
 
+from helpers.adapters import saved
 from helpers.models import tiny_drafter, tiny_model, uneven_batch, with_tree
-from redrafter import ArgumentError, DraftTarget, ReDrafter, UnsupportedError, boxed_pair
+from redrafter import ArgumentError, DraftTarget, PromptLookup, ReDrafter, UnsupportedError, boxed_pair
+from redrafter.engine.options import EngineOptions
+from redrafter.model.target import Target
 from redrafter.scheduler.scheduler import Scheduler
 
 IDS, MASK = uneven_batch()
@@ -92,7 +95,118 @@ def test_a_call_that_is_cancelled_ends_its_sequences_and_the_others_continue(eng
     for thread in threads():
         thread.join(timeout=60)
     assert not threads()
-    assert engine._calls == 0, "a call that has ended holds the weights"  # noqa: SLF001
+    assert engine.target.shared.calls == 0, "a call that has ended holds the weights"
+
+
+LONG = {"input_ids": torch.arange(40)[None] * 7 % 83 + 4, **GREEDY}  # longer than a block, so its prefix is stored
+
+
+def with_noise(model) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    return {name: x + 0.15 * torch.randn_like(x) for name, x in model.state_dict().items()}
+
+
+def write_in_place(engine, weights):
+    with torch.no_grad():
+        for name, place in engine.model.state_dict().items():
+            place.copy_(weights[name])
+
+
+CHANGES = {
+    "update_weights": lambda engine, weights: engine.update_weights(weights),
+    "load_state_dict": lambda engine, weights: engine.model.load_state_dict(weights),
+    "assigned": lambda engine, weights: engine.model.load_state_dict(weights, assign=True),
+    "in place": write_in_place,
+    "by another engine": lambda engine, weights: PromptLookup.from_pretrained(engine.model).update_weights(weights),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_calls_after_a_change_of_the_weights_write_what_the_new_model_writes(change):
+    model = tiny_model("llama")
+    engine = with_tree(model, tiny_drafter(), 3, 3)
+    before = asyncio.run(engine.agenerate(**LONG))
+    CHANGES[change](engine, with_noise(model))
+    expected = model.generate(**LONG)
+    assert not torch.equal(expected, before)
+    for speculate in (True, False):
+        assert torch.equal(asyncio.run(engine.agenerate(**LONG, speculate=speculate)), expected)
+    assert torch.equal(engine.generate(**LONG), expected)
+
+
+def test_a_call_that_runs_while_the_owner_writes_weights_stores_no_keys_of_the_old_ones():
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    engine = with_tree(model, tiny_drafter(), 3, 3)
+
+    async def work():
+        tokens = engine.astream(**LONG | {"max_new_tokens": 40})
+        await anext(tokens)
+        model.load_state_dict(with_noise(model))
+        late = await engine.agenerate(IDS[:1], **GREEDY)
+        async for _ in tokens:
+            pass
+        return late, await engine.agenerate(**LONG)
+
+    late, after = asyncio.run(work())
+    assert torch.equal(late, model.generate(IDS[:1], **GREEDY))
+    assert torch.equal(after, model.generate(**LONG))
+
+
+def test_sleep_releases_the_memory_of_coroutines_and_later_calls_write_the_same():
+    model = tiny_model("llama")
+    engine, other = with_tree(model, tiny_drafter(), 3, 3), PromptLookup.from_pretrained(model)
+    before = [asyncio.run(each.agenerate(**LONG)) for each in (engine, other)]
+    memories = list(engine.target.shared.memories)
+    assert len(memories) == 2
+    engine.sleep()
+    assert not any(x.untyped_storage().nbytes() for memory in memories for x in memory.tensors)
+    for each in (engine, other):
+        assert each.asleep
+        with pytest.raises(ArgumentError, match="asleep"):
+            asyncio.run(each.agenerate(**LONG))
+    other.wake()
+    assert [torch.equal(asyncio.run(e.agenerate(**LONG)), ids) for e, ids in zip((engine, other), before, strict=True)]
+    assert torch.equal(before[0], model.generate(**LONG))
+
+
+@pytest.mark.parametrize("other", ["the engine", "an engine of the same model"])
+def test_nothing_is_changed_while_a_coroutine_is_decoded(engine, other):
+    changer = engine if other == "the engine" else PromptLookup.from_pretrained(engine.model)
+
+    async def work():
+        tokens = engine.astream(IDS[:1], max_new_tokens=30, do_sample=False)
+        first = await anext(tokens)
+        for change in (changer.sleep, lambda: changer.update_weights(engine.model.state_dict())):
+            with pytest.raises(ArgumentError, match="is running on this model"):
+                change()
+        return [first, *[token async for token in tokens]]
+
+    expected = engine.model.generate(IDS[:1], max_new_tokens=30, do_sample=False)[0, IDS.shape[1] :].tolist()
+    assert asyncio.run(work()) == expected
+
+
+def test_an_adapter_of_a_call_stays_until_it_ends_and_its_name_may_be_given_to_another(tmp_path):
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    tuned = [saved(tmp_path / name, seed=seed)[0] for seed, name in enumerate("ab", start=1)]
+    engine = ReDrafter(Target(model), tiny_drafter(), options=EngineOptions(max_loras=1))
+    calls = [LONG | {"max_new_tokens": 30, "adapter": "x"}] * 2
+
+    async def work():
+        engine.load_adapter("x", tmp_path / "a")
+        tokens = engine.astream(**calls[0])
+        texts = [[await anext(tokens)]]
+        engine.unload_adapter("x")
+        with pytest.raises(ArgumentError, match="max_loras"):
+            engine.load_adapter("x", tmp_path / "b")
+        texts[0] += [token async for token in tokens]
+        engine.load_adapter("x", tmp_path / "b")
+        return [*texts, [token async for token in engine.astream(**calls[1])]]
+
+    for found, each in zip(asyncio.run(work()), tuned, strict=True):
+        each.generation_config.eos_token_id = None
+        assert found == each.generate(**LONG | {"max_new_tokens": 30})[0, LONG["input_ids"].shape[1] :].tolist()
 
 
 def test_what_a_shared_batch_cannot_do_is_refused_with_what_to_type(engine):
@@ -116,7 +230,7 @@ def test_what_a_shared_batch_cannot_do_is_refused_with_what_to_type(engine):
 
     with pytest.raises(ArgumentError, match=r"astream\(\) writes one text, got 2 output rows"):
         asyncio.run(two())
-    assert engine._calls == 0  # noqa: SLF001
+    assert engine.target.shared.calls == 0
 
 
 def test_an_engine_whose_rows_draft_as_their_own_drafts_suggest_shares_no_batch():

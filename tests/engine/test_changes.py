@@ -145,7 +145,7 @@ def test_weights_and_drafters_that_were_read_need_no_file_any_more(tmp_path):
     for file in tmp_path.rglob("*.safetensors"):
         os.truncate(file, 10)
     for change in changes:
-        change.apply(None)
+        change.apply()
     check_writes_as(engine, new)
 
 

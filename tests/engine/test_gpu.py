@@ -1,5 +1,6 @@
 """FP8 keys and values, LoRA adapters and prefixes with states: no text changes in captured and compiled steps."""
 
+import asyncio
 import warnings
 from copy import deepcopy
 from dataclasses import replace
@@ -175,6 +176,35 @@ def test_captured_steps_write_with_new_weights_and_are_kept(compile):
         engine.change_drafter(tiny_drafter().to("cuda"))
         check_writes_as(engine, model)
     check_kept(engine, steps)
+
+
+@COMPILE
+@pytest.mark.parametrize("change", ["update_weights", "load_state_dict", "assigned", "sleep"])
+def test_coroutines_follow_changes_in_their_memory_and_captured_steps(change, compile):
+    engine = on_gpu("llama", compile=compile)
+    ids = (torch.arange(40, device="cuda")[None] * 7) % 83 + 4  # longer than a block, so its prefix is stored
+
+    def write(**how: object) -> torch.Tensor:
+        return asyncio.run(engine.agenerate(ids, **GREEDY, **how))
+
+    write(), write(speculate=False), engine.generate(ids, **GREEDY)
+    torch.manual_seed(1)
+    model = with_spread_weights(tiny_model("llama")).cuda()
+    if change == "update_weights":
+        engine.update_weights(model.state_dict())
+    elif change == "sleep":
+        model = tiny_model("llama").cuda()
+        engine.sleep()
+        assert not any(x.untyped_storage().nbytes() for m in engine.target.shared.memories for x in m.tensors)
+        taken = torch.empty(1 << 26, device="cuda")  # so that the memory may come back at other addresses
+        engine.wake()
+        del taken
+    else:
+        engine.model.load_state_dict(model.state_dict(), assign=change == "assigned")
+    expected = model.generate(ids, **GREEDY)
+    for speculate in (True, False):
+        assert torch.equal(write(speculate=speculate), expected)
+        assert torch.equal(engine.generate(ids, speculate=speculate, **GREEDY), expected)
 
 
 @COMPILE

@@ -127,10 +127,10 @@ def test_replaced_weights_are_fused_again_without_a_second_copy():
     assert attention.k_proj.weight.untyped_storage().data_ptr() == shared
     other = paged(PromptLookup.from_pretrained(engine.model))  # fuses what is fused already
     assert attention.q_proj.weight.untyped_storage().data_ptr() == shared
-    version = engine.target.varlen_forward.version
+    revision = engine.target.revision
     for each in (other, engine, other, engine):
         assert torch.equal(each.generate(IDS, MASK, **GREEDY), plain_text(engine.model))
-    assert engine.target.varlen_forward.version == version
+    assert engine.target.revision == revision
 
 
 def test_weights_that_are_written_in_place_keep_the_captured_steps_and_not_the_prefixes():
@@ -161,7 +161,7 @@ def test_an_unchanged_model_keeps_what_was_kept():
     engine.generate(IDS, MASK, **GREEDY)
     assert engine.batches.idle == [batch]
     assert batch.captured_steps == steps
-    assert engine.target.version == engine.target.varlen_forward.version == 0
+    assert engine.target.revision == (0, 0, 0)
 
 
 def register_hook(model):
