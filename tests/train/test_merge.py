@@ -21,7 +21,13 @@ def shard_file(folder: Path, index: int, count: int, **settings: object) -> Path
     output = folder / f"own.{index}-{count}.jsonl"
     with Journal(output, {}) as journal:
         journal.add([*reversed(answered), *failed])
-        counts = {"input": len(rows), "success": len(answered), "errors": len(failed), "skipped": 0}
+        counts = {
+            "input": len(rows),
+            "success": len(answered),
+            "errors": len(failed),
+            "skipped": 0,
+            "ended_at_tools": 0,
+        }
         costs = {"tokens": journal.tokens, "seconds": 0.5, "steps": 2, "emitted": 4, "tokens_per_step": 2.0}
         journal.finish(counts | costs | {"settings": {"shard": f"{index}/{count}", "seed": 5} | settings})
     return output

@@ -35,12 +35,12 @@ from redrafter.train.regenerate.answer_writer import (
     AnswerWriter,
     Task,
     choose_batch,
-    ids_after,
     invented_rows,
 )
 from redrafter.train.regenerate.command import load, regenerate
 from redrafter.train.regenerate.config import RegenerateConfig, parse
 from redrafter.train.regenerate.journal import Journal, merge
+from redrafter.train.regenerate.parts import ids_after
 
 CONTEXT, EOS = 160, 2
 TEMPLATE = (
@@ -331,6 +331,15 @@ def test_rows_that_fail_are_counted_and_stop_nothing(pair, config):
     assert summary["tokens"] == sum(sum(row["loss_mask"]) for row in lines(config.output))
     assert json.loads(Path(config.output + ".json").read_text()) == json.loads(json.dumps(summary))
     assert not Path(config.output + ".partial").exists()
+
+
+def test_rows_that_end_before_a_tool_result_are_counted(pair, config):
+    turns = (("user", "hi"), ("assistant", "[wx]"), ("tool", "9 C"), ("assistant", "cold"))
+    messages = [{"role": role, "content": content} for role, content in turns]
+    summary = regenerate(pair, [Row("t:1", messages=messages), ROWS[1]], config, log=quiet)
+    ended, other = lines(config.output)
+    assert (ended["finish"], len(answers(ended)), "9 C" in ended["shown"]) == ("tool", 1, False)
+    assert (summary["ended_at_tools"], other["finish"] in ("eos", "length")) == (1, True)
 
 
 def test_longest_prompt_ends_a_conversation_and_keeps_its_first_turns(pair, config):

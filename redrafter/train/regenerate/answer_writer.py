@@ -2,9 +2,9 @@
 
 With the same base, tokenizer and seed, the answer to a row does not depend on its batch.
 
-The chat template is rendered with a marker in place of every answer, to find the text that follows an answer even if
-the template transforms answers. The generated ids of an answer are kept unchanged between the ids of the template: the
-next answer is decoded after exactly the ids that the base has read and generated.
+The generated ids of an answer are kept unchanged between the ids of the template: the next answer is decoded after
+exactly the ids that the base has read and generated. A conversation ends before the result of a tool that the base has
+not called in the same way.
 """
 
 import hashlib
@@ -21,18 +21,15 @@ from redrafter.app.flags import short_name
 from redrafter.app.loading import Pair
 from redrafter.app.options import GenerationOptions
 from redrafter.checkpoints.tokenizers import end_tokens
-from redrafter.data.prompts import apply_template, check_tokenizer, encode_prompt
 from redrafter.data.rows import Row, fingerprint
 from redrafter.data.windows import Document
 from redrafter.errors import CacheFullError, CheckpointError, MismatchError, ReDrafterError, first_line
 from redrafter.measure.run import Run
 from redrafter.train.regenerate.config import RegenerateConfig, shard_numbers
 from redrafter.train.regenerate.journal import BatchCost, Journal, Record
+from redrafter.train.regenerate.parts import INVENTED, Part, split_row
 
 MIN_BEGINNING_TOKENS, MAX_BEGINNING_TOKENS = 16, 64  # range of the prompt length of a plain text
-BEGINNING_CHARS = 8192  # characters of a plain text that are tokenized for its prompt
-MARKER = "AnswerOfTheBase"
-INVENTED = [{"role": "user", "content": ""}]  # marks a conversation whose user turn the base generates
 # At temperature 1, a base of 135M parameters starts one question in five with gibberish.
 QUESTION_TEMPERATURE, MAX_QUESTION_TOKENS = 0.9, 128
 SEED_RANGE = 1 << 62  # seeds are less than this
@@ -78,12 +75,12 @@ class Task:
     row: Row
     seed: int  # seed of its answers
     temperature: float  # temperature of its answers
-    parts: list[list[int]]  # ids before each answer; of an invented conversation, before the question and the answer
+    parts: list[Part]  # ids before each answer; of an invented conversation, before the question and the answer
     invented: bool = False  # whether the base also generates the question, which is not trained on
     ids: list[int] = field(default_factory=list)  # all ids so far
     mask: list[bool] = field(default_factory=list)  # true for ids that the base generated
     parts_added: int = 0  # number of `parts` in `ids`
-    finish: str = "eos"  # `eos`, or `length` if an answer was truncated or did not fit
+    finish: str = "eos"  # `eos`, `length` if an answer was truncated or did not fit, `tool` before a result
     done: bool = False  # whether all answers are generated
 
     @property
@@ -99,14 +96,23 @@ class Task:
     def add_prompt(self, limits: BaseLimits) -> None:
         """Append the ids before the next answer; mark the task as done if there is no next answer or no room for it."""
         part = self.parts[self.parts_added] if self.parts_added < len(self.parts) else None
-        if part is not None and self.ids and self.ids[-1] in limits.eos:
-            # The base generated its own end token, so drop the template's end of turn up to its end token.
-            part = part[next((index + 1 for index, token in enumerate(part[:2]) if token in limits.eos), 0) :]
-        if part is None or not limits.fits(len(self.ids) + len(part)):
+        ended = bool(self.ids) and self.ids[-1] in limits.eos
+        if part is not None and not part.follows(self.ids[:-1] if ended else self.ids):
+            part, self.finish = None, "tool"
+        following = [] if part is None else part.ids
+        if ended:
+            # The base generated its own end token, so drop the template's end of turn up to its end token. Where the
+            # two differ, as of a base that ends with the mark of the next turn's role, the template's is read.
+            end = next((index for index, token in enumerate(following[:2]) if token in limits.eos), None)
+            if end is not None and following[end] != self.ids[-1]:
+                self.ids, self.mask = self.ids[:-1], self.mask[:-1]
+            elif end is not None:
+                following = following[end + 1 :]
+        if part is None or not limits.fits(len(self.ids) + len(following)):
             self.finish = self.finish if part is None else "length"
             self.done = True
             return
-        self.ids, self.mask = self.ids + part, self.mask + [False] * len(part)
+        self.ids, self.mask = self.ids + following, self.mask + [False] * len(following)
         self.parts_added += 1
 
     def add_answer(self, answer: Sequence[int], limits: BaseLimits) -> None:
@@ -134,18 +140,20 @@ def make_task(
     digest = hashlib.blake2b(f"{config.seed}/{number}".encode(), digest_size=24).digest()
     task_seed, which, share = (int.from_bytes(digest[start : start + 8], "big") for start in (0, 8, 16))
     beginning = MIN_BEGINNING_TOKENS + share % (MAX_BEGINNING_TOKENS - MIN_BEGINNING_TOKENS + 1)
-    parts = _parts(row, tokenizer, beginning)
-    if not parts or not parts[0]:
+    parts = split_row(row, tokenizer, beginning, limits.eos)
+    if not parts or not parts[0].ids:
         raise CheckpointError("an empty prompt")
     # Ids outside the vocabulary would fail in the embedding, on a GPU without a usable message.
-    highest = max(max(part, default=0) for part in parts)
+    highest = max(max(part.ids, default=0) for part in parts)
     if highest >= limits.vocab_size:
         raise MismatchError(f"token id {highest}, but the base knows {limits.vocab_size} ids")
     temperature = config.temperatures[which % len(config.temperatures)]
     task = Task(number, row, task_seed % SEED_RANGE, temperature, parts, row.messages is INVENTED)
     task.add_prompt(limits)
     if task.done:
-        raise CheckpointError(f"a prompt of {len(parts[0])} tokens; at most {limits.max_tokens} leave room to write")
+        raise CheckpointError(
+            f"a prompt of {len(parts[0].ids)} tokens; at most {limits.max_tokens} leave room to write"
+        )
     return task
 
 
@@ -343,83 +351,3 @@ def choose_batch(tasks: Sequence[Task], size: int) -> list[Task]:
 
 def _error(number: int, row: Row, reason: str) -> Record:
     return {"row": number, "prompt": row.where, "error": reason.removeprefix(f"{row.where}: ")}
-
-
-def _parts(row: Row, tokenizer: PreTrainedTokenizerBase, beginning: int) -> list[list[int]]:
-    """Return the ids before each answer; for a plain text, at most `beginning` tokens."""
-    if row.messages is INVENTED:
-        return _invented_turn(row, tokenizer)
-    if row.messages is not None:
-        return _turns(row, row.messages, tokenizer)
-    if row.prompt is not None:
-        return [encode_prompt(row, tokenizer)]
-    if row.text is not None:
-        return [_beginning(tokenizer(row.text[:BEGINNING_CHARS])["input_ids"], beginning)]
-    assert row.ids is not None
-    check_tokenizer(row, tokenizer)
-    mask = row.loss_mask or [True] * len(row.ids)
-    if True not in mask:
-        raise CheckpointError('nothing in "loss_mask" is true, so there is nothing to answer')
-    return [row.ids[: mask.index(True)] or _beginning(row.ids, beginning)]
-
-
-def _beginning(ids: list[int], max_tokens: int) -> list[int]:
-    """Return the beginning of a text, at most half of it, so that a continuation remains to be generated."""
-    return ids[: min(max_tokens, (len(ids) + 1) // 2)]
-
-
-def _turns(row: Row, messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the ids before each assistant turn of a conversation; without such turns, after each user turn."""
-    asked = [turn for turn in messages if turn["role"] != "assistant"]
-    if not any(turn["role"] == "user" for turn in asked):
-        raise CheckpointError("no user turn, so there is nothing to answer")
-    marker = MARKER
-    # The marker must not occur in the conversation itself.
-    while any(marker in turn["content"] for turn in asked):
-        marker += "Z"
-    answer, chat, parts = {"role": "assistant", "content": marker}, list[dict[str, str]](), list[list[int]]()
-    for turn in messages:
-        if turn["role"] != "assistant":
-            chat.append(turn)
-            if len(asked) < len(messages) or turn["role"] != "user":
-                continue
-        parts.append(_render(row, chat, marker, tokenizer))
-        chat.append(answer)
-    return parts
-
-
-def _invented_turn(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the ids before the content of a first user turn, and those between it and the assistant's answer."""
-    text = apply_template(row, [{"role": "user", "content": MARKER}], tokenizer, add_generation_prompt=True)
-    before, found, _ = text.partition(MARKER)
-    if not found or not before:
-        raise CheckpointError("the chat template puts nothing before a user's question, so the base cannot invent one")
-    opening = list(tokenizer(before, add_special_tokens=False)["input_ids"])
-    return [opening, ids_after(text[len(before) :], len(MARKER), tokenizer)]
-
-
-def _render(row: Row, chat: list[dict[str, str]], marker: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids that the template puts between the last answer of a chat and the next one.
-
-    For a chat without answers, returns the ids of the whole chat.
-    """
-    if not any(turn["role"] == "user" for turn in chat):
-        raise CheckpointError("the assistant speaks before any user turn")
-    text = apply_template(row, chat, tokenizer, add_generation_prompt=True)
-    if not any(turn["role"] == "assistant" for turn in chat):
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    if marker not in text:
-        raise CheckpointError("the chat template leaves the assistant's last turn out")
-    # Only the text after the last answer is new: earlier turns are already in the tokens, as the base wrote them.
-    return ids_after(text[text.rindex(marker) :], len(marker), tokenizer)
-
-
-def ids_after(text: str, start: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Encode `text[start:]` in the context of the preceding text, since many tokenizers add a leading space."""
-    if tokenizer.is_fast:
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        spans = encoded["offset_mapping"]
-        # A token that spans the boundary cannot be split, so encode the rest separately.
-        if not any(first < start < end for first, end in spans):
-            return [token for token, (_, end) in zip(encoded["input_ids"], spans, strict=True) if end > start]
-    return list(tokenizer(text[start:], add_special_tokens=False)["input_ids"])

@@ -73,6 +73,7 @@ def regenerate(
             "success": success,
             "errors": len(journal.errors),
             "skipped": writer.skipped,
+            "ended_at_tools": journal.ended_at_tools,
             "tokens": journal.tokens,
         }
         facts = {"base": writer.base, "settings": settings, "versions": versions()}
@@ -109,6 +110,8 @@ def load(config: RegenerateConfig) -> Pair:
 def run_checked(config: RegenerateConfig) -> int:
     """Run the command with options validated by `main`. Returns its exit code."""
     summary = regenerate_files(config, log=lambda line: print(line, file=sys.stderr, flush=True))
+    if stopped := summary["ended_at_tools"]:
+        print(f"{stopped} rows end before the result of a tool that the base did not call as the row does")
     print(
         f"{config.output}: {summary['success']} of {summary['input']} rows, {summary['errors']} errors, "
         f"{summary['skipped']} skipped; {summary['tokens']:,} tokens in {summary['seconds']:.0f} s, "

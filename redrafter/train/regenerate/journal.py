@@ -21,7 +21,7 @@ from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.train.regenerate.config import shard_numbers
 
 # Entries of a summary that are summed over shards.
-COUNTS = ("input", "success", "errors", "skipped", "tokens", "seconds", "steps", "emitted")
+COUNTS = ("input", "success", "errors", "skipped", "ended_at_tools", "tokens", "seconds", "steps", "emitted")
 
 
 class BatchCost(TypedDict):
@@ -49,7 +49,7 @@ class Record(TypedDict, total=False):
     tokenizer: str
     seed: int
     temperature: float
-    finish: str  # `eos` or `length`
+    finish: str  # `eos`, `length` or `tool`
     input_ids: list[int]
     loss_mask: list[int]  # 1 for ids that the base generated
     shown: str  # decoded `input_ids`
@@ -69,6 +69,7 @@ class Journal:
         self.output, self.path = output, output.with_name(output.name + ".partial")
         self.done: dict[int, int] = {}  # line offsets of finished and failed rows by row number
         self.errors: set[int] = set()  # numbers of the rows that failed
+        self.ended_at_tools = 0  # number of the finished rows that end before the result of a tool
         self.tokens, self.totals = 0, BatchCost(seconds=0.0, steps=0, emitted=0)  # of all answers, and of all batches
         self._end = 0
         # A round trip through JSON turns tuples into lists, to compare with saved settings.
@@ -149,6 +150,7 @@ class Journal:
                 self.errors.add(record["row"])
             else:
                 self.tokens += sum(record["loss_mask"])
+                self.ended_at_tools += record.get("finish") == "tool"
         elif "batch" in record:
             cost = record["batch"]
             self.totals["seconds"] += cost["seconds"]

@@ -1,0 +1,157 @@
+"""Split a row into the ids before each answer that the base is to write.
+
+The chat template is rendered with a marker in place of every answer, to find the text that follows an answer even if
+the template transforms answers. Turns of weight 0 are the context of others: they stay as they are.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from redrafter.chat.template import chat_template_of
+from redrafter.data.prompts import apply_template, check_tokenizer, encode_prompt
+from redrafter.data.rows import Row
+from redrafter.errors import CheckpointError
+
+BEGINNING_CHARS = 8192  # characters of a plain text that are tokenized for its prompt
+MARKER = "AnswerOfTheBase"
+INVENTED = [{"role": "user", "content": ""}]  # marks a conversation whose user turn the base generates
+NO_ANSWER = [-1]  # ids that no answer ends with
+
+
+@dataclass(frozen=True)
+class Part:
+    """Ids before an answer."""
+
+    ids: list[int]
+    # Ids with which the answer before it has to end: the call whose result the part contains. Empty without a result.
+    call: list[int] = field(default_factory=list)
+
+    def follows(self, answer: list[int]) -> bool:
+        """Return whether the part may follow an answer, which is given without its end token."""
+        return not self.call or answer[-len(self.call) :] == self.call
+
+
+def split_row(row: Row, tokenizer: PreTrainedTokenizerBase, beginning: int, ends: Collection[int]) -> list[Part]:
+    """Return the ids before each answer; for a plain text, at most `beginning` tokens. `ends` are the end tokens.
+
+    Raises:
+        CheckpointError: The row has nothing to answer.
+        MismatchError: The row's ids are not of this tokenizer.
+    """
+    if row.messages is INVENTED:
+        return _split_invented(row, tokenizer)
+    if row.messages is not None:
+        return _split_conversation(row, row.messages, tokenizer, ends)
+    if row.prompt is not None:
+        return [Part(encode_prompt(row, tokenizer))]
+    if row.text is not None:
+        return [Part(_beginning(tokenizer(row.text[:BEGINNING_CHARS])["input_ids"], beginning))]
+    assert row.ids is not None
+    check_tokenizer(row, tokenizer)
+    mask = row.loss_mask or [True] * len(row.ids)
+    if True not in mask:
+        raise CheckpointError('nothing in "loss_mask" is true, so there is nothing to answer')
+    return [Part(row.ids[: mask.index(True)] or _beginning(row.ids, beginning))]
+
+
+def _beginning(ids: list[int], max_tokens: int) -> list[int]:
+    """Return the beginning of a text, at most half of it, so that a continuation remains to be generated."""
+    return ids[: min(max_tokens, (len(ids) + 1) // 2)]
+
+
+def _split_conversation(
+    row: Row, messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
+) -> list[Part]:
+    """Return the ids before each assistant turn of a conversation; without such turns, after each user turn."""
+    if not any(turn["role"] == "user" for turn in messages):
+        raise CheckpointError("no user turn, so there is nothing to answer")
+    answers = [turn["role"] == "assistant" and turn.get("weight") != 0 for turn in messages]
+    marker = MARKER
+    # The marker must not occur in the conversation itself.
+    while any(marker in turn["content"] for turn, answered in zip(messages, answers, strict=True) if not answered):
+        marker += "Z"
+    answer, chat, parts = {"role": "assistant", "content": marker}, list[dict[str, Any]](), list[Part]()
+    call = list[int]()  # with which the last answer has to end before the next turns of the chat
+    for number, (turn, answered) in enumerate(zip(messages, answers, strict=True)):
+        if not answered:
+            asked_by = next((each for each in reversed(chat) if each["role"] == "assistant"), None)
+            if turn["role"] == "tool" and asked_by is answer:
+                call = call or NO_ANSWER
+            chat.append(turn)
+            following = messages[number + 1]["role"] if number + 1 < len(messages) else None
+            if any(answers) or turn["role"] != "user" or following == "assistant":
+                continue
+        try:
+            parts.append(Part(_render(row, chat, marker, tokenizer), call))
+        except CheckpointError:
+            # Templates may refuse a result after an answer without a call.
+            if not call:
+                raise
+            return [*parts, Part([], NO_ANSWER)]
+        results = messages[number + 1 : number + 2] if answered else []
+        call = _call(row, chat, turn, tokenizer, ends) if any(turn["role"] == "tool" for turn in results) else []
+        chat.append(answer)
+    return parts
+
+
+def _call(
+    row: Row,
+    chat: list[dict[str, Any]],
+    turn: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Collection[int],
+) -> list[int]:
+    """Return the ids that the template writes of a turn after a chat, without its thoughts and its end token."""
+    try:
+        prompt = apply_template(row, chat, tokenizer, add_generation_prompt=True)
+        text = apply_template(row, [*chat, turn], tokenizer)
+    except CheckpointError:
+        return NO_ANSWER
+    marks, written = chat_template_of(tokenizer).thoughts(), text[len(prompt) :]
+    if not text.startswith(prompt):
+        return NO_ANSWER
+    if marks is not None:
+        written = written.rpartition(marks.end)[2]
+    written = written.lstrip()
+    ids = ids_after(text, len(text) - len(written), tokenizer)
+    return ids[: next((index for index, token in enumerate(ids) if token in ends), len(ids))] or NO_ANSWER
+
+
+def _split_invented(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[Part]:
+    """Return the ids before the content of a first user turn, and those between it and the assistant's answer."""
+    text = apply_template(row, [{"role": "user", "content": MARKER}], tokenizer, add_generation_prompt=True)
+    before, found, _ = text.partition(MARKER)
+    if not found or not before:
+        raise CheckpointError("the chat template puts nothing before a user's question, so the base cannot invent one")
+    opening = list(tokenizer(before, add_special_tokens=False)["input_ids"])
+    return [Part(opening), Part(ids_after(text[len(before) :], len(MARKER), tokenizer))]
+
+
+def _render(row: Row, chat: list[dict[str, Any]], marker: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids that the template puts between the last answer of a chat and the next one.
+
+    For a chat without answers, returns the ids of the whole chat.
+    """
+    if not any(turn["role"] == "user" for turn in chat):
+        raise CheckpointError("the assistant speaks before any user turn")
+    text = apply_template(row, chat, tokenizer, add_generation_prompt=True)
+    if not any(turn["content"] == marker for turn in chat):
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if marker not in text:
+        raise CheckpointError("the chat template leaves the assistant's last turn out")
+    # Only the text after the last answer is new: earlier turns are already in the tokens, as the base wrote them.
+    return ids_after(text[text.rindex(marker) :], len(marker), tokenizer)
+
+
+def ids_after(text: str, start: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Encode `text[start:]` in the context of the preceding text, since many tokenizers add a leading space."""
+    if tokenizer.is_fast:
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        spans = encoded["offset_mapping"]
+        # A token that spans the boundary cannot be split, so encode the rest separately.
+        if not any(first < start < end for first, end in spans):
+            return [token for token, (_, end) in zip(encoded["input_ids"], spans, strict=True) if end > start]
+    return list(tokenizer(text[start:], add_special_tokens=False)["input_ids"])
