@@ -3,8 +3,6 @@
 Tokens are compared by the bytes that they encode, since vocabularies encode bytes in several alphabets.
 """
 
-import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from redrafter.checkpoints.token_bytes import BYTE_TOKEN, CHARACTER_OF, SPACE, TokenBytes
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.errors import CheckpointError, MismatchError, UnsupportedError
@@ -20,8 +19,6 @@ from redrafter.model.target import Target
 MAX_PIECES = 4  # of a token; of 8,186 tokens in one base's vocabulary, 76 have more in one of 2,042
 MIN_SHARED = 0.1  # of the smaller vocabulary's tokens of several bytes; with fewer, next to no draft is right
 
-SPACE = "▁"  # in vocabularies of sentencepiece
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 Model = str | Path | PreTrainedModel | Target
 Tokenizer = str | Path | PreTrainedTokenizerBase
@@ -80,7 +77,7 @@ def map_vocabularies(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTra
 
     Raises `UnsupportedError` if a tokenizer's tokens cannot be written as bytes, or the two share too few of them.
     """
-    target, draft = _TokenBytes.from_tokenizer(tokenizer), _TokenBytes.from_tokenizer(draft_tokenizer)
+    target, draft = _Vocabulary.from_tokenizer(tokenizer), _Vocabulary.from_tokenizer(draft_tokenizer)
     draft_ids_of = draft.by_bytes()
     pairs = {  # each draft id at most once
         id: draft_id
@@ -114,8 +111,8 @@ def map_vocabularies(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTra
 def _pair_special(
     tokenizer: PreTrainedTokenizerBase,
     draft_tokenizer: PreTrainedTokenizerBase,
-    target: "_TokenBytes",
-    draft: "_TokenBytes",
+    target: "_Vocabulary",
+    draft: "_Vocabulary",
 ) -> dict[int, int]:
     """Return the draft model's id of each special id that has one of the same role or name, each at most once."""
     roles = [(getattr(tokenizer, role), getattr(draft_tokenizer, role)) for role in ("eos_token_id", "bos_token_id")]
@@ -137,7 +134,7 @@ def _difference(vocabulary: dict[str, int], draft_vocabulary: dict[str, int]) ->
 
 
 @dataclass(frozen=True)
-class _TokenBytes:
+class _Vocabulary:
     """A vocabulary by bytes.
 
     Attributes:
@@ -155,35 +152,20 @@ class _TokenBytes:
     byte_level: bool
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: PreTrainedTokenizerBase) -> "_TokenBytes":
-        """Read the vocabulary of a tokenizer, which is byte-level BPE or like sentencepiece."""
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        both = () if backend is None else (backend.decoder, backend.pre_tokenizer)
-        states = [part.__getstate__() for part in both if part is not None]
-        parts = "".join(json.dumps(json.loads(state), ensure_ascii=False) for state in states)  # so `SPACE` is found
-        byte_level = '"ByteLevel"' in parts
-        kind = "it is not of the tokenizers library" if backend is None else f"it is {type(backend.model).__name__}"
-        if backend is None or not (byte_level or SPACE in parts) or "WordPiece" in kind:
-            raise UnsupportedError(
-                f"its tokens cannot be written as bytes, as {kind} without byte-level or {SPACE!r} tokens"
-            )
+    def from_tokenizer(cls, tokenizer: PreTrainedTokenizerBase) -> "_Vocabulary":
+        """Read the vocabulary of a tokenizer; raises `UnsupportedError` as `TokenBytes` does."""
+        spelling = TokenBytes(tokenizer)
         added = tokenizer.added_tokens_decoder
         special = {token.content: id for id, token in added.items() if token.special}
         of_id = {id: token.content.encode() for id, token in added.items() if not token.special}
         byte_ids = set()
         for token, id in tokenizer.get_vocab().items():
-            if id in added:
+            if id in added or (text := spelling.of_piece(token)) is None:
                 continue
-            byte = None if byte_level else _BYTE_TOKEN.fullmatch(token)
-            if byte is not None:
+            of_id[id] = text
+            if not spelling.byte_level and BYTE_TOKEN.fullmatch(token):
                 byte_ids.add(id)
-                of_id[id] = bytes([int(byte[1], 16)])
-            # SentencePiece writes spaces as a visible character.
-            elif not byte_level:
-                of_id[id] = token.replace(SPACE, " ").encode()
-            elif all(character in _BYTE_OF for character in token):
-                of_id[id] = bytes(_BYTE_OF[character] for character in token)
-        return cls(of_id, frozenset(byte_ids), special, backend.model, byte_level)
+        return cls(of_id, frozenset(byte_ids), special, spelling.backend.model, spelling.byte_level)
 
     def by_bytes(self) -> dict[bytes, list[int]]:
         """Return the ids of each string of bytes: tokens of characters before tokens of single bytes, lowest first."""
@@ -197,16 +179,9 @@ class _TokenBytes:
     def split(self, text: bytes) -> list[int]:
         """Return the ids that the tokenizer splits bytes into, in the midst of a text; none where it has no way to."""
         if self.byte_level:
-            return [token.id for token in self.model.tokenize("".join(_CHARACTER_OF[byte] for byte in text))]
+            return [token.id for token in self.model.tokenize("".join(CHARACTER_OF[byte] for byte in text))]
         try:
             return [token.id for token in self.model.tokenize(text.decode().replace(" ", SPACE))]
         except UnicodeDecodeError:  # part of a character
             by_byte = {self.of_id[id]: id for id in self.byte_ids}
             return [by_byte[text[i : i + 1]] for i in range(len(text)) if text[i : i + 1] in by_byte]
-
-
-# The byte of each character of byte-level BPE: printable ones are themselves, others come from 256 on.
-_PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
-_CHARACTER_OF = {byte: character for character, byte in _BYTE_OF.items()}

@@ -1,5 +1,9 @@
 """Log-probabilities of prompts and of texts, and the best of several, as a server tells them."""
 
+import re
+from contextlib import suppress
+from typing import Any
+
 import httpx
 import pytest
 import torch
@@ -7,6 +11,10 @@ import torch
 pytest.importorskip("fastapi")
 
 from helpers.serving import Program
+from helpers.tokenizers import TEXTS, byte_level, sentencepiece_like
+from redrafter.scheduler.sequence import SequenceDelta
+from redrafter.serve.answers.formats import ChatChoice, CompletionChoice
+from redrafter.serve.protocol.requests import ChatRequest, CompletionRequest
 
 
 def post(program: Program, path: str = "completions", **body: object) -> httpx.Response:
@@ -14,6 +22,55 @@ def post(program: Program, path: str = "completions", **body: object) -> httpx.R
 
 
 TEXT = "The old man looked at the sea, caf\u00e9 \U0001f600 and"
+
+
+def told_bytes(token: str) -> bytes:
+    """The bytes of a token of a completion, of which those of a part of a character are escaped."""
+    return re.sub(rb"\\x(..)", lambda found: bytes.fromhex(found[1].decode()), token.removeprefix("bytes:").encode())
+
+
+def lines_of(kind: type, tokenizer: Any, ids: list[int], body: dict[str, Any]) -> tuple[str, Any]:
+    """The text and the `logprobs` field of an answer that is streamed token by token."""
+    request = (CompletionRequest if kind is CompletionChoice else ChatRequest).model_validate(body)
+    whole, streamed = (kind([1], request, tokenizer) for _ in range(2))
+    likeliest = {token: -2.0 for token in range(len(tokenizer))}
+    deltas = [SequenceDelta([token], logprobs=[(-1.0, likeliest)]) for token in ids]
+    deltas.append(SequenceDelta([], finish="length", logprobs=[]))
+    whole.append([SequenceDelta(ids, finish="length", logprobs=[(-1.0, likeliest)] * len(ids))])
+    chunks = [streamed.format_chunks(0, *streamed.append([delta])) for delta in deltas]
+    entry = whole.format_choice(0)
+    name = "tokens" if kind is CompletionChoice else "content"
+    assert [each for [chunk] in chunks for each in (chunk["logprobs"] or {name: []})[name]] == entry["logprobs"][name]
+    return whole.text, entry["logprobs"]
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece_like])
+def test_the_bytes_of_a_texts_tokens_join_to_it_whatever_the_vocabulary(make):
+    tokenizer = make(TEXTS, 600)
+    ids = tokenizer("The fox says: caf\u00e9 \U0001f978\U0001f978 \u4f60 over", add_special_tokens=False).input_ids
+    text, logprobs = lines_of(
+        ChatChoice,
+        tokenizer,
+        ids,
+        {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 2},
+    )
+    entries = logprobs["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries) == text.encode() != b""
+    for entry in entries:  # the bytes of a token do not depend on which token was drawn
+        same = [other for other in entry["top_logprobs"] if other["bytes"] == entry["bytes"]]
+        assert entry["token"] in [other["token"] for other in same]
+    text_again, told = lines_of(CompletionChoice, tokenizer, ids, {"prompt": "a", "logprobs": 5})
+    assert text_again == text
+    assert b"".join(map(told_bytes, told["tokens"])) == text.encode()
+    read, inside = 0, b""
+    for token, offset, top in zip(
+        map(told_bytes, told["tokens"]), told["text_offset"], told["top_logprobs"], strict=True
+    ):
+        assert offset == read
+        inside += token
+        with suppress(UnicodeDecodeError):
+            read, inside = read + len(inside.decode()), b""
+        assert len(top) == len(tokenizer)
 
 
 def test_an_echoed_prompt_is_told_with_its_log_probabilities(program, pair):
@@ -36,7 +93,9 @@ def test_an_echoed_prompt_is_told_with_its_log_probabilities(program, pair):
     offsets = told["text_offset"]
     assert offsets == sorted(offsets)
     assert TEXT[offsets[-1] :] == tokenizer.decode(ids[-1:])
-    assert told["tokens"] == [tokenizer.decode([token]) for token in ids]
+    pieces = [told_bytes(token) for token in told["tokens"]]
+    assert b"".join(pieces) == TEXT.encode()
+    assert [piece.decode(errors="replace") for piece in pieces] == [tokenizer.decode([token]) for token in ids]
     assert answer["usage"]["completion_tokens"] == 0
     assert answer["usage"]["prompt_tokens"] == len(ids)
 
@@ -74,7 +133,7 @@ def test_prompt_logprobs_are_told_as_vllm_tells_them(program, pair):
         for each, entry in told.items():
             assert entry["logprob"] == pytest.approx(float(line[int(each)]), abs=1e-4)
             assert entry["rank"] == ranked.index(int(each)) + 1
-            assert entry["decoded_token"] == tokenizer.decode([int(each)])
+            assert "\\" in entry["decoded_token"] or entry["decoded_token"] == tokenizer.decode([int(each)])
     talk = [{"role": "user", "content": "Hello"}]
     answer = post(program, "chat/completions", messages=talk, max_tokens=1, prompt_logprobs=0).json()
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
@@ -98,11 +157,11 @@ def test_the_best_of_several_are_those_of_the_likeliest_tokens(program):
 @pytest.mark.parametrize(
     ("body", "status", "says"),
     [
-        ({"max_tokens": 0}, 422, "echo=true"),
-        ({"prompt_logprobs": 1, "stream": True}, 422, "a stream cannot contain"),
-        ({"prompt_logprobs": 21}, 422, "20"),
-        ({"best_of": 1, "n": 2}, 422, "best_of must be n or more"),
-        ({"best_of": 2, "stream": True}, 422, "cannot be streamed"),
+        ({"max_tokens": 0}, 400, "echo=true"),
+        ({"prompt_logprobs": 1, "stream": True}, 400, "a stream cannot contain"),
+        ({"prompt_logprobs": 21}, 400, "20"),
+        ({"best_of": 1, "n": 2}, 400, "best_of must be n or more"),
+        ({"best_of": 2, "stream": True}, 400, "cannot be streamed"),
         ({"prompt": ["a b c d e f g " * 20] * 200, "prompt_logprobs": 20}, 400, "ask for fewer"),
     ],
 )

@@ -1,20 +1,19 @@
 """One choice of an answer while it is generated: detokenization, stop strings, log-probabilities and usage."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
 from itertools import groupby, islice, pairwise
 from operator import itemgetter
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.engine.detokenizer import Detokenizer, decode_tokens
+from redrafter.engine.detokenizer import Detokenizer
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.scheduler.sequence import SequenceDelta, Stats
+from redrafter.serve.answers.logprobs import TokenLine, TokenWriter
 from redrafter.serve.engine_process.client import ServedSequence
 from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest
-
-# A token's text, its id, its log-probability, and the log-probabilities of the likeliest ids.
-TokenLine = tuple[str, int, float, Mapping[int, float]]
 
 
 class StopStrings:
@@ -67,7 +66,7 @@ class Choice(ServedSequence):
         self._stops = request.stops
         find_stop = StopStrings(self._stops, tokenizer, hidden) if self._stops else None
         super().__init__(prompt, stop_token_ids, Stats(accepted_by_depth=[0] * depth), find_stop, adapter)
-        self._tokenizer, self._detokenizer = tokenizer, Detokenizer(tokenizer, hidden)
+        self._tokenizer, self._hidden, self._detokenizer = tokenizer, hidden, Detokenizer(tokenizer, hidden)
         self._marks_drafts = request.stream_options is not None and request.stream_options.include_drafts
         self.details_steps = request.return_spec_tokens_details
         self._held = ""
@@ -77,6 +76,7 @@ class Choice(ServedSequence):
         self.token_count = 0  # tokens received so far; the engine may have generated more
         self.text = ""  # without the characters that are held back
         self.lines: list[TokenLine] = []  # tokens with their log-probabilities, if requested
+        self._at_first = True  # whether no token of these is part of the text
         self.logprob = 0.0  # sum of the log-probabilities, including a final end token
         self.finish: str | None = None  # finish reason, once the sequence has ended
         self.stop: str | None = None  # the stop string that ended it, if one did
@@ -102,21 +102,27 @@ class Choice(ServedSequence):
             # The end token counts as usage but is not part of the text.
             if delta.finish == "stop" and shown and shown[-1] in self.stop_token_ids:
                 shown = shown[:-1]
-            self.lines += [
-                (decode_tokens(self._tokenizer, [token]), token, logprob, likeliest)
-                for token, (logprob, likeliest) in zip(shown, delta.logprobs or (), strict=False)
-            ]
             self.logprob += sum(logprob for logprob, _ in delta.logprobs or ())
             self.finish = delta.finish or self.finish
             # Accepted drafts come first in a step; decoding them apart marks their characters.
             accepted = delta.accepted if self._marks_drafts else 0
-            self._decode(shown[:accepted], True)
-            self._decode(shown[accepted:], False)
+            if delta.logprobs is None:
+                self._decode(shown[:accepted], True)
+                self._decode(shown[accepted:], False)
+            else:  # one by one, for the offset of each
+                for index, (token, (logprob, likeliest)) in enumerate(zip(shown, delta.logprobs, strict=False)):
+                    self.lines.append(TokenLine(token, logprob, likeliest, len(self._drafted), self._at_first))
+                    self._at_first &= token in self._token_writer.hidden
+                    self._decode([token], index < accepted)
             # The detokenizer holds back bytes of an incomplete character until no more can follow.
             if delta.finish is not None:
                 self._hold(self._detokenizer.finish(), False)
             text += self._release()
         return text, self.lines[begin:]
+
+    @cached_property
+    def _token_writer(self) -> TokenWriter:
+        return TokenWriter(self._tokenizer, self._hidden)
 
     @property
     def reasoning_tokens(self) -> int | None:
@@ -169,7 +175,7 @@ class Choice(ServedSequence):
         """
 
         def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
-            return {"logprob": logprob, "rank": rank, "decoded_token": decode_tokens(self._tokenizer, [token])}
+            return {"logprob": logprob, "rank": rank, "decoded_token": self._token_writer.text(token, False)}
 
         entries: list[dict[str, Any] | None] = [None]
         for token, score in zip(self.prompt[1:], self.prompt_scores, strict=True):

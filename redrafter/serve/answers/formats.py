@@ -11,13 +11,12 @@ from itertools import count, islice
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from transformers import PreTrainedTokenizerBase
-
 from redrafter.chat.thoughts import Thinking, ThoughtMarks
-from redrafter.engine.detokenizer import Detokenizer, decode_tokens
+from redrafter.engine.detokenizer import Detokenizer
 from redrafter.errors import ReDrafterError
 from redrafter.scheduler.sequence import SequenceDelta
-from redrafter.serve.answers.choice import Choice, TokenLine, count_usage, usage_and_metrics
+from redrafter.serve.answers.choice import Choice, count_usage, usage_and_metrics
+from redrafter.serve.answers.logprobs import TokenLine
 from redrafter.serve.answers.reader import ChatReader
 from redrafter.serve.engine_process.client import Stopped
 from redrafter.serve.protocol.fields import StreamOptions
@@ -36,7 +35,6 @@ class CompletionChoice(Choice):
         super().__init__(prompt, request, *served)
         self._echo, self._echoes, self._count = echo, request.echo, request.logprobs
         self._prompt_count = request.prompt_logprobs
-        self._offset = len(echo)
 
     def format_choice(self, index: int) -> dict[str, Any]:
         """Return an entry of `choices` of a whole answer."""
@@ -56,44 +54,20 @@ class CompletionChoice(Choice):
         """Return the `logprobs` field of new tokens; the `first` call begins with the echoed prompt."""
         if self._count is None:
             return None
-        texts, offsets, logprobs = list[str](), list[int](), list[float | None]()
-        tops: list[dict[str, float] | None] = []
-        tokenizer = self._tokenizer
+        offset, told = len(self._echo), list[TokenLine]()
         # Offsets refer to the returned text, which begins with the echoed prompt.
         if self._echoes and first:
-            detokenizer, end = Detokenizer(tokenizer), 0
-            for token in self.prompt:
-                offsets.append(end)  # the echoed text lacks special tokens
-                end += len(detokenizer.push([token]))
-                texts.append(decode_tokens(tokenizer, [token]))
-            logprobs.append(None)  # the first token has no context
-            tops.append(None)
-            for token, score in zip(self.prompt[1:], self.prompt_scores, strict=True):
-                logprobs.append(score.logprob)
-                shown = dict(islice(score.likeliest.items(), self._count))
-                tops.append(_by_text(shown, token, score.logprob, tokenizer))
-        for text, token, logprob, likeliest in lines:
-            texts.append(text)
-            offsets.append(self._offset)
-            logprobs.append(logprob)
-            tops.append(_by_text(likeliest, token, logprob, tokenizer))
-            self._offset += len(text)
-        return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": texts, "top_logprobs": tops}
-
-
-def _by_text(
-    likeliest: Mapping[int, float], token: int, logprob: float, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, float]:
-    """Return log-probabilities by token text; the generated token is always included.
-
-    Several tokens may have the same text, as parts of characters do: all but one are keyed `token_id:` with the id.
-    """
-    logprobs = {decode_tokens(tokenizer, [token]): logprob}
-    for other, value in likeliest.items():
-        if other != token:
-            text = decode_tokens(tokenizer, [other])
-            logprobs[f"token_id:{other}" if text in logprobs else text] = value
-    return logprobs
+            detokenizer, end, at_first = Detokenizer(self._tokenizer), 0, True
+            for index, token in enumerate(self.prompt):
+                logprob, likeliest = None, dict[int, float]()
+                if index:  # the first token has no context
+                    score = self.prompt_scores[index - 1]
+                    logprob, likeliest = score.logprob, dict(islice(score.likeliest.items(), self._count))
+                told.append(TokenLine(token, logprob, likeliest, end, at_first))
+                at_first &= token in self._token_writer.hidden
+                end += len(detokenizer.push([token]))  # the echoed text lacks special tokens
+        told += [line._replace(offset=line.offset + offset) for line in lines]
+        return self._token_writer.completion_field(told)
 
 
 class ChatChoice(Choice):
@@ -211,15 +185,7 @@ class ChatChoice(Choice):
         if not self._logprobs:
             return None
 
-        def entry(token: int, logprob: float) -> dict[str, Any]:
-            text = decode_tokens(self._tokenizer, [token])
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-        content = [
-            entry(token, logprob) | {"top_logprobs": [entry(*pair) for pair in likeliest.items()]}
-            for _, token, logprob, likeliest in lines
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": [self._token_writer.chat_entry(line) for line in lines], "refusal": None}
 
 
 AnyChoice = TypeVar("AnyChoice", CompletionChoice, ChatChoice)
