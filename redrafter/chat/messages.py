@@ -8,9 +8,9 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from redrafter.chat.schemas import read_parameters
 from redrafter.chat.template import ChatError, ChatTemplate
 
-_NO_ARGUMENTS = (None, "", "null")
 _TRANSLATED = ("role", "content", "reasoning", "reasoning_content", "tool_calls", "weight")  # fields of a message
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")  # in the order in which templates write them
 
@@ -104,8 +104,9 @@ def _parts(template: ChatTemplate, message: dict[str, Any], last: bool) -> Itera
 
 
 def _template_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool as chat templates read it, without null fields and in one order."""
+    """Return a tool as chat templates read it, without null fields and keywords, and in one order."""
     function = tool.get("function", tool)
+    function = function | {"parameters": read_parameters(function.get("parameters"))}
     fields = dict.fromkeys((*_FUNCTION_FIELDS, *function))
     return {
         "type": "function",
@@ -154,13 +155,13 @@ def _template_message(message: dict[str, Any], template: ChatTemplate) -> dict[s
 def _arguments(call: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call as an object; raise `ChatError` for anything else."""
     arguments, name = call["function"].get("arguments"), f"call {call.get('id')!r}"
-    if arguments in _NO_ARGUMENTS:
-        return {}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments or "null")
         except (ValueError, RecursionError) as error:
             raise ChatError(f"the arguments of {name} are no JSON: {error}") from error
+    if arguments is None:
+        return {}
     if not isinstance(arguments, dict):
         raise ChatError(f"the arguments of {name} are no JSON object: {json.dumps(arguments)[:80]}")
     return arguments

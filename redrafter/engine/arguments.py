@@ -108,6 +108,14 @@ def check_bound(engine: type, given: object, kind: Any) -> None:
         )
 
 
+def check_lengths(options: EngineOptions, context: int | None) -> None:
+    """Raise `ArgumentError` for lengths above the model's context, which would be cut to it."""
+    for name in ("max_input_len", "max_seq_len"):
+        length: int | None = getattr(options, name)
+        if length is not None and context is not None and length > context:
+            raise ArgumentError(f"{name} is {length}, and the model's context is {context}: give {context} at most")
+
+
 def _loader(engine: type) -> str:
     """Return the name of the function that loads an engine; the base class of all engines has none."""
     return f"{engine.__name__ if hasattr(engine, 'from_pretrained') else 'ReDrafter'}.from_pretrained"

@@ -25,6 +25,7 @@ from redrafter.drafting.step_times import SHARED_EVERY, Clock, StepTimes
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.arguments import (
     check_bound,
+    check_lengths,
     check_modes,
     check_parts,
     check_shapes,
@@ -114,6 +115,7 @@ class Engine(Changeable, AsyncGeneration):
         self.target = target
         super().__init__()
         self.proposer, self.options = proposer, options or EngineOptions()
+        check_lengths(self.options, target.context)
         set_modes(target, proposer.model, self.options)
         self.plain: Proposer = PlainProposer()
         self.draft_model = proposer.model

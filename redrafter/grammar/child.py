@@ -6,6 +6,7 @@ process: the kernel limits memory and time, and ends this process at the limit.
 
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -23,6 +24,8 @@ from redrafter.sandbox.frames import FrameSocket, receive_frame, send_frame
 # White space between the tokens of JSON, unless a schema's own "x-guidance" overrides it. It is bounded, since a model
 # may indent forever otherwise.
 WHITESPACE = r"( |\r?\n[ \t]{0,40})"
+_LISTED_LINES = re.compile(r"\n\s*\d+ \| ")
+_POSITION_OF_SCHEMA = re.compile(r"at \d+\(\d+\): (?=failed to compile JSON schema)")
 
 
 class CompiledGrammar:
@@ -144,9 +147,13 @@ def _error(message: str) -> ArgumentError:
 
 
 def one_line(message: str) -> str:
-    """Return a message of llguidance's on one line, without the state that it prints after it."""
+    """Return a message of llguidance's on one line, without the state and the lines of the grammar that it prints.
+
+    A server writes the grammars of calls itself, so its clients know no lines of them.
+    """
     for mark in ("<state>", "<backtrace>"):
         message = message.split(mark)[0]
+    message = _POSITION_OF_SCHEMA.sub("", _LISTED_LINES.split(message)[0])
     return f"{' '.join(message.split()):.300}"
 
 

@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in parse_lora_modules(options.lora_modules).values():
             check_adapter(path, "--lora-modules")
         # Checked before the model loads, which may take minutes.
-        needed = ("fastapi", "uvicorn", "httptools", "uvloop", "prometheus_client")
+        needed = ("fastapi", "uvicorn", "httptools", "prometheus_client")
         missing = [name for name in needed if find_spec(name) is None]
         if missing:
             raise ArgumentError(f"{', '.join(missing)} is missing: {how_to_install('serve')}")

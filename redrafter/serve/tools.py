@@ -1,7 +1,13 @@
-"""Describe tools to the model, and select the tools that a grammar has to enforce."""
+"""Select the tools that a grammar has to enforce."""
+
+from typing import Any
 
 from redrafter.serve.answers.lark import CalledTool
 from redrafter.serve.protocol.requests import ChatRequest, ToolChoice
+
+_COMBINING_KEYWORDS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "const", "enum"})
+# Keywords by which a schema without properties describes the members of an object nevertheless.
+_MEMBER_KEYWORDS = _COMBINING_KEYWORDS | {"additionalProperties", "patternProperties"}
 
 
 def forced_tools(request: ChatRequest) -> list[CalledTool]:
@@ -11,7 +17,7 @@ def forced_tools(request: ChatRequest) -> list[CalledTool]:
         return []
     named = choice.function.name if isinstance(choice, ToolChoice) else None
     functions = [tool.function for tool in request.tools or () if named in (None, tool.function.name)]
-    return [CalledTool(function.name, function.parameters or {"type": "object"}) for function in functions]
+    return [CalledTool(function.name, _arguments_schema(function.parameters)) for function in functions]
 
 
 def strict_tools(request: ChatRequest) -> list[CalledTool]:
@@ -20,4 +26,19 @@ def strict_tools(request: ChatRequest) -> list[CalledTool]:
     if request.tool_choice not in (None, "auto") or not any(function.strict for function in functions):
         return []
     anything = {"type": "object"}
-    return [CalledTool(each.name, (each.strict and each.parameters) or anything) for each in functions]
+    return [
+        CalledTool(each.name, _arguments_schema(each.parameters) if each.strict else anything) for each in functions
+    ]
+
+
+def _arguments_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the schema of a call's arguments, an object. A function without properties takes none, as in OpenAI's API.
+
+    Parameters of `{"type": "object"}` alone are any object.
+    """
+    schema = parameters or {"properties": {}}
+    if _COMBINING_KEYWORDS.isdisjoint(schema):  # else other parts of the schema have the type
+        schema = schema | {"type": "object"}
+    if schema.get("properties") == {} and _MEMBER_KEYWORDS.isdisjoint(schema):
+        schema = schema | {"additionalProperties": False}
+    return schema

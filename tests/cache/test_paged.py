@@ -180,6 +180,14 @@ def test_lengths_have_limits(llama):
         engine.generate(torch.arange(3, 16)[None], max_new_tokens=2)
 
 
+@pytest.mark.parametrize("name", ["max_input_len", "max_seq_len"])
+def test_lengths_above_the_context_are_refused_with_its_number(llama, name):
+    target = Target(llama)
+    Engine(target, PlainProposer(), EngineOptions(**{name: target.context}))
+    with pytest.raises(ArgumentError, match=f"{name} is {target.context + 1}, .* give {target.context} at most"):
+        Engine(target, PlainProposer(), EngineOptions(**{name: target.context + 1}))
+
+
 def test_layers_that_read_one_tensor_are_found_without_their_names(llama):
     with linear_calls(llama) as calls:
         llama(torch.arange(5)[None])

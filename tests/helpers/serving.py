@@ -23,6 +23,7 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
 
+from redrafter.serve.metrics import TEXT_SECONDS
 from redrafter.serve.network.server_process import OpenConnections, http_config
 
 _MODEL_LABEL = re.compile(r'\{model_name="[^"]*"\}$|,model_name="[^"]*"|model_name="[^"]*",')
@@ -60,6 +61,7 @@ class Address:
 
     def metrics(self) -> dict[str, float]:
         """Return what `/metrics` reports, by name and labels without that of the model."""
+        time.sleep(TEXT_SECONDS)  # an earlier text may still be sent
         lines = self.get("/metrics").text.splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         return {_MODEL_LABEL.sub("", name): float(value) for name, value in pairs}

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from helpers.chats import LLAMA_LIKE, tiny_tokenizer
 
@@ -57,6 +58,41 @@ def test_variables_of_the_template_can_be_set_and_no_others():
             f"{name}: the chat template reads no {name!r}; it reads none",
             name,
         )
+
+
+THOUGHTFUL = "{% for m in messages %}[{{ m.reasoning_content }}]{% endfor %}"
+
+
+@pytest.mark.parametrize("names", [["reasoning"], ["reasoning_content"], ["reasoning", "reasoning_content"]])
+def test_thoughts_of_a_turn_may_have_the_names_of_both_protocols_and_are_written_once(names):
+    assert text(THOUGHTFUL, {"role": "assistant", "content": "b"} | dict.fromkeys(names, "a")) == "[a]"
+
+
+def test_thoughts_that_differ_by_their_name_are_refused():
+    for first, second, written in (("", "a", "[a]"), ("a", "", "[a]"), ("a", "b", None)):
+        turn = {"role": "assistant", "content": "c", "reasoning": first, "reasoning_content": second}
+        if written is not None:
+            assert text(THOUGHTFUL, turn) == written
+            continue
+        with pytest.raises(ValidationError, match="another name of it"):
+            ChatRequest.model_validate({"messages": [turn]})
+
+
+CALLING = (
+    "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls %}"
+    "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("arguments", ["", "null", " null ", "{}", '{"a": null}', "[]", "3", '"a"', "{"])
+def test_arguments_of_a_call_are_an_object(arguments):
+    call = {"id": "call-7", "function": {"name": "f", "arguments": arguments}}
+    turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+    if arguments in ("[]", "3", '"a"', "{"):
+        message, param = refusal(CALLING, messages=[turn])
+        assert (message[:32], param) == ("the arguments of call 'call-7' a", "messages")
+    else:
+        assert text(CALLING, turn) == "f" + ("{}" if "a" not in arguments else arguments)
 
 
 def test_what_a_template_refuses_is_said():

@@ -375,3 +375,29 @@ def test_a_text_continues_until_its_last_delta_and_counts_its_steps(drafted, dra
     assert text.ended
     delta = sequence(0).take(SequenceDelta([7, 8], finish="error", error=error))  # an error is no stop
     assert (delta.finish, delta.error) == ("error", error)
+
+
+@pytest.mark.parametrize("kind", ["blocked", "long", "idle"])
+async def test_an_engine_whose_round_neither_ends_nor_computes_is_not_healthy(monkeypatch, served, client, kind):
+    monkeypatch.setattr(client_module, "SILENT_SECONDS", 0.4)
+    monkeypatch.setattr(process, "BEAT_SECONDS", 0.1)
+    freed, step = threading.Event(), served.step
+    if kind == "idle":
+        freed.set()
+
+    def stay_in_step() -> None:
+        if kind == "blocked":
+            freed.wait(60)
+        while kind == "long" and not freed.is_set():
+            pass
+        step()
+
+    monkeypatch.setattr(served, "step", stay_in_step)
+    text = asyncio.ensure_future(written(client, [5, 6], 4))
+    await asyncio.sleep(1.2)
+    assert client.alive
+    assert client.healthy == (kind != "blocked")
+    freed.set()
+    assert len(await text) == 4
+    await asyncio.sleep(0.15)
+    assert client.healthy

@@ -47,6 +47,16 @@ def test_an_engine_that_is_killed_ends_its_streams_and_the_server(mortal):
 
 
 @pytest.mark.slow
+def test_a_server_is_not_healthy_while_its_engine_is_stopped(mortal):
+    engine = engine_of(mortal.process.pid)
+    os.kill(engine, signal.SIGSTOP)
+    paths = ("/health", "/v1/health/live", "/v1/health/ready", "/v1/health/model")
+    assert soon(lambda: {mortal.get(path).status_code for path in paths} == {503}, 30)
+    os.kill(engine, signal.SIGCONT)
+    assert soon(lambda: mortal.healthy, 30)
+
+
+@pytest.mark.slow
 def test_a_server_that_is_killed_leaves_no_engine(mortal):
     engine = engine_of(mortal.process.pid)
     with httpx.stream("POST", f"{mortal.url}/v1/completions", json=ENDLESS, timeout=300) as answer:

@@ -45,11 +45,11 @@ def blocks(*content: Any) -> dict[str, Any]:
 
 
 WRONG = {
-    "half a character in a name": (COMPLETION, {HALF: 1}, (400, 422)),
+    "half a character in a name": (COMPLETION, {HALF: 1}, (400,)),
     "half a character in a model's name": (COMPLETION, {"model": HALF}, (400,)),
-    "half a character in a message": (CHAT, said(HALF), (400, 422)),
+    "half a character in a message": (CHAT, said(HALF), (400,)),
     "half a character in a tool": (CHAT, tool(parameters={"title": HALF}), (400,)),
-    "half a character in a choice": (COMPLETION, {"structured_outputs": {"choice": [HALF]}}, (400, 422)),
+    "half a character in a choice": (COMPLETION, {"structured_outputs": {"choice": [HALF]}}, (400,)),
     "a digit that is no number": (COMPLETION, {"logit_bias": {"\u00b2": 1}}, (400,)),
     "no number": (COMPLETION, {"temperature": float("nan")}, (400,)),
     "a number of many digits": (COMPLETION, {"structured_outputs": {"json": {"const": "DIGITS"}}}, (400,)),
@@ -63,9 +63,9 @@ WRONG = {
         blocks({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "tool_result", "tool_use_id": "a"}]}),
         (400,),
     ),
-    "a number as text": (COMPLETION, {"max_tokens": "5"}, (422,)),
-    "a number as truth": (COMPLETION, {"n": True}, (422,)),
-    "truth as text": (COMPLETION, {"stream": "yes"}, (422,)),
+    "a number as text": (COMPLETION, {"max_tokens": "5"}, (400,)),
+    "a number as truth": (COMPLETION, {"n": True}, (400,)),
+    "truth as text": (COMPLETION, {"stream": "yes"}, (400,)),
     "a name of a megabyte": (COMPLETION, {"x" * 1_000_000: 1}, (400,)),
     "a model of a megabyte": (COMPLETION, {"model": "x" * 1_000_000}, (404,)),
 }
@@ -131,7 +131,7 @@ def test_what_is_nested_deeply_is_refused_at_any_depth(name, program):
         schema = '{"anyOf": [' * depth + "true" + "]}" * depth
         answer = post(program, CHAT, json.dumps(TALK | DEEP[name]).replace('"SCHEMA"', schema).encode(), timeout=300)
         if name != "a tool" or answer.status_code != 200:  # which may be no more than told of
-            refused(answer, 400, 422)
+            refused(answer, 400)
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -146,7 +146,7 @@ def test_what_is_large_is_refused_soon(name, program):
 
     watching = threading.Thread(target=watch)
     watching.start()
-    refused(post(program, path, body, timeout=300), 400, 413, 422)
+    refused(post(program, path, body, timeout=300), 400, 413)
     done.set()
     watching.join()
     took = cpu_seconds(program.process.pid) - before
@@ -195,7 +195,7 @@ def test_errors_are_documented(program):
     document = program.get("/openapi.json").json()
     for path in (CHAT, COMPLETION):
         responses = document["paths"][path]["post"]["responses"]
-        assert {int(status) for status in responses} == {200, 400, 401, 403, 404, 408, 413, 422, 429, 500, 503}
+        assert {int(status) for status in responses} == {200, 400, 401, 403, 404, 408, 413, 429, 500, 503}
         for status, response in responses.items():
             [reference] = (found["schema"].get("$ref", "") for found in list(response["content"].values())[:1])
             assert reference.endswith("Answer")

@@ -170,7 +170,7 @@ def test_what_is_wrong_is_said_in_the_shape_of_openai(client, kind, body, param)
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000], ids=lambda raw: repr(raw[:9]))
 def test_a_body_that_is_no_object_is_refused(program, raw):
     answer = program.post("/v1/completions", content=raw, headers={"content-type": "application/json"})
-    assert answer.status_code in (400, 413, 422)
+    assert answer.status_code in (400, 413)
     assert answer.json()["error"]["message"]
 
 

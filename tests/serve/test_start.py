@@ -56,6 +56,14 @@ def test_it_answers_503_until_the_model_is_loaded_and_ends_though_a_client_never
     assert "dropped 1 connections" in program.log[-1]
 
 
+def test_a_server_runs_where_uvloop_is_not_installed(start):
+    program = start('import importlib; sys.modules["uvloop"] = None; importlib.reload(server_process)')
+    program.cue()
+    program.said("ready")
+    assert program.get("/health").text == "fine"
+    assert program.end() == 0
+
+
 def test_the_engine_is_started_before_the_server_imports_its_own_libraries():
     code = (
         "import sys; from redrafter.serve import command; "

@@ -62,12 +62,12 @@ def test_a_prompt_longer_than_the_context_is_counted_and_one_without_end_refused
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
-        ("/tokenize", {}, 422),
-        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, 422),
+        ("/tokenize", {}, 400),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, 400),
         ("/tokenize", {"prompt": "a", "nonsense": 1}, 400),
         ("/tokenize", {"prompt": "a", "model": "another"}, 404),
         ("/detokenize", {"tokens": [10**6]}, 400),
-        ("/detokenize", {"tokens": [-1]}, 422),
+        ("/detokenize", {"tokens": [-1]}, 400),
         ("/detokenize", {"tokens": [1] * 100_000}, 400),
     ],
 )

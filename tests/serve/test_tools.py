@@ -15,6 +15,7 @@ from llguidance.hf import from_tokenizer
 from helpers.reading import read, split
 from redrafter import boxed_pair
 from redrafter.chat.thoughts import PARSERS as THOUGHTS
+from redrafter.errors import ArgumentError
 from redrafter.grammar.child import CompiledGrammar
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.sequence import SequenceDelta
@@ -201,8 +202,45 @@ def test_a_call_that_must_be_written_holds_no_idle_spaces(allows, text):
         assert not allows(schema, f"{text[:index]}  {text[index:]}")
 
 
-def test_a_tool_without_a_schema_takes_any_arguments(allows):
-    assert allows(grammar_for(ITEM, None), '{"name": "tool-1", "arguments": {"any": [1, 2]}}')
+@pytest.mark.parametrize(
+    "parameters",
+    [None, {}, {"type": "null"}, {"type": "object", "properties": {}, "required": None}, {"properties": None}],
+    ids=str,
+)
+def test_a_tool_that_describes_no_arguments_is_called_with_none(allows, parameters):
+    schema = grammar_for(parameters)
+    assert allows(schema, '{"name": "tool-0", "arguments": {}}')
+    for arguments in ("null", '{"any": [1, 2]}'):
+        assert not allows(schema, f'{{"name": "tool-0", "arguments": {arguments}}}')
+
+
+@pytest.mark.parametrize("kind", [{}, {"type": ["object", "null"]}], ids=str)
+def test_arguments_are_an_object_whatever_else_the_schema_allows(allows, kind):
+    schema = grammar_for(kind | {"properties": {"a": {"type": "integer"}}})
+    assert allows(schema, '{"name": "tool-0", "arguments": {"a": 1}}')
+    assert not allows(schema, '{"name": "tool-0", "arguments": null}')
+
+
+def test_a_tool_of_any_object_takes_any_arguments(allows):
+    for schema in ({"type": "object"}, {"properties": {}, "additionalProperties": {"type": "array"}}):
+        assert allows(grammar_for(schema), '{"name": "tool-0", "arguments": {"any": [1, 2]}}')
+
+
+def test_null_keywords_of_a_schema_count_as_absent_and_null_values_stay():
+    inner = {"type": ["string", "null"], "description": None, "enum": ["a", None], "default": None, "required": None}
+    schema = {"properties": {"type": inner, "const": {"const": None}}, "$defs": {"a": {"items": None}}, "anyOf": None}
+    kept = {"type": ["string", "null"], "enum": ["a", None], "default": None}
+    [tool] = ChatRequest.model_validate(
+        {"messages": TALK, "tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}
+    ).tools
+    assert tool.function.parameters == {"properties": {"type": kept, "const": {"const": None}}, "$defs": {"a": {}}}
+
+
+def test_a_schema_that_cannot_be_compiled_is_refused_without_the_text_of_the_grammar():
+    vocabulary = from_tokenizer(AutoTokenizer.from_pretrained(boxed_pair()))
+    with pytest.raises(ArgumentError) as refused:
+        CompiledGrammar(grammar_for({"type": "object", "required": 3}), vocabulary)
+    assert str(refused.value) == "grammar: failed to compile JSON schema: Expected array for 'required', got 3"
 
 
 def write_answer(tokenizer: Any, ids: list[int], sizes: list[int]) -> tuple[dict[str, Any], dict[str, Any]]:

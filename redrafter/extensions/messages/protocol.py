@@ -34,7 +34,6 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     529: "overloaded_error",
 }
-_STATUSES = {422: 400, 503: 529}  # statuses that Anthropic's API uses in place of these
 _REFUSED_BLOCKS = {
     "document": "send its text as a block of type text",
     "search_result": "send its text as a block of type text",
@@ -45,7 +44,7 @@ _REFUSED_BLOCKS = {
 
 def messages_error(error: ApiError) -> tuple[int, dict[str, Any]]:
     """Return the status and the body of an error in Anthropic's format."""
-    status = _STATUSES.get(error.status, error.status)
+    status = 529 if error.status == 503 else error.status
     message = str(error)
     # Agents match the wording of Anthropic's API, and then request fewer tokens or compact the conversation.
     if isinstance(error, TooManyTokensError):
@@ -99,12 +98,12 @@ class ThinkingBlock(_Block):
 
 
 class ToolUseBlock(_Block):
-    """A tool call made by the model."""
+    """A tool call made by the model. Its input must be an object; null is one without arguments."""
 
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: Any = None
     caller: dict[str, Any] | None = None
 
 

@@ -269,9 +269,9 @@ class EngineReplica:
         return self._name, self._server.metrics.text()
 
     def check_health(self) -> None:
-        """Raise `ReplicaLostError` if the engine has ended."""
-        if not self._server.engine.alive:
-            raise ReplicaLostError(f"the engine of replica {self._name} has ended")
+        """Raise `ReplicaLostError` if the engine has ended or hangs."""
+        if not self._server.engine.healthy:
+            raise ReplicaLostError(f"the engine of replica {self._name} has ended or hangs")
 
     def __del__(self) -> None:
         """End the engine: Ray Serve calls this after the last request."""

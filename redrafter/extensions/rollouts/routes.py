@@ -119,7 +119,7 @@ def rollout_routes(server: "Server") -> list[BaseRoute]:
     """Return the routes; all of them require an operator's key."""
     operated, routes = OperatedEngine(server), APIRouter(route_class=OperatorRoute)
     options: dict[str, Any] = {"response_model": EngineState}
-    options["responses"] = error_responses(400, 401, 403, 404, 408, 413, 422, 500, 503)
+    options["responses"] = error_responses(400, 401, 403, 404, 408, 413, 500, 503)
     changing = options | {"response_model": ChangedEngine}
 
     @routes.post("/v1/sleep", **options)

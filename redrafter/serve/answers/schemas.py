@@ -4,12 +4,10 @@ import json
 import re
 from typing import Any
 
+from redrafter.chat.schemas import DATA_KEYWORDS, NAMED_SCHEMAS_KEYWORDS
 from redrafter.errors import ArgumentError
 from redrafter.serve.answers.arguments import as_json, follow, is_inner
 
-# Keywords whose values are data, and keywords whose values are schemas by name.
-_DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples", "example"})
-_NAMED_SCHEMAS_KEYWORDS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 DEFINITIONS = ("$defs", "definitions")
 IGNORED = frozenset({"$id", "$schema", "x-guidance"})  # at the top of a tool's parameters
 ANNOTATIONS = frozenset(
@@ -148,11 +146,11 @@ def standalone(schema: Any, root: Any) -> dict[str, Any]:
                     numbers[content] = str(len(numbers))
                     todo.append(content)
                 moved[keyword] = f"#/$defs/{numbers[content]}"
-            elif keyword in _NAMED_SCHEMAS_KEYWORDS and isinstance(content, dict):
+            elif keyword in NAMED_SCHEMAS_KEYWORDS and isinstance(content, dict):
                 if keyword not in DEFINITIONS:
                     moved[keyword] = {name: move(part) for name, part in content.items()}
             else:
-                moved[keyword] = content if keyword in _DATA_KEYWORDS else move(content)
+                moved[keyword] = content if keyword in DATA_KEYWORDS else move(content)
         return moved
 
     alone = move(schema)

@@ -16,6 +16,7 @@ from redrafter.errors import ReDrafterError
 from redrafter.scheduler.logprobs import PromptScore
 from redrafter.scheduler.sequence import SequenceDelta, Stats
 from redrafter.serve.engine_process.messages import (
+    Alive,
     Answered,
     Cancel,
     ChangeAdapters,
@@ -32,6 +33,7 @@ _LOG = logging.getLogger(__name__)
 # Unreceived tokens of one request above which it may be cancelled; each logged alternative counts as one more.
 MAX_PENDING_TOKENS = 1 << 14
 ASLEEP = "the server is asleep, and writes nothing: its operator wakes it with POST /v1/wake"
+SILENT_SECONDS = 5.0  # without a message of an engine, which sends signs of life each second
 MAX_BEHIND_SECONDS = 10.0  # time for which more may wait, since a fast engine can generate them between two reads
 
 Text = TypeVar("Text", bound="ServedSequence")
@@ -168,18 +170,24 @@ class EngineClient:
         self._streams: set[DeltaStream] = set()  # streams that have a receiver
         self._changes: dict[int, concurrent.futures.Future[Answered]] = {}  # pending changes, by number
         self._draining = self._stopping = False
+        self._heard_at = time.monotonic()  # when the engine last sent a message
         self._failure: str | None = None  # reason reported by the engine
         self._thread = threading.Thread(target=self._run, name="redrafter-receiver", daemon=True)
 
     def start(self, on_failure: Callable[[str], object] = lambda reason: None) -> None:
         """Start the receiving thread, which calls `on_failure` with the reason if the engine ends by itself."""
-        self._on_failure = on_failure
+        self._on_failure, self._heard_at = on_failure, time.monotonic()
         self._thread.start()
 
     @property
     def alive(self) -> bool:
         """Return whether new requests are accepted."""
         return self._thread.is_alive() and not self._draining
+
+    @property
+    def healthy(self) -> bool:
+        """Return whether new requests are accepted, and the engine is not stopped or blocked within a round."""
+        return self.alive and time.monotonic() - self._heard_at < SILENT_SECONDS
 
     @property
     def idle(self) -> bool:
@@ -299,9 +307,12 @@ class EngineClient:
             self._fail_all(Stopped(reason))
             self._on_failure(reason)
 
-    def _handle(self, message: Written | Answered | EngineFailed) -> None:
+    def _handle(self, message: Written | Answered | Alive | EngineFailed) -> None:
+        self._heard_at = time.monotonic()
         if isinstance(message, EngineFailed):
             self._failure = message.reason
+        elif isinstance(message, Alive):
+            pass
         elif isinstance(message, Answered):
             if message.numbers[0] in self._changes:
                 _settle(self._changes.pop(message.numbers[0]), message.error or message)

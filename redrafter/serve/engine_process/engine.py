@@ -15,6 +15,7 @@ from redrafter.drafting.loss_budget import MANY_ROWS
 from redrafter.drafting.policy import FixedTreePolicy
 from redrafter.engine.engine import Engine
 from redrafter.engine.redrafter import ReDrafter
+from redrafter.errors import ArgumentError
 from redrafter.features import ADAPTIVE_DRAFTS, BATCH_INVARIANCE, SERVING, FeatureSet
 from redrafter.files.dtype_names import dtype_name
 from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
@@ -60,6 +61,11 @@ class ServedEngine:
         keep = options.speculate and options.draft_from_answers == "on" and engine.options.draft_from_text
         finished = FinishedTexts() if keep else None
         scheduler = Scheduler(engine, memory, limits, options.speculate, finished=finished)
+        if load.max_seq_len is not None and scheduler.longest < load.max_seq_len:
+            raise ArgumentError(
+                f"--max-seq-len {load.max_seq_len} is more than the memory of keys and values holds: give "
+                f"{scheduler.longest} at most, or a larger --kv-cache-free-gpu-memory-fraction"
+            )
         facts = EngineFacts(
             pair.name,
             _describe(pair, scheduler, options),

@@ -70,6 +70,11 @@ class Answered:
     not_finite: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Alive:
+    """A sign of life, which an engine sends regularly: its rounds advance, or it has no work."""
+
+
 class EngineError(ReDrafterError):
     """An internal failure of the engine. Only the engine's log has the reason, which clients must not see."""
 

@@ -33,6 +33,7 @@ from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.waiting_queue import QueueFullError
 from redrafter.serve.engine_process.engine import ServedEngine, load_pair
 from redrafter.serve.engine_process.messages import (
+    Alive,
     Answered,
     Cancel,
     ChangeAdapters,
@@ -56,6 +57,8 @@ MAX_LIVING_BYTES = 8 << 30  # total bytes of these
 MAX_COMPILATIONS = 16  # grammars compiled concurrently
 MAX_COMPILATIONS_PER_CLIENT = 10  # lower, so that one client's slow grammars do not block others
 MAX_REMEMBERED_REFUSALS = 64  # grammars whose refusal is remembered
+BEAT_SECONDS = 1.0  # interval of signs of life
+COMPUTING = 0.01  # share of a processor above which a long round computes; a round that waits for ever takes none
 REFUSAL_SECONDS = 60.0  # time for which it is remembered
 
 Result = TypeVar("Result")
@@ -138,13 +141,29 @@ class _EngineServer:
     async def serve_until_closed(self) -> int:
         """Serve until the connection ends or the engine fails, and return the exit code of the process."""
         threading.Thread(target=self._receive, name="redrafter-receiver", daemon=True).start()
+        ended = threading.Event()
+        threading.Thread(target=self._send_signs_of_life, args=(ended,), name="redrafter-pulse", daemon=True).start()
         self._worker.start()
         await self._done.wait()
+        ended.set()
         await asyncio.to_thread(self._worker.stop)
         if (failure := self._worker.failure) is not None:
             self._channel.send(EngineFailed(failure))
         self._channel.close(FLUSH_SECONDS)
         return 0 if failure is None else 1
+
+    def _send_signs_of_life(self, ended: threading.Event) -> None:
+        """Send signs of life, except while a round that should advance neither ends nor computes.
+
+        Half a round may take minutes, as that of a long prompt on a CPU, a compilation or a capture: it takes processor
+        time. One that is blocked takes none, and nothing comes from a process that is stopped.
+        """
+        halves, computed = -1, 0.0
+        while not ended.wait(BEAT_SECONDS):
+            before, since = halves, computed
+            halves, computed = self._worker.halves, time.process_time() - time.thread_time()
+            if self._worker.idle or halves != before or computed - since > COMPUTING * BEAT_SECONDS:
+                self._channel.send(Alive())
 
     def _give_up(self, reason: str) -> NoReturn:
         """Send the reason to all clients and exit, although the worker's thread waits for ever."""

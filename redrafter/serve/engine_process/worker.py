@@ -51,6 +51,7 @@ class Worker:
         """
         self.scheduler, self._send, self._on_end = scheduler, send, on_end
         self.failure: str | None = None  # short reason for which the rounds failed
+        self.halves = 0  # halves of rounds that have ended
         self._work = threading.Event()
         self._sequences: dict[int, TokenSequence] = {}  # sequences that have not ended, by number
         self._requests: dict[int, str] = {}  # ids of their requests
@@ -68,6 +69,11 @@ class Worker:
         self._stopping = False
         scheduler.on_failure = self._round_failed
         self._thread = threading.Thread(target=self._run, name="redrafter-engine", daemon=True)
+
+    @property
+    def idle(self) -> bool:
+        """Return whether there is no round to run."""
+        return self.scheduler.idle
 
     def start(self) -> None:
         """Start the thread."""
@@ -198,7 +204,9 @@ class Worker:
         self._wrote = self._failed = False
         self.scheduler.prefill()
         self._report()  # send first tokens of prefills without waiting for the step
+        self.halves += 1
         self.scheduler.step()
+        self.halves += 1
         if self._wrote and not self._failed:  # a round that only reads part of a prompt proves nothing
             self._failed_rounds = 0
         self._report()

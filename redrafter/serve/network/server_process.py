@@ -20,7 +20,6 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
-import uvloop
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -32,6 +31,11 @@ from redrafter.serve.engine_process.start import EngineEndedError
 from redrafter.serve.network.guards import error_answer
 from redrafter.serve.protocol.requests import ApiError, error_body
 from redrafter.serve.routes.page import page
+
+try:
+    from uvloop import run
+except ImportError:  # it is not built for every platform; the loop of asyncio takes longer for each chunk of a stream
+    from asyncio import run  # type: ignore[assignment]
 
 if TYPE_CHECKING:  # it imports torch
     from redrafter.serve.engine_process.client import EngineClient
@@ -89,7 +93,7 @@ class ServerProcess:
         """
         self._doing = doing
         try:
-            uvloop.run(self._serve(load, ready))
+            run(self._serve(load, ready))
         finally:
             if self._loaded is not None:
                 self._loaded.close()

@@ -238,13 +238,12 @@ _EVENT_SCHEMA = {
 }
 _STREAM_CONTENT = {"text/event-stream": {"schema": _EVENT_SCHEMA}}  # with stream=true
 _ERROR_CAUSES = {
-    400: "a field that is not supported, or a request that cannot be served",
+    400: "a field that is not supported, of the wrong type or out of range, or a request that cannot be served",
     401: "the API key is missing or wrong",
     403: "another host, page or key than may ask",
     404: "another model's name",
     408: "the body did not come in time",
     413: "the body is too long",
-    422: "a value of the wrong type or out of range",
     429: "as many requests wait as may",
     500: "the engine failed",
     503: "the server is stopping",

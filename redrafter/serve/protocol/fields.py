@@ -19,6 +19,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from redrafter.chat.schemas import without_nulls
+
 SMALL_BODY_BYTES = 1 << 16  # a body of this size parses in a few milliseconds, without waiting for others
 MAX_PROMPTS = 1024  # of one request, counting every choice
 MAX_ENTRIES = 1 << 14  # of an object, such as logit_bias
@@ -236,7 +238,9 @@ class JsonSchema(Strict):
 
     name: str = "schema"
     description: str | None = None
-    schema_: Annotated[dict[str, Any] | StrictBool, OneOf("a schema, which is an object")] = Field(alias="schema")
+    schema_: Annotated[
+        dict[str, Any] | StrictBool, OneOf("a schema, which is an object"), BeforeValidator(without_nulls)
+    ] = Field(alias="schema")
     strict: StrictBool | None = None
 
 
@@ -258,9 +262,10 @@ class ResponseFormat(Strict):
 class StructuredOutputs(Strict):
     """vLLM's `structured_outputs`: a grammar, given as exactly one of these fields."""
 
-    json_: Annotated[dict[str, Any] | str, OneOf("a schema, as an object or as its text")] | None = Field(
-        None, alias="json"
-    )
+    json_: (
+        Annotated[dict[str, Any] | str, OneOf("a schema, as an object or as its text"), BeforeValidator(without_nulls)]
+        | None
+    ) = Field(None, alias="json")
     json_object: Literal[True] | None = None
     regex: str | None = None
     choice: Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICE_TEXTS)] | None = None

@@ -12,6 +12,7 @@ from pydantic import AliasChoices, BeforeValidator, Field, StrictBool, model_val
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
+from redrafter.chat.schemas import read_parameters
 from redrafter.errors import ReDrafterError
 from redrafter.serve.protocol.fields import (
     MAX_INTEGER,
@@ -46,7 +47,7 @@ class Function(Strict):
 
     name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any], BeforeValidator(read_parameters)] | None = None
     strict: StrictBool | None = None
 
 
@@ -153,19 +154,30 @@ _Part = Annotated[
 class Message(Strict):
     """One message of a chat. Messages returned by this server or by OpenAI may be sent back unchanged.
 
-    `parsed`, which OpenAI's client derives from the content, is ignored.
+    `parsed`, which OpenAI's client derives from the content, is ignored. `reasoning` is vLLM's newer name of
+    `reasoning_content`, which has the text of either after validation.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | Parts[_Part], OneOf("a text or a list of parts")] | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: Parts[ToolCall] | None = None
     tool_call_id: str | None = None
     parsed: Any = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     refusal: Annotated[None, refuse_with("give it as content")] = None
     function_call: Annotated[None, refuse_with("give tool_calls")] = None
+
+    @model_validator(mode="after")
+    def _merge_thoughts(self) -> "Message":
+        if self.reasoning and self.reasoning_content and self.reasoning != self.reasoning_content:
+            what = "it differs from reasoning_content, which is another name of it: give one of the two"
+            raise PydanticCustomError("two_thoughts", what, {"field": "reasoning"})
+        if self.reasoning and not self.reasoning_content:
+            self.reasoning_content = self.reasoning
+        return self
 
     @model_validator(mode="after")
     def _check_images(self) -> "Message":

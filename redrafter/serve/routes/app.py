@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import FastAPI, Request
@@ -111,6 +112,13 @@ def create_app(
 
     chat_page, docs_page, locked_docs_page = page("page.html"), page("docs.html"), page("docs.html", 401)
 
+    @cache
+    def schema_text() -> bytes:
+        document = app.openapi()
+        for operation in (each for path in document["paths"].values() for each in path.values()):
+            operation["responses"].pop("422", None)  # FastAPI's status of wrong fields; this server's is 400
+        return to_json(document)
+
     @app.get("/", include_in_schema=False)
     async def root() -> Response:
         return chat_page
@@ -121,26 +129,26 @@ def create_app(
 
     @app.get("/openapi.json", include_in_schema=False)
     async def schema() -> Response:
-        return JSONResponse(app.openapi())
+        return Response(schema_text(), media_type="application/json")
 
     stopping: dict[str, Any] = {
         "response_class": Response,
-        "responses": {503: {"description": "the server is stopping or asleep"}},
+        "responses": {503: {"description": "the server is stopping or asleep, or its engine hangs"}},
     }
 
     @app.get("/health", **stopping)
     @app.get("/v1/health/live", **stopping)
     async def health() -> Response:
-        return Response(status_code=200 if server.engine.alive else 503)
+        return Response(status_code=200 if server.engine.healthy else 503)
 
     @app.get("/v1/health/ready", **stopping)
     async def ready() -> Response:
-        return Response(status_code=200 if server.engine.alive and not server.engine.load.asleep else 503)
+        return Response(status_code=200 if server.engine.healthy and not server.engine.load.asleep else 503)
 
     @app.get("/v1/health/model", response_model=ModelHealth, responses=error_responses(503))
     async def model_health() -> dict[str, Any]:
-        if not server.engine.alive:
-            raise ApiError(503, "the server is stopping")
+        if not server.engine.healthy:
+            raise ApiError(503, "the engine does not respond" if server.engine.alive else "the server is stopping")
         return {"model": server.model, "running": server.engine.load.running}
 
     @app.get("/v1/models", response_model=ModelList, responses=error_responses(401))
@@ -285,7 +293,7 @@ def _refused_field(error: RequestValidationError, server: "Server") -> ApiError:
     if kind in ("extra_forbidden", "unsupported"):
         advice = f": {message}" if kind == "unsupported" else ""
         return ApiError(400, f"{param} is not supported{advice}", param, "unsupported_parameter")
-    return ApiError(422, f"{param}: {message}" if param else message, param)
+    return ApiError(400, f"{param}: {message}" if param else message, param)
 
 
 def _refusal(reason: str) -> Callable[[], Awaitable[None]]:
@@ -354,7 +362,7 @@ class Version(BaseModel):
 
 def add_token_routes(app: FastAPI, server: "Server") -> None:
     """Add the routes for tokenization, for a single model, and for the version."""
-    options: dict[str, Any] = {"responses": error_responses(400, 401, 404, 408, 413, 422)}
+    options: dict[str, Any] = {"responses": error_responses(400, 401, 404, 408, 413)}
 
     def encode(body: TokenizeRequest, decoder: SandboxedProcess | None) -> list[int]:
         """Return the prompt tokens of an equivalent completion or chat."""
@@ -424,7 +432,7 @@ class UnloadAdapterRequest(Strict):
 def add_adapter_routes(app: FastAPI, server: "Server", allowed: bool) -> None:
     """Add the routes for adapters; if changes are not `allowed`, they only return errors."""
     options: dict[str, Any] = {"response_class": PlainTextResponse}
-    options["responses"] = error_responses(400, 401, 404, 408, 413, 422, 500, 503)
+    options["responses"] = error_responses(400, 401, 404, 408, 413, 500, 503)
 
     def check_allowed() -> None:
         if not allowed:

@@ -241,12 +241,12 @@ def test_what_does_not_fit_is_refused_by_name_and_texts_go_on(http, folders, tmp
         ("/v1/drafter", {"path": "a/hub-name"}, 404, "no directory"),
         ("/v1/drafter", {"path": "a\0b"}, 404, "no directory"),
         ("/v1/drafter", {"previous": True}, 400, "no previous drafter"),
-        ("/v1/drafter", {"path": "x", "previous": True}, 422, "not both"),
-        ("/v1/drafter", {}, 422, "give a path"),
+        ("/v1/drafter", {"path": "x", "previous": True}, 400, "not both"),
+        ("/v1/drafter", {}, 400, "give a path"),
         ("/v1/drafter", {"path": "x", "force": True}, 400, "force is not supported"),
         ("/v1/update_weights", {"path": str(tmp_path)}, 400, "cannot be read"),
         ("/v1/update_weights", {"path": str(folders / "drafter")}, 400, "drafter"),
-        ("/v1/update_weights", {}, 422, "path"),
+        ("/v1/update_weights", {}, 400, "path"),
         ("/v1/sleep", {"level": 2}, 400, "level is not supported"),
     ]
     for path, body, status, told in cases:
