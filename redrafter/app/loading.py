@@ -102,13 +102,13 @@ class Pair:
         name, options, draft = check_options(options, draft or NO_DRAFT_OPTIONS)
         method = choose_method(options, draft)  # also validates the options, so call it without `speculate` too
         method = method if speculate else PLAIN
-        tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
-        # Before `load_engine`: an invalid template is reported without waiting for weights.
-        find_template(tokenizer, name)
         if method == DRAFTER and not can_draft(options, draft):
             raise CheckpointError(
                 f"{name} has no {SHAPE_FILE} and no MTP layer, so it holds no drafter: give one (--drafter D){others}"
             )
+        tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
+        # Before `load_engine`: an invalid template is reported without waiting for weights.
+        find_template(tokenizer, name)
         engine = load_engine(method, name, options, draft)
         return cls(name, method, drafting_model_name(method, name, options, draft), tokenizer, engine)
 

@@ -1,20 +1,23 @@
 """Load drafters, and check that they were trained for the target."""
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import cosine_similarity
 from transformers import PreTrainedModel
 
 from redrafter.checkpoints.merged import Defaults, find_defaults_file
-from redrafter.checkpoints.models import quantize_drafter
+from redrafter.checkpoints.models import config_to_load, quantize_drafter
 from redrafter.checkpoints.mtp import holds_mtp, load_mtp
 from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel, check_draft_ids
 from redrafter.drafting.drafter_types import open_drafter_model
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
+from redrafter.model.supported import config_width
 from redrafter.model.target import Target
 from redrafter.model.weights import hold_in_memory
 
@@ -27,18 +30,18 @@ NORM_TOLERANCE = 0.02  # relative: enough for half precision, far less than two 
 
 def load_drafter(
     model: str | Path | PreTrainedModel,
-    drafter: str | Path | DrafterModel | None,
+    drafter: DrafterModel | None,
     target: Target,
     revision: str | None = None,
     quantization: str | None = None,
     base_embedding: bool = False,
 ) -> tuple[DrafterModel, Defaults]:
-    """Load the drafter of a target onto the target's device, in the target's dtype.
+    """Place the drafter of a target on the target's device, in the target's dtype.
 
     Args:
         model: Source of the target. Must name a merged checkpoint, or one with an MTP layer, where
             `drafter` is None.
-        drafter: Directory, hub id or loaded drafter; None for the one inside the target's checkpoint.
+        drafter: The drafter; None for the one inside the target's checkpoint.
         target: The target to draft for.
         revision: Revision of the merged checkpoint on the hub.
         quantization: "fp8", or None for the stored weights.
@@ -56,12 +59,7 @@ def load_drafter(
             defaults = Defaults.from_file(file)
             drafter = open_drafter_model(model, subfolder=DRAFTER_FOLDER, revision=revision)
         elif (drafter := load_mtp(str(model), target, revision)) is None:
-            raise CheckpointError(
-                f"{model} has no {SHAPE_FILE} and no MTP layer, so it holds no drafter: give one as the second "
-                "argument, or draft with DraftTarget or PromptLookup"
-            )
-    elif isinstance(drafter, str | Path):
-        drafter = open_drafter_model(drafter)
+            raise _no_drafter(str(model))
     check_fits_target(drafter, target)
     if base_embedding:
         drafter.share_embedding()
@@ -72,6 +70,36 @@ def load_drafter(
     if quantization is not None:
         quantize_drafter(module)
     return module, defaults
+
+
+def check_pair(model: str | Path | PreTrainedModel, drafter: DrafterModel | None, load: Mapping[str, Any]) -> None:
+    """Check what the configs of a target that is not loaded and of its drafter say, before weights are read.
+
+    Args:
+        model: Source of the target; a loaded one is not checked here.
+        drafter: The drafter; None for the one inside the target's checkpoint.
+        load: The arguments that the target is to be loaded with.
+
+    Raises:
+        CheckpointError: The target's checkpoint holds no drafter, or has no config that can be read.
+        MismatchError: The drafter was made for a target of another size.
+    """
+    if not isinstance(model, str | Path):
+        return
+    if drafter is None:
+        if Path(model).exists() and not holds_drafter(str(model)):
+            raise _no_drafter(str(model))
+        return
+    config = config_to_load(model, load).get_text_config(decoder=True)
+    if hasattr(config, "hidden_size") and hasattr(config, "vocab_size"):
+        check_fits_base(drafter.config, config_width(config), config.vocab_size, [], str(model))
+
+
+def _no_drafter(model: str) -> CheckpointError:
+    return CheckpointError(
+        f"{model} has no {SHAPE_FILE} and no MTP layer, so it holds no drafter: give one as the second argument, or "
+        "draft with DraftTarget or PromptLookup"
+    )
 
 
 def holds_drafter(name: str) -> bool:

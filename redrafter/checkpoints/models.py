@@ -33,7 +33,7 @@ from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, d
 from redrafter.features import FP8_WEIGHTS, GGUF_FILE, QUANTISED_WEIGHTS, TENSOR_PARALLELISM, FeatureSet
 from redrafter.files.checkpoint_kind import check_path, check_source, load_error, wrong_kind_error
 from redrafter.files.dtype_names import dtype_name
-from redrafter.files.gguf_file import SUFFIX, find_gguf, read_header, reading
+from redrafter.files.gguf_file import SUFFIX, find_gguf, part_names, read_header, reading
 from redrafter.model.linear_layers import forward_bytes, is_quantized, quantize_linears
 from redrafter.model.supported import base_of
 from redrafter.model.target import Target
@@ -204,6 +204,17 @@ def load_config(name: str | Path, *, trust_remote_code: bool = False, **hub_opti
     return config
 
 
+def config_to_load(name: str | Path, load: Mapping[str, Any]) -> PretrainedConfig:
+    """Return the config of a model that is to be loaded with these arguments of `load_model`.
+
+    Raises `CheckpointError` if it cannot be read.
+    """
+    given: PretrainedConfig | None = load.get("config")
+    if given is not None:
+        return given
+    return load_config(name, **{key: load[key] for key in ("trust_remote_code", *_HUB_ARGUMENTS) if key in load})
+
+
 def locate_gguf(model: Any, load: dict[str, Any]) -> Any:
     """Resolve `gguf_file=` of a `from_pretrained` to the path of that file, downloaded if need be.
 
@@ -221,7 +232,8 @@ def locate_gguf(model: Any, load: dict[str, Any]) -> Any:
     if Path(model).is_dir():
         return find_gguf(Path(model, where.get("subfolder") or "", name))
     try:
-        return Path(str(cached_file(str(model), str(name), **where)))
+        first, *_ = [cached_file(str(model), part, **where) for part in part_names(str(name))]
+        return Path(str(first))
     except Exception as error:
         raise load_error("model", model, error) from error
 
@@ -306,13 +318,10 @@ def check_splits(
     """
     if isinstance(tp_size, bool) or not isinstance(tp_size, int) or tp_size < 1:
         raise ArgumentError(f"tp_size must be a positive integer, got {tp_size!r}")
-    config, shared = kwargs.get("config"), FeatureSet(name, TENSOR_PARALLELISM)
+    shared = FeatureSet(name, TENSOR_PARALLELISM)
     if find_gguf(name) is not None:
         shared.check(GGUF_FILE)
-    if config is None:
-        config = load_config(
-            name, trust_remote_code=trust_remote_code, **{key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs}
-        )
+    config = config_to_load(name, {**kwargs, "trust_remote_code": trust_remote_code})
     text = config.get_text_config(decoder=True)
     if float8:
         shared.check(FP8_WEIGHTS)

@@ -25,7 +25,7 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> PreT
         raise load_error("tokenizer", name, error) from error
     if (file := find_gguf(name)) is not None:
         metadata = read_header(file).metadata
-        tokenizer = _with_tokens_of_file(tokenizer, int(metadata["tokenizer.ggml.tokens"]))
+        tokenizer = _with_tokens_of_file(tokenizer, len(metadata["tokenizer.ggml.tokens"]))
         tokenizer.name_or_path = str(name)
         for role, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding")):
             token = metadata.get(f"tokenizer.ggml.{key}_token_id")  # which some versions of transformers do not look at

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from redrafter.checkpoints.drafters import check_beams, draft_length_warning, load_drafter
+from redrafter.checkpoints.drafters import check_beams, check_pair, draft_length_warning, load_drafter
 from redrafter.checkpoints.models import bind, check_quantization, locate_gguf
 from redrafter.drafting.drafter_model import DrafterModel, check_draft_ids
+from redrafter.drafting.drafter_types import open_drafter_model
 from redrafter.drafting.estimates import QUALITIES, QUALITY, SHARING_ROWS, StepCosts, best_trees, time_at
 from redrafter.drafting.policy import PRIOR_COPIED, AcceptanceHistory, CostPolicy, DraftPolicy, text_nodes
 from redrafter.drafting.prompt_lookup import TextBeside
@@ -21,7 +22,6 @@ from redrafter.engine.options import EngineOptions, split_keywords, takes_option
 from redrafter.engine.step_timing import measure_step_costs
 from redrafter.engine.tuning import Tuning, find_tuning
 from redrafter.features import RECURRENT_STATES
-from redrafter.files.checkpoint_kind import check_drafter
 from redrafter.formats.sources import load_foreign
 from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import bucket
@@ -161,11 +161,10 @@ class ReDrafter(Engine):
         options, load, adapters = split_keywords(cls.from_pretrained, keywords)
         model = locate_gguf(model, load)
         check_quantization(draft_quantization, drafter, "draft_quantization")
+        # Refuse a wrong drafter before the target's weights are loaded.
         if isinstance(drafter, str | Path):
-            drafter = load_foreign(drafter) or drafter
-        if isinstance(drafter, str | Path):
-            # Refuse a wrong drafter before the target's weights are loaded.
-            check_drafter(drafter)
+            drafter = load_foreign(drafter) or open_drafter_model(drafter)
+        check_pair(model, drafter, load)
         target = bind(model, **load)
         drafter, defaults = load_drafter(
             model, drafter, target, load.get("revision"), draft_quantization, base_embedding

@@ -30,7 +30,7 @@ from redrafter.files.checkpoint_kind import (
     read_json,
 )
 from redrafter.files.dtype_names import SAFETENSORS_CODES, dtype_name
-from redrafter.files.gguf_file import GgufHeader, find_gguf, read_header, read_rows
+from redrafter.files.gguf_file import GgufHeader, find_gguf, find_parts, read_header, read_rows
 from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE
 from redrafter.files.hub import find_model_file
 from redrafter.files.regular_file import read_regular
@@ -78,7 +78,7 @@ class SourceBase:
     def files(self) -> dict[str, Path]:
         """Return the files of a Hugging Face model's directory that belong to the model, by their relative names."""
         if (file := find_gguf(self.directory)) is not None:
-            return {file.name: file}  # which has the config and the tokenizer too
+            return {part.name: part for part in find_parts(file)}  # the first has the config and the tokenizer too
         files = {}
         for entry in sorted(self.directory.iterdir()):
             # The conversion writes a new shape file, with the new drafter's defaults.
@@ -152,10 +152,7 @@ def open_base(directory: Path) -> SourceBase:
         raise CheckpointError(f"{directory} is a {kind}, not a model")
     if (file := find_gguf(directory)) is not None:
         hf_config, header = load_config(file), read_header(file)
-        tensors = {
-            x.name: LazyTensor(x.name, x.shape, torch.float32, partial(read_rows, file, header, x))
-            for x in header.tensors
-        }
+        tensors = {x.name: LazyTensor(x.name, x.shape, torch.float32, partial(read_rows, x)) for x in header.tensors}
         return SourceBase(directory, hf_config, tensors, gguf=header)
     with config_errors(directory, "model"):
         # Conversion needs no code of the model.

@@ -87,6 +87,28 @@ def write_gguf(
     return file
 
 
+def split_gguf(file: Path, folder: Path, parts: int) -> None:
+    """Write a GGUF file as `m-00001-of-N.gguf` and the others, as llama-gguf-split does."""
+    source = gguf.GGUFReader(file)
+    size = -(-len(source.tensors) // parts)
+    for number in range(parts):
+        writer = gguf.GGUFWriter(folder / f"m-{number + 1:05}-of-{parts:05}.gguf", "llama")
+        writer.kv_data[0].clear()
+        for key, field in source.fields.items() if number == 0 else ():
+            if not key.startswith("GGUF."):
+                kind, *items = field.types
+                writer.add_key_value(key, field.contents(), kind, items[0] if items else None)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", parts)
+        writer.add_int32("split.tensors.count", len(source.tensors))
+        for tensor in source.tensors[number * size : (number + 1) * size]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
 def make_models(folder: Path) -> Path:
     """Write `hf`, a Llama of dequantised weights, `file.gguf`, the same in Q8_0, and a `drafter` for both."""
     tokenizer = byte_level(TEXTS, 300)
