@@ -216,6 +216,44 @@ def test_a_name_that_leads_here_is_not_enough(bound, allowed, host, status):
 
 
 HERE = "http://127.0.0.1:8000"
+LOCAL = (b"host", b"localhost")
+
+
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [
+        (200, [LOCAL]),
+        (200, [(b"host", b"[::1]:80")]),
+        (400, [(b"host", b"[::1")]),
+        (400, [(b"host", b"[::1]x")]),
+        (400, [(b"host", b"[localhost].evil.example")]),
+        (400, [(b"host", b"localhost:80:90")]),
+        (400, [(b"host", b"localhost:evil.example")]),
+        (400, [LOCAL, LOCAL]),
+        (200, [LOCAL, (b"transfer-encoding", b"Chunked")]),
+        (400, [LOCAL, (b"transfer-encoding", b"gzip, chunked")]),
+        (400, [LOCAL, (b"transfer-encoding", b"gzip"), (b"transfer-encoding", b"chunked")]),
+        (400, [LOCAL, (b"transfer-encoding", b"chunked"), (b"content-length", b"2")]),
+        (200, [LOCAL, (b"upgrade", b"h2c")]),
+        (400, [LOCAL, (b"upgrade", b"h2c"), (b"content-length", b"2")]),
+        (200, [LOCAL, *[(b"x", b"a")] * 99]),
+        (431, [LOCAL, *[(b"x", b"a")] * 100]),
+    ],
+)
+def test_a_head_that_could_be_read_in_two_ways_or_has_too_many_headers_is_refused(status, headers):
+    app = create_app(Service(), AccessPolicy.from_options(ApiKeys(), ServeOptions()))
+    for path in ("/health", "/v1/models"):
+        answered: list[Any] = []
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b""}
+
+        async def send(message: Any) -> None:
+            answered.append(message)  # noqa: B023
+
+        scope = {"type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "query_string": b""}
+        asyncio.run(app(scope | {"headers": headers}, receive, send))
+        assert answered[0]["status"] == status
 
 
 @pytest.mark.parametrize(

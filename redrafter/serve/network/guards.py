@@ -47,6 +47,9 @@ BYTES_PER_COMMA = 8  # this many bytes: commas, about one per value
 BYTES_PER_CONTAINER = 32  # [, { and colons: lists, objects and their fields take several times as long as a number
 BYTES_PER_EXPONENT = 128  # exponents: numbers with an exponent take longest
 _ALIKE = bytes.maketrans(b"123456789E", b"000000000e")  # normalises the start of every exponent to 0e
+MAX_HEADERS = 100  # of a request
+# An address in brackets or a name, each perhaps with a port, or an address of IPv6 alone
+_HOST = re.compile(r"\[([\da-f:.]+)\](?::\d*)?|([^:\[\]\s]*)(?::\d*)?|([\da-f:.]+)")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _PAIR = re.compile(rb"(?i)\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}")  # one character, as two escapes
 _LONE = re.compile(rb"(?i)\\ud[89a-f]")
@@ -132,18 +135,15 @@ def check_access(scope: Scope, policy: AccessPolicy) -> None:
     access, and the values that `JsonRoute` and `OperatorRoute` check: `scope["opened"]` and `scope["policy"]`.
     """
     headers, path = dict(scope["headers"]), scope["path"]
+    if len(scope["headers"]) > MAX_HEADERS:
+        raise ApiError(431, f"the request has {len(scope['headers'])} headers: at most {MAX_HEADERS} are read")
     if (control := _CONTROL.search(path)) is not None:  # `$` of a route's pattern would match before a final newline
         raise ApiError(400, f"the path contains the control character {control.group()!r}: leave it out")
-    if b"content-length" in headers and b"transfer-encoding" in headers:
-        # Request smuggling: a proxy that trusts the other header would split requests differently (RFC 9112, 6.1). The
-        # parser of this server refuses them itself; other HTTP servers, such as that of Ray, may not.
-        what = "the request has Content-Length and Transfer-Encoding: send one of them"
-        raise ApiError(400, what, headers={"Connection": "close"})
+    check_framing(scope["headers"])
     # Another name may be DNS rebinding by a page in a browser on this network.
-    if b"host" in headers and path not in HEALTH_PATHS:
-        host = host_of(headers[b"host"].decode("latin-1"))
-        if not policy.knows_host(host):
-            raise ApiError(403, f"{host!r} is not a name of this server; --allowed-hosts adds names")
+    host = host_of(scope["headers"])
+    if host is not None and path not in HEALTH_PATHS and not policy.knows_host(host):
+        raise ApiError(403, f"{host!r} is not a name of this server; --allowed-hosts adds names")
     if scope["method"] not in READING_METHODS and _is_foreign(headers):  # browsers send such requests for any page
         origin = headers.get(b"origin", b"").decode("latin-1")
         if origin not in policy.origins and "*" not in policy.origins:
@@ -203,11 +203,38 @@ def head_as_get(app: ASGIApp) -> ASGIApp:
     return answer
 
 
-def host_of(header: str) -> str:
-    """Return the name or address in a `Host` header, without its port and brackets."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0].lower()
-    return header.rpartition(":")[0].lower() if header.count(":") == 1 else header.lower()
+def check_framing(headers: list[tuple[bytes, bytes]]) -> None:
+    """Raise `ApiError` for headers by which a proxy and this server could find different ends of a body.
+
+    Such requests can be smuggled past a proxy (RFC 9112, 6.1). The connection closes, as its next bytes are uncertain.
+    """
+    coding, names = b", ".join(value for name, value in headers if name == b"transfer-encoding"), dict(headers)
+    what = None
+    if coding and b"content-length" in names:  # this server's parser refuses them itself, unlike Ray's
+        what = "the request has Content-Length and Transfer-Encoding: send one of them"
+    elif coding and coding.strip().lower() != b"chunked":
+        what = f"the body has the Transfer-Encoding {coding.decode('latin-1')!r}: only chunked is read"
+    elif (coding or names.get(b"content-length", b"0") != b"0") and b"upgrade" in names:
+        # httptools does not read a body that follows an offer of another protocol.
+        what = (
+            "the request has a body and offers another protocol: leave out Upgrade (in Java, choose Version.HTTP_1_1)"
+        )
+    if what is not None:
+        raise ApiError(400, what, headers={"Connection": "close"})
+
+
+def host_of(headers: list[tuple[bytes, bytes]]) -> str | None:
+    """Return the name or address in the `Host` header, without its port and brackets, or None without the header.
+
+    Raises `ApiError` for several such headers, and for one that is no name or address.
+    """
+    hosts = [value.decode("latin-1").lower() for name, value in headers if name == b"host"]
+    if len(hosts) > 1:
+        raise ApiError(400, f"the request has {len(hosts)} Host headers: send one")
+    match = _HOST.fullmatch(hosts[0]) if hosts else None
+    if hosts and match is None:
+        raise ApiError(400, f"the Host header {hosts[0]!r} is no name or address")
+    return None if match is None else next(name for name in match.groups() if name is not None)
 
 
 def _is_foreign(headers: Headers) -> bool:
