@@ -24,7 +24,7 @@ pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
 
 from redrafter.serve.metrics import TEXT_SECONDS
-from redrafter.serve.network.server_process import OpenConnections, http_config
+from redrafter.serve.network.server_process import http_config
 
 _MODEL_LABEL = re.compile(r'\{model_name="[^"]*"\}$|,model_name="[^"]*"|model_name="[^"]*",')
 PROMPTS = ["Once upon a time", "The old man looked at the sea and", "def add(a, b):", "She said"]
@@ -120,7 +120,7 @@ class Program(Address):
 def listening(app: Any) -> Iterator[str]:
     """The address of an application that serves in a thread."""
     options = ServeOptions(port=0)
-    listener, server = listen(options), uvicorn.Server(http_config(app, OpenConnections(100), options))
+    listener, server = listen(options), uvicorn.Server(http_config(app, 100, options))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     while not server.started:
