@@ -16,7 +16,7 @@ from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel, check_draft_ids
 from redrafter.drafting.drafter_types import open_drafter_model
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
-from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
+from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, wrong_kind_error
 from redrafter.model.supported import config_width
 from redrafter.model.target import Target
 from redrafter.model.weights import hold_in_memory
@@ -88,7 +88,7 @@ def check_pair(model: str | Path | PreTrainedModel, drafter: DrafterModel | None
         return
     if drafter is None:
         if Path(model).exists() and not holds_drafter(str(model)):
-            raise _no_drafter(str(model))
+            raise wrong_kind_error(Path(model), "model") or _no_drafter(str(model))
         return
     config = config_to_load(model, load).get_text_config(decoder=True)
     if hasattr(config, "hidden_size") and hasattr(config, "vocab_size"):

@@ -34,6 +34,7 @@ from redrafter.features import FP8_WEIGHTS, GGUF_FILE, QUANTISED_WEIGHTS, TENSOR
 from redrafter.files.checkpoint_kind import check_path, check_source, load_error, wrong_kind_error
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.gguf_file import SUFFIX, find_gguf, part_names, read_header, reading
+from redrafter.files.headers import read_headers, weight_files
 from redrafter.model.linear_layers import forward_bytes, is_quantized, quantize_linears
 from redrafter.model.supported import base_of
 from redrafter.model.target import Target
@@ -132,12 +133,15 @@ def load_model(
         device = None
         kwargs = kwargs | {"distributed_config": DistributedConfig(tp_size=tp_size, tp_plan="auto")}
     file, as_saved = find_gguf(name), dtype == "auto"
+    folder = Path(name, str(kwargs.get("subfolder") or ""))
+    if not kwargs.keys() & {"variant", "use_safetensors"} and weight_files(folder)[0]:
+        read_headers(folder)  # refuses what transformers would load from the wrong file
     if file is not None:
         kwargs = {"quantization_config": GgufConfig(dequantize=True)} | kwargs
         dtype = read_header(file).dtype if dtype == "auto" else dtype
     try:
         with reading(name) as (source, gguf):
-            loaded: Any = _auto_class(name, trust_remote_code, kwargs).from_pretrained(
+            loaded: Any = auto_class(name, trust_remote_code, kwargs).from_pretrained(
                 source, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **gguf, **kwargs
             )
     except Exception as error:
@@ -238,8 +242,8 @@ def locate_gguf(model: Any, load: dict[str, Any]) -> Any:
         raise load_error("model", model, error) from error
 
 
-def _auto_class(name: str | Path, trust_remote_code: bool, kwargs: dict[str, object]) -> Any:
-    # The class for causal LMs, unless transformers knows the model type only among models that see images.
+def auto_class(name: str | Path, trust_remote_code: bool, kwargs: dict[str, object]) -> Any:
+    """Return the class for causal LMs, unless transformers knows the model type only among models that see images."""
     if "config" in kwargs or find_gguf(name) is not None:
         return AutoModelForCausalLM
     hub_options = {key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs}

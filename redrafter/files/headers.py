@@ -60,13 +60,25 @@ def weight_files(directory: Path) -> tuple[list[Path], set[str]]:
 
 
 def read_headers(directory: Path) -> dict[str, Header]:
-    """Return the headers of a directory that `save_pretrained` wrote: of one file, or of several and an index."""
+    """Return the headers of a directory that `save_pretrained` wrote: of one file, or of several and an index.
+
+    Raises:
+        CheckpointError: There are none, or not all of them, or several files hold a tensor of one name, of which
+            transformers would take the last one, whichever the index names.
+    """
     files, indexed = weight_files(directory)
     if not files:
         raise CheckpointError(f"{directory} has no {WEIGHTS_FILE}; save the model with save_pretrained")
     tensors: dict[str, Header] = {}
     for file in files:
-        tensors |= read_file_headers(file)
+        found = read_file_headers(file)
+        if twice := tensors.keys() & found.keys():
+            name = min(twice)
+            raise CheckpointError(
+                f"{file} holds {name}, which {tensors[name].file.name} holds too, and transformers would load one of "
+                "them whichever the index names: save the model again with save_pretrained"
+            )
+        tensors |= found
     if missing := indexed - tensors.keys():
         raise CheckpointError(f"{directory / INDEX_FILE} names tensors that no file has: {min(missing)}")
     return tensors

@@ -13,10 +13,11 @@ from zipfile import is_zipfile
 import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PretrainedConfig
+from transformers.utils import logging
 
 from redrafter.checkpoints.drafters import NORM_ROWS, check_fits_base
 from redrafter.checkpoints.merged import Defaults
-from redrafter.checkpoints.models import load_config
+from redrafter.checkpoints.models import auto_class, load_config
 from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel, check_draft_ids
 from redrafter.drafting.drafter_types import drafter_class, make_drafter
@@ -27,6 +28,7 @@ from redrafter.files.checkpoint_kind import (
     check_source,
     config_errors,
     kind_of,
+    load_error,
     read_json,
 )
 from redrafter.files.dtype_names import SAFETENSORS_CODES, dtype_name
@@ -157,7 +159,43 @@ def open_base(directory: Path) -> SourceBase:
     with config_errors(directory, "model"):
         # Conversion needs no code of the model.
         hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    return SourceBase(directory, hf_config, open_directory(directory))
+    tensors = open_directory(directory)
+    _check_whole(directory, hf_config, tensors)
+    return SourceBase(directory, hf_config, tensors)
+
+
+def _check_whole(directory: Path, config: PretrainedConfig, tensors: Mapping[str, LazyTensor]) -> None:
+    """Raise `CheckpointError` if a model's files lack weights of its class, or have them in other shapes.
+
+    transformers alone knows by which names a class finds its weights, so it loads tensors without memory. Models whose
+    code comes with them, and quantised ones, are not checked.
+    """
+    if hasattr(config, "auto_map") or getattr(config, "quantization_config", None) is not None:
+        return
+    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()  # it reports what is missing, in a table
+    logging.disable_progress_bar()
+    try:
+        with torch.device("meta"):
+            kind: Any = type(auto_class(directory, trust_remote_code=False, kwargs={}).from_config(config))
+        _, found = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict={name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in tensors.items()},
+            device_map={"": "meta"},
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise load_error("model", directory, error) from error
+    finally:
+        logging.set_verbosity(verbosity)
+        if bar:
+            logging.enable_progress_bar()
+    for name in sorted(found["missing_keys"]):
+        raise CheckpointError(f"{directory} has no tensor {name}, which its config asks for")
+    for name, shape, wanted in sorted(found["mismatched_keys"]):
+        raise CheckpointError(f"{directory} has {name} of shape {tuple(shape)} instead of {tuple(wanted)}")
 
 
 @dataclass(frozen=True)
