@@ -22,7 +22,7 @@ from redrafter.chat.thoughts import Thinking, ThoughtMarks
 from redrafter.checkpoints.merged import boxed_pair
 from redrafter.checkpoints.tokenizers import load_processor, load_tokenizer
 from redrafter.engine.detokenizer import decode_tokens
-from redrafter.errors import ArgumentError, ReDrafterError
+from redrafter.errors import ArgumentError, CheckpointError, ReDrafterError
 from redrafter.grammar.source import GrammarSource
 from redrafter.sampling.params import NEUTRAL, NUMBERS, SamplingParams
 from redrafter.sampling.processors import MAX_BEGIN_TOKENS, ThinkingBudget
@@ -176,14 +176,22 @@ class Server:
         raise ApiError(404, message, "model", "model_not_found")
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter from a local directory, and serve it as a model of this name, or raise `ApiError`."""
+        """Load a LoRA adapter from a local directory, and serve it as a model of this name, or raise `ApiError`.
+
+        The error is the same for all paths without an adapter, so that clients do not learn which paths exist.
+        """
         if name in self.adapters or name == self.model:
             raise ApiError(400, f"The lora adapter '{name}' has already been loaded.", "lora_name")
-        # In a thread, since the path may be on a network file system.
-        if not await asyncio.to_thread(os.path.isdir, path):
-            raise ApiError(404, f"No adapter found for '{path}': it is no directory of the server", "lora_path")
         try:
+            # In a thread, since the path may be on a network file system.
+            if not await asyncio.to_thread(os.path.isdir, path):
+                raise CheckpointError(f"{path} is no directory")
             await self.engine.change_adapters(name, path)
+        except CheckpointError as error:
+            _LOG.warning("no adapter is loaded: %s", error)
+            raise ApiError(
+                404, f"No adapter found for '{path}': the server's log has the reason", "lora_path"
+            ) from None
         except (Stopped, EngineError):
             raise
         except ReDrafterError as error:
