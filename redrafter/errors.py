@@ -72,7 +72,7 @@ class CacheFullError(ReDrafterError):
 
 
 class NotFiniteError(ReDrafterError):
-    """The model's logits after a sequence are NaN or infinite, so no token can follow it."""
+    """New weights are NaN or infinite, or the model's logits after a sequence, so that no token can follow it."""
 
 
 def first_line(error: BaseException) -> str:

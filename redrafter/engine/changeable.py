@@ -29,7 +29,9 @@ class Changeable:
         """Begin, once `target` is set."""
         self._derived_of = self.target.revision.weights  # revision of the weights that `derive` has used
 
-    def update_weights(self, weights: str | Path | Mapping[str, Tensor]) -> list[str]:
+    def update_weights(
+        self, weights: str | Path | Mapping[str, Tensor], *, allow_not_finite: bool = False
+    ) -> list[str]:
         """Write new weights of the target in place, so that captured steps remain valid.
 
         Copies of the old weights are rebuilt (FP8 copies, and tables of drafters); stored prefixes are dropped. The
@@ -39,18 +41,20 @@ class Changeable:
             weights: A directory that `save_pretrained` wrote or a .safetensors file, or tensors by the names of the
                 model's `state_dict`, on any device. Numbers are rounded to the model's dtype. Files are read whole
                 into memory first; they must be regular ones.
+            allow_not_finite: Write NaN and infinite numbers too, as after training that diverged. Sequences that need
+                them end with `NotFiniteError`.
 
         Returns:
-            Names of tensors with NaN or infinite numbers, as after training that diverged. They are written: sequences
-            that need these numbers end with `NotFiniteError`.
+            Names of tensors with NaN or infinite numbers.
 
         Raises:
             ArgumentError: A call of `generate` runs, or the engine is asleep.
             CheckpointError: A file cannot be read, or changes while it is read.
             MismatchError: Names, shapes or dtypes are not the model's; no weight was written.
+            NotFiniteError: Numbers are NaN or infinite, and not allowed; no weight was written.
             UnsupportedError: Processes share the model, or another library has quantised it.
         """
-        change = UpdateWeights(self, weights)
+        change = UpdateWeights(self, weights, allow_not_finite)
         self._make(change)
         return list(change.not_finite)
 

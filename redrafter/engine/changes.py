@@ -13,7 +13,7 @@ from redrafter.checkpoints.drafters import check_fits_target
 from redrafter.checkpoints.weights import read_weights
 from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.drafting.drafter_types import open_drafter_model
-from redrafter.errors import ArgumentError, MismatchError, UnsupportedError
+from redrafter.errors import ArgumentError, MismatchError, NotFiniteError, UnsupportedError
 from redrafter.features import ENGINE_CHANGES, WEIGHT_UPDATES
 from redrafter.formats.sources import load_foreign
 from redrafter.model.target import Target
@@ -96,14 +96,24 @@ class Wake(EngineChange):
 class UpdateWeights(EngineChange):
     """Writes new weights of the target over the old ones, and rebuilds tensors derived from these."""
 
-    def __init__(self, engine: ChangeableModels, weights: str | Path | Mapping[str, Tensor]):
-        """Read the weights and check that they fit the target."""
+    def __init__(
+        self,
+        engine: ChangeableModels,
+        weights: str | Path | Mapping[str, Tensor],
+        allow_not_finite: bool = False,
+    ):
+        """Read the weights, check that they fit the target, and raise `NotFiniteError` for NaN unless allowed."""
         check_changeable(engine, asleep=False)
         target = engine.target
         target.features.check(WEIGHT_UPDATES)
         self._engine = engine
         self._new = NewWeights.for_module(target.model, read_weights(weights, target), target.name)
         self.not_finite = self._new.not_finite
+        if self.not_finite and not allow_not_finite:
+            raise NotFiniteError(
+                f"{len(self.not_finite)} tensors of the new weights hold NaN or infinite numbers in the model's dtype, "
+                f"such as {self.not_finite[0]}: none was written; allow_not_finite=True writes them"
+            )
 
     def apply(self) -> None:
         """Write the weights."""

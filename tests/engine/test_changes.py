@@ -14,6 +14,7 @@ from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.models import quantize_model
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.changes import ChangeDrafter, UpdateWeights
+from redrafter.errors import NotFiniteError
 from redrafter.model.linear_layers import quantize_weight
 from redrafter.model.target import Target
 from redrafter.model.weights import NewWeights, ParkedMemory, snapshot
@@ -164,21 +165,28 @@ def test_the_files_of_a_model_may_be_written_again_while_it_is_used(tmp_path):
     check_writes_as(engine, other())
 
 
-def test_weights_that_are_not_finite_are_written_and_named():
+def test_weights_that_are_not_finite_are_refused_or_written_and_named():
     engine, new = drafting(), {name: x.clone() for name, x in other().state_dict().items()}
     assert engine.update_weights(new) == []
+    before = snapshot(engine.target.model)
+    with pytest.raises(NotFiniteError, match=r"1 tensors .* such as model.norm.weight: none was written"):
+        engine.update_weights(new | {"model.norm.weight": torch.full((32,), torch.nan)})
+    assert all(torch.equal(value, before[name]) for name, value in snapshot(engine.target.model).items())
     new["model.norm.weight"][3] = torch.nan
     new["lm_head.weight"][2, 1] = -torch.inf
-    assert engine.update_weights(new) == ["model.norm.weight", "lm_head.weight"]
+    assert engine.update_weights(new, allow_not_finite=True) == ["model.norm.weight", "lm_head.weight"]
     half = drafting(tiny_model("llama").half())
     new = {name: x.clone() for name, x in other().state_dict().items()}
     new["model.layers.0.mlp.up_proj.weight"][0, 0] = 1e6
-    assert half.update_weights(new) == ["model.layers.0.mlp.up_proj.weight"], "float16 ends at 65,504"
+    assert half.update_weights(new, allow_not_finite=True) == ["model.layers.0.mlp.up_proj.weight"], (
+        "float16 ends at 65,504"
+    )
     quantised = tiny_model("llama")
     quantize_model(quantised, "tiny")
     assert drafting(quantised).update_weights(new) == [], "FP8 is scaled"
     scale = "model.layers.0.mlp.up_proj.weight_scale"
-    assert drafting(quantised).update_weights(snapshot(quantised) | {scale: torch.full((48,), torch.nan)}) == [scale]
+    wrong = snapshot(quantised) | {scale: torch.full((48,), torch.nan)}
+    assert drafting(quantised).update_weights(wrong, allow_not_finite=True) == [scale]
     worse = tiny_drafter()
     worse.lm_head.weight.data[0, 0] = torch.nan
     assert engine.change_drafter(worse) == ["lm_head.weight"]

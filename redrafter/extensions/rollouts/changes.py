@@ -11,5 +11,6 @@ CHANGES: dict[str, Callable[[Engine, str | None], EngineChange]] = {
     "sleep": lambda engine, _: Sleep(engine),
     "wake": lambda engine, _: Wake(engine),
     "update_weights": lambda engine, path: UpdateWeights(engine, path or ""),
+    "update_weights_not_finite": lambda engine, path: UpdateWeights(engine, path or "", allow_not_finite=True),
     "change_drafter": ChangeDrafter,
 }

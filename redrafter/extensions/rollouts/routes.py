@@ -28,9 +28,13 @@ class NoFields(Strict):
 
 
 class WeightsRequest(Strict):
-    """New weights: a directory that `save_pretrained` wrote on the server's machine, or a .safetensors file."""
+    """New weights: a directory that `save_pretrained` wrote on the server's machine, or a .safetensors file.
+
+    Those with NaN or infinite values, as after diverged training, are refused unless `allow_not_finite`.
+    """
 
     path: str
+    allow_not_finite: StrictBool = False
 
 
 class DrafterRequest(Strict):
@@ -62,8 +66,8 @@ class EngineState(BaseModel):
 class ChangedEngine(EngineState):
     """State of the engine after a change.
 
-    `not_finite` lists tensors with NaN or infinite values, as after diverged training: sequences that need these values
-    end with an error.
+    `not_finite` lists tensors that were written with NaN or infinite values: sequences that need these values end with
+    an error.
     """
 
     not_finite: list[str]
@@ -112,7 +116,7 @@ class OperatedEngine:
 
 def _is_there(path: str, kind: str) -> bool:
     # These return False for any invalid name, including one with NUL.
-    return os.path.isdir(path) or (kind == "update_weights" and os.path.isfile(path))
+    return os.path.isdir(path) or (kind != "change_drafter" and os.path.isfile(path))
 
 
 def rollout_routes(server: "Server") -> list[BaseRoute]:
@@ -132,7 +136,8 @@ def rollout_routes(server: "Server") -> list[BaseRoute]:
 
     @routes.post("/v1/update_weights", **changing)
     async def update_weights(body: WeightsRequest) -> ChangedEngine:
-        return await operated.change("update_weights", body.path)
+        kind = "update_weights_not_finite" if body.allow_not_finite else "update_weights"
+        return await operated.change(kind, body.path)
 
     @routes.post("/v1/drafter", **changing)
     async def change_drafter(body: DrafterRequest) -> ChangedEngine:

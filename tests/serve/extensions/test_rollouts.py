@@ -284,11 +284,15 @@ def test_files_that_are_no_regular_ones_or_are_cut_short_stop_nobody(http, serve
     assert complete(http).json()["choices"][0]["text"] == before
 
 
-def test_weights_that_are_not_finite_are_named_in_the_answer(http, folders, tmp_path):
+def test_weights_that_are_not_finite_are_refused_or_named_in_the_answer(http, folders, tmp_path):
     weights = load_file(folders / "base" / "model.safetensors")
     weights["model.norm.weight"][0] = torch.nan
     save_file(weights, tmp_path / "diverged.safetensors")
-    answer = operate(http, "/v1/update_weights", {"path": str(tmp_path / "diverged.safetensors")})
+    body = {"path": str(tmp_path / "diverged.safetensors")}
+    answer = operate(http, "/v1/update_weights", body)
+    assert (answer.status_code, "such as model.norm.weight" in answer.text) == (400, True)
+    assert complete(http).status_code == 200
+    answer = operate(http, "/v1/update_weights", body | {"allow_not_finite": True})
     assert (answer.status_code, answer.json()["not_finite"]) == (200, ["model.norm.weight"])
     assert complete(http).status_code == 500
     answer = operate(http, "/v1/update_weights", {"path": str(folders / "base")})
