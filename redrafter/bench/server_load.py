@@ -10,16 +10,18 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 from uuid import uuid4
 
 from aiohttp import ClientSession
 
 from redrafter.bench.http_client import RequestFailedError, open_session, request
+from redrafter.data.rows import Row
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.measure.report import Report
 from redrafter.scheduler.sequence import Stats
 
+REQUEST_FIELDS = ("role", "content", "name", "reasoning_content", "tool_call_id")  # of a message
 BUSY_CLIENT = 0.8  # above this share of processor time the client limits the measurement
 COLUMNS = [("server", 6), ("at once", 7), ("tok/s", 8), ("steady", 8), ("req/s", 7)]
 COLUMNS += [("first p50", 9), ("p99", 7), ("gap p50", 7), ("p99", 7), ("per token", 9), ("all p50", 8), ("p99", 8)]
@@ -104,7 +106,7 @@ class Load:
     of this library would copy drafts from its earlier answers.
     """
 
-    prompts: Sequence[str | list[dict[str, str]]]  # texts, and messages of chats
+    prompts: Sequence[str | dict[str, Any]]  # texts, and fields of chats' requests (`chat_fields`)
     max_new_tokens: int  # of each completion; no end token ends one early
     temperature: float  # 0 for greedy decoding
     seed: int  # of request 0; request i has this plus i
@@ -118,9 +120,9 @@ class Load:
     def exchange(self, index: int, model: str) -> Generator[bytes, Completion, None]:
         """Yield the JSON body of request `index`, which has no follow-up."""
         prompt = self.prompts[index % len(self.prompts)]
-        body = {
+        body = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        body = body | {
             "model": model,
-            "prompt" if isinstance(prompt, str) else "messages": prompt,
             "max_tokens": self.max_new_tokens,
             "temperature": self.temperature,
             "seed": self.seed + index,
@@ -136,6 +138,28 @@ class Load:
     def text_key(self, index: int) -> int:
         """Return a key that two requests share if and only if they should produce the same text."""
         return index if self.temperature else index % len(self.prompts)
+
+
+def chat_fields(row: Row, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a request for the answer to some messages of a row, with its tools and variables."""
+    fields = {"messages": list(map(_request_message, messages))}
+    more = {"tools": row.tools, "chat_template_kwargs": row.template_kwargs}
+    return fields | {name: value for name, value in more.items() if value is not None}
+
+
+def _request_message(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as a request has it: no other keys, and arguments of calls as JSON text."""
+    sent = {name: message[name] for name in REQUEST_FIELDS if name in message}
+    if calls := message.get("tool_calls"):
+        functions = [call["function"] for call in calls]
+        texts = [
+            arguments if isinstance(arguments := f["arguments"], str) else json.dumps(arguments) for f in functions
+        ]
+        sent["tool_calls"] = [
+            {"id": f"call_{number}"} | call | {"function": function | {"arguments": text}}
+            for number, (call, function, text) in enumerate(zip(calls, functions, texts, strict=True))
+        ]
+    return sent
 
 
 class Percentiles(TypedDict):

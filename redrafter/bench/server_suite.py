@@ -12,7 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 from redrafter.app.options import SuiteOptions
-from redrafter.bench.server_load import Completion, ServerUnderTest, run_load
+from redrafter.bench.server_load import Completion, ServerUnderTest, chat_fields, run_load
 from redrafter.data.suites import Question, Suite
 from redrafter.engine.call import GenerateStats
 from redrafter.measure.report import Report
@@ -37,8 +37,8 @@ class ChatLoad:
 
     def exchange(self, index: int, model: str) -> Generator[bytes, Completion, None]:
         """Yield the JSON body of each turn of question `index`; the turns end with one that fails."""
-        messages: list[dict[str, str]] = []
-        body: dict[str, object] = {
+        question, messages = self.questions[index % len(self.questions)], list[dict[str, Any]]()
+        body: dict[str, object] = chat_fields(question.row, []) | {
             "model": model,
             "messages": messages,
             "max_tokens": self.max_new_tokens,
@@ -50,7 +50,7 @@ class ChatLoad:
         if self.speculate is not None:
             # Drafts must not come from other conversations' answers, such as the undrafted run of these questions.
             body |= {"speculate": self.speculate, "cache_salt": uuid4().hex}
-        for number, turn in enumerate(self.questions[index % len(self.questions)].turns):
+        for number, turn in enumerate(question.turns):
             messages += turn
             completion = yield json.dumps(body).encode()
             completion.turn = number

@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from redrafter.app.flags import flag, read_options
 from redrafter.app.loading import NO_DRAFT_OPTIONS, Pair, check_options
@@ -17,6 +18,7 @@ from redrafter.app.templates import require_template
 from redrafter.bench.options import BenchOptions, ServerOptions
 from redrafter.bench.padded_model import SHAPES, describe, pad_drafter, pad_model, unmasked
 from redrafter.bench.sections import run_sections
+from redrafter.bench.server_load import chat_fields
 from redrafter.bench.suite import run_suite
 from redrafter.checkpoints.models import quantize_drafter, quantize_model
 from redrafter.checkpoints.tokenizers import end_tokens
@@ -218,9 +220,11 @@ def _bench_servers(args: argparse.Namespace) -> int:
     return report.finish()
 
 
-def _prompt(row: Row) -> str | list[dict[str, str]]:
-    """Return the prompt to send to a server: a text to continue, or the messages of a chat to answer."""
-    prompt = turns_before_answer(row) or (row.prompt if row.prompt is not None else row.text)
+def _prompt(row: Row) -> str | dict[str, Any]:
+    """Return what to send to a server: a text to continue, or the fields of a request to answer a chat."""
+    if turns := turns_before_answer(row):
+        return chat_fields(row, turns)
+    prompt = row.prompt if row.prompt is not None else row.text
     if not prompt:
         raise ArgumentError(
             f"{row.where} has nothing to send to a server: with --url, rows need a prompt, a text, or messages with a "

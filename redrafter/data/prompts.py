@@ -107,15 +107,21 @@ def sample_prompts(
     return prompts
 
 
-def turns_before_answer(row: Row) -> list[dict[str, str]]:
-    """Return the turns of a conversation before the assistant's first answer; without one, up to the first user turn.
+def turns_before_answer(row: Row) -> list[dict[str, Any]]:
+    """Return the turns of a conversation before the first answer that is learnt.
 
-    There are none where nothing asks for an answer, and for a row that is no conversation.
+    Without one, return those up to the first turn of a user, or result of a tool, that the row does not answer. There
+    are none where nothing asks for an answer, and for a row that is no conversation.
     """
     messages = row.messages or []
-    roles = [turn["role"] for turn in messages]
-    after_user = roles.index("user") + 1 if "user" in roles else 0
-    return messages[: roles.index("assistant", 1) if "assistant" in roles[1:] else after_user]
+    answers = (n for n, turn in enumerate(messages) if n and turn["role"] == "assistant" and turn.get("weight") != 0)
+    return messages[: next(answers, next((n + 1 for n in range(len(messages)) if asks(messages, n)), 0))]
+
+
+def asks(messages: list[dict[str, Any]], number: int) -> bool:
+    """Return whether turn `number` of a conversation is a user's turn or a tool's result that no next turn answers."""
+    following = messages[number + 1]["role"] if number + 1 < len(messages) else None
+    return messages[number]["role"] in ("user", "tool") and following not in ("assistant", "tool")
 
 
 def encode_prompt(

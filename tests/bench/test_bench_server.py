@@ -54,23 +54,31 @@ def test_a_report_has_a_row_for_each_concurrency_and_server(tmp_path, prompts):
 
 def test_rows_of_messages_are_asked_as_chats(tmp_path):
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+    function, result = {"name": "f", "arguments": {"x": 1}}, {"role": "tool", "content": "2"}
+    call = {"role": "assistant", "tool_calls": [{"function": function}]}
     rows = [
         {"messages": [*turns, {"role": "assistant", "content": "Me."}]},
         {"prompt": "It was"},
         {"turns": ["And?", "So?"]},
+        {"prompt": [turns[1], call, result], "tools": [{"name": "f"}], "chat_template_kwargs": {"a": 1}},
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with StubServer(lambda body: completion(["a", "b"])) as server:
-        words = ("--concurrency", "1", "--num-requests", "3", "--prompts", str(tmp_path / "rows.jsonl"))
+        words = ("--concurrency", "1", "--num-requests", "4", "--prompts", str(tmp_path / "rows.jsonl"))
         document, _ = bench("--url", server.url, *words)
     assert [load["failed"] for load in document["loads"]] == [0]
-    chat, text, questions = server.bodies[-3:]
+    chat, text, questions, agent = server.bodies[-4:]
     assert (chat["messages"], "prompt" in chat) == (turns, False)
     assert (text["prompt"], "messages" in text) == ("It was", False)
     assert questions["messages"] == [{"role": "user", "content": "And?"}]
+    called = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    assert agent["messages"] == [turns[1], {"role": "assistant", "content": "", "tool_calls": [called]}, result]
+    assert agent["tools"] == [{"type": "function", "function": {"name": "f"}}]
+    assert agent["chat_template_kwargs"] == {"a": 1}
     assert all(body["ignore_eos"] for body in server.bodies)
-    paths = [head.split()[1] for head in server.headers[-3:]]
-    assert paths == ["/v1/chat/completions", "/v1/completions", "/v1/chat/completions"]
+    paths = [head.split()[1] for head in server.headers[-4:]]
+    chats, texts = "/v1/chat/completions", "/v1/completions"
+    assert paths == [chats, texts, chats, chats]
 
 
 def test_four_requests_a_slot_are_sent_by_default(prompts):

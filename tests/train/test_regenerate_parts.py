@@ -55,7 +55,6 @@ def test_a_template_that_refuses_a_result_without_a_call_ends_the_row_there():
     refusing = CALLING.replace("m.content == 'BAD'", "m.role == 'tool' and not messages[loop.index0 - 1].tool_calls")
     messages = [*turns("uhi"), *turns("a", **WEATHER), *turns("t9 C", "acold")]
     assert continued(messages, '[wx {"at": "Bern"}]', refusing)[1] == "tool"
-    assert continued(turns("uone", "t9 C", "utwo"), "hm")[1] == "tool"  # a result that nothing has asked for
 
 
 def test_turns_of_weight_0_are_the_context_of_answers():
@@ -64,7 +63,8 @@ def test_turns_of_weight_0_are_the_context_of_answers():
     assert continued([*given, *turns("acold", "umore", "ax")], "yes")[0].startswith(f"{opening}yes</s>\n<|user|>more")
     text, finish = continued([*turns("uone", "ax"), *given, *turns("acold")], "yes")
     assert (text, finish) == (f"<s><|user|>one\n<|assistant|>yes</s>\n{opening[3:]}", "eos")
-    assert continued([*given, *turns("umore")], "yes")[0].startswith(f"{opening[:-13]}<|user|>more\n<|assistant|>yes")
+    assert continued(given, "yes") == (f"{opening}yes</s>", "eos")
+    assert continued([*given, *turns("umore")], "yes")[0].startswith(f"{opening}yes</s>\n<|user|>more\n<|assistant|>")
 
 
 def test_a_base_that_ends_with_the_mark_of_another_role_is_followed_by_the_templates_own():

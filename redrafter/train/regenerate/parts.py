@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.chat.template import chat_template_of
-from redrafter.data.prompts import apply_template, check_tokenizer, encode_prompt
+from redrafter.data.prompts import apply_template, asks, check_tokenizer, encode_prompt
 from redrafter.data.rows import Row
 from redrafter.errors import CheckpointError
 
@@ -65,7 +65,7 @@ def _beginning(ids: list[int], max_tokens: int) -> list[int]:
 def _split_conversation(
     row: Row, messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
 ) -> list[Part]:
-    """Return the ids before each assistant turn of a conversation; without such turns, after each user turn."""
+    """Return the ids before each assistant turn of a conversation; without such turns, after what asks for one."""
     if not any(turn["role"] == "user" for turn in messages):
         raise CheckpointError("no user turn, so there is nothing to answer")
     answers = [turn["role"] == "assistant" and turn.get("weight") != 0 for turn in messages]
@@ -77,12 +77,8 @@ def _split_conversation(
     call = list[int]()  # with which the last answer has to end before the next turns of the chat
     for number, (turn, answered) in enumerate(zip(messages, answers, strict=True)):
         if not answered:
-            asked_by = next((each for each in reversed(chat) if each["role"] == "assistant"), None)
-            if turn["role"] == "tool" and asked_by is answer:
-                call = call or NO_ANSWER
             chat.append(turn)
-            following = messages[number + 1]["role"] if number + 1 < len(messages) else None
-            if any(answers) or turn["role"] != "user" or following == "assistant":
+            if any(answers) or not asks(messages, number):
                 continue
         try:
             parts.append(Part(_render(row, chat, marker, tokenizer), call))
@@ -91,8 +87,8 @@ def _split_conversation(
             if not call:
                 raise
             return [*parts, Part([], NO_ANSWER)]
-        results = messages[number + 1 : number + 2] if answered else []
-        call = _call(row, chat, turn, tokenizer, ends) if any(turn["role"] == "tool" for turn in results) else []
+        has_result = answered and any(following["role"] == "tool" for following in messages[number + 1 : number + 2])
+        call = _call(row, chat, turn, tokenizer, ends) if has_result else []
         chat.append(answer)
     return parts
 
