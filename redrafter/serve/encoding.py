@@ -20,6 +20,7 @@ LONG_TEXT = 1 << 13  # characters; a shorter text takes up to 3 ms, about twice 
 WAIT_SECONDS = 120.0  # wall-clock time to encode one text, on a machine that is busy
 # Requests encoded at once in total and per client, for small (False) and large (True) bodies.
 AT_ONCE = {False: (4, 2), True: (2, 1)}
+LOOP_REST = 4  # rest of the event loop, in times of what it took to encode a request: a fifth of its time at most
 T = TypeVar("T")
 
 
@@ -92,12 +93,30 @@ class ClientTurns:
 
 
 class EncodingThreads:
-    """Threads that encode requests in turns by client; requests with large bodies have separate threads."""
+    """Threads that encode requests in turns by client; requests with large bodies have separate threads.
+
+    The event loop encodes a short request itself, without a turn, as long as that takes a fifth of its time at most.
+    """
 
     def __init__(self) -> None:
         self._turns = {large: ClientTurns(*counts) for large, counts in AT_ONCE.items()}
         most = sum(count for count, _ in AT_ONCE.values())
         self._threads = ThreadPoolExecutor(most, "redrafter-encoding")
+        self._rests_until = 0.0  # by `time.perf_counter`
+
+    @property
+    def may_run_here(self) -> bool:
+        """Return whether the event loop has rested since it last encoded a request itself."""
+        return time.perf_counter() >= self._rests_until
+
+    def run_here(self, encode: Callable[[], T]) -> T:
+        """Encode a request in the calling thread, that of the event loop, which then rests from that for a while."""
+        began = time.perf_counter()
+        try:
+            return encode()
+        finally:
+            now = time.perf_counter()
+            self._rests_until = now + LOOP_REST * (now - began)
 
     async def run_encoding(self, encode: Callable[[], T], client: str, large: bool) -> T:
         """Encode a request of a client in a thread, and return the result.

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -62,8 +62,8 @@ _LOG = logging.getLogger(__name__)
 MIN_TEMPERATURE = 1e-5  # lower values would overflow the logits, and mean greedy decoding, as in vLLM
 MAX_SCORES = 1 << 18  # log-probabilities of prompts in one answer, which may take 100 MB of memory
 MAX_CONTEXTS = 8  # largest prompt to tokenize, in context lengths
-# A request with such a body is encoded in a millisecond or less. Threads wait for the GIL of a busy event loop, and for
-# each other where one client sends many requests: with 64 streams, for 40 ms.
+# A request with such a body is encoded in 1 to 5 ms. Threads wait for the GIL of a busy event loop, and for each other
+# where one client sends many requests: with 64 streams, for 40 ms.
 SHORT_BODY_BYTES = 1 << 12
 DEFAULT_COMPLETION_TOKENS = 16  # of a completion without max_tokens, as in OpenAI's API
 
@@ -72,11 +72,6 @@ R = TypeVar("R")
 T = TypeVar("T")
 Facts = dict[str, Any]  # facts to log about a request, by name
 Answer = dict[str, Any] | AsyncIterator[dict[str, Any]]  # a whole answer, or the chunks of a stream
-
-
-def _is_short(facts: Facts) -> bool:
-    """Return whether what is computed from a request's body takes so little time that the event loop can do it."""
-    return bool(facts.get("body_bytes", SHORT_BODY_BYTES + 1) <= SHORT_BODY_BYTES)
 
 
 @dataclass
@@ -230,24 +225,28 @@ class Server:
     async def chat(self, request: ChatRequest, facts: Facts) -> Answer:
         """Answer a chat request, and add to the facts to log about it."""
         self.check_model(request.model)
-        ids, thinking, images = await self.encode(self.prompts.encode_chat, request, request.messages, facts)
-        if images is not None and request.prompt_logprobs is not None:
-            raise ApiError(400, "the tokens of a prompt with images are not scored: leave it out", "prompt_logprobs")
-        logprobs = (request.top_logprobs or 0) if request.logprobs else None
         template = self.prompts.template
         # If the template ignores tools, a system message asks the model for calls as JSON objects.
         form = call_form(self.options.tool_call_parser, template.text if template.reads_tools else "")
         marks = (form.own_thoughts or self.prompts.thoughts) if self.options.reasoning_format == "auto" else None
+
+        def encode(request: ChatRequest, decoder: SandboxedProcess | None) -> tuple[Any, ...]:
+            ids, thinking, images = self.prompts.encode_chat(request, decoder)
+            content = _grammar_source(request)
+            grammar = _chat_grammar(request, content, form, template.unspelled, marks, thinking)
+            return ids, thinking, images, content is None, grammar
+
+        encoded = await self.encode(encode, request, request.messages, facts)
+        ids, thinking, images, reads_calls, grammar = encoded
+        if images is not None and request.prompt_logprobs is not None:
+            raise ApiError(400, "the tokens of a prompt with images are not scored: leave it out", "prompt_logprobs")
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
         budget: ThinkingBudget | None = None
         if request.thinking_token_budget is not None:
             budget = self.thinking_budget(request.thinking_token_budget, thinking)
             if budget is None:
                 what = "this model writes no thoughts that end with a token of their own: leave it out"
                 raise ApiError(400, what, "thinking_token_budget", "unsupported_parameter")
-        content = _grammar_source(request)
-        make_grammar = partial(_chat_grammar, request, content, form, template.unspelled, marks, thinking)
-        # In a thread, since large schemas would block the event loop.
-        grammar = make_grammar() if _is_short(facts) else await asyncio.to_thread(make_grammar)
         params = self._sampling_params(request, logprobs, request.prompt_logprobs, grammar)
         params = replace(params, thinking=None if thinking == "over" else budget)
         choices = [
@@ -258,7 +257,7 @@ class Server:
                 special=template.special,
                 thoughts=marks,
                 thinking=thinking,
-                reads_calls=content is None,
+                reads_calls=reads_calls,
             )
             for _ in range(request.n or 1)
         ]
@@ -276,7 +275,7 @@ class Server:
         messages: Sequence[Message] | None,
         facts: Facts,
     ) -> T:
-        """Encode a request in a thread, when it is its client's turn, or at once if its body is short.
+        """Encode a request in a thread, when it is its client's turn, or at once if it is short and the loop rested.
 
         `encode` is called with the request and a process that decodes its images; None if it has none.
         """
@@ -284,10 +283,10 @@ class Server:
         if isinstance(self.images, str) or not any(message.images for message in messages or ()):
             # A template may have a long text of its own, which it adds to the messages.
             added = len(self.prompts.template.text) if messages else 0
-            if _is_short(facts) and facts["body_bytes"] + added <= LONG_TEXT:
-                return encode(request, None)
-            large = facts.get("body_bytes", 0) > SMALL_BODY_BYTES
-            return await self._encoding.run_encoding(lambda: encode(request, None), client, large)
+            size = facts.get("body_bytes", SMALL_BODY_BYTES)
+            if size <= SHORT_BODY_BYTES and size + added <= LONG_TEXT and self._encoding.may_run_here:
+                return self._encoding.run_here(lambda: encode(request, None))
+            return await self._encoding.run_encoding(lambda: encode(request, None), client, size > SMALL_BODY_BYTES)
         return await self.images.run_encoding(lambda decoder: encode(request, decoder), client)
 
     def _check_room(self, prompt: int, asked: int, param: str) -> int:

@@ -43,6 +43,7 @@ ATTACKS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "2 MB of marks to completions x 8": (8, "/v1/completions", {"prompt": MARKS, "max_tokens": 1}),
     "30 KB to count_tokens x 32": (32, COUNT, _said("a b c d" * 4300)),
     "30 KB to tokenize x 32": (32, TOKENIZE, {"prompt": "a b c d" * 4300, "return_token_strs": True}),
+    "4 KB of marks to count_tokens x 64": (64, COUNT, _said("a<|im_end|>" * 340)),
     "7 KB to count_tokens x 32": (32, COUNT, _said("a b c d" * 1000)),
     "300 thoughts to messages x 8": (8, MESSAGES, {"max_tokens": 1, "messages": THOUGHTS, "context_management": EDITS}),
     "128 tools to messages x 8": (8, MESSAGES, _said("a", max_tokens=2, tools=TOOLS, tool_choice={"type": "any"})),

@@ -123,6 +123,28 @@ def test_the_event_loop_encodes_a_short_request_itself():
     assert asyncio.run(thread_of(LONG_TEXT, chat, **short)) is not ours  # the template adds a long text
 
 
+def test_the_event_loop_encodes_short_requests_for_a_fifth_of_its_time_at_most():
+    here: list[float] = []
+
+    def encode(*_: Any) -> None:
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < 0.004:
+            pass
+        if threading.current_thread() is threading.main_thread():
+            here.append(time.perf_counter() - begin)
+
+    async def main() -> float:
+        begin, server = time.perf_counter(), SimpleNamespace(images="no images", _encoding=EncodingThreads())
+        facts = {"client": "a", "body_bytes": SHORT_BODY_BYTES}
+        while time.perf_counter() - begin < 0.4:
+            await asyncio.gather(*(Server.encode(server, encode, None, None, facts) for _ in range(8)))
+        return time.perf_counter() - begin
+
+    seconds = asyncio.run(main())
+    assert here
+    assert sum(here[:-1]) < seconds / 5
+
+
 def test_a_client_with_many_requests_leaves_turns_to_others():
     async def main() -> None:
         turns, order = EncodingThreads(), list[str]()
