@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from redrafter.attention.mask import AttentionKind, additive_mask, attend_to_seen
-from redrafter.attention.tree_attention import explicit_attention, register_attention
+from redrafter.attention.tree_attention import attend_for_others, explicit_attention, register_attention
 from redrafter.attention.tree_plan import RUNNING_PLAN
 from redrafter.kernels.cache_format import read_slots, write_slots
 
@@ -141,18 +139,12 @@ def prompt_attention(
 
     Queries are `[1, Hq, T, d]`, keys and values as in `PromptPlan.attended`, the output `[1, T, Hq, dv]`, with None
     in place of the weights. `plan` is passed through the model's keyword arguments; a model that does not pass them on
-    finds it in `RUNNING_PLAN`. If there is none either, the call belongs to another thread's forward, which gets plain
-    attention.
+    finds it in `RUNNING_PLAN`. If there is none either, the call belongs to another thread's forward.
     """
     plan = RUNNING_PLAN.get(None) if plan is None else plan
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if plan is None:
-        if not softcap and s_aux is None:
-            return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scale)
-        assert attention_mask is not None, "a model whose scores are capped or spent on sinks has additive masks"
-        return explicit_attention(
-            query, key, value, mask=attention_mask, scale=scale, softcap=softcap or 0.0, sinks=s_aux
-        ).transpose(1, 2), None
+        return attend_for_others(module, query, key, value, attention_mask, scaling, softcap, s_aux)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     kind, dtype = plan.kinds[module.layer_idx], query.dtype
     heads, (all_heads, count, width) = key.shape[1], query.shape[1:]
     queries = query.view(heads, all_heads // heads, count, width)  # [H, G, T, d]
@@ -184,12 +176,7 @@ def prompt_attention(
     return out[None], None
 
 
-def _mask_for_other_threads(*args: object, **kwargs: object) -> Tensor | None:
-    # A forward of ours needs none; one of another thread meanwhile has transformers' additive one.
-    return None if RUNNING_PLAN.get(None) is not None else ALL_MASK_ATTENTION_FUNCTIONS["eager"](*args, **kwargs)
-
-
-register_attention(PROMPT_ATTENTION_NAME, prompt_attention, mask=_mask_for_other_threads)
+register_attention(PROMPT_ATTENTION_NAME, prompt_attention, masks_for_others=True)
 
 
 def _is_past_window(kind: AttentionKind, first: int) -> bool:

@@ -15,26 +15,30 @@ from einops import rearrange, repeat
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from redrafter import kernels
 from redrafter.attention.invariant_attention import invariant_attention
 from redrafter.attention.mask import attend_to_seen
 from redrafter.attention.tree_plan import RUNNING_PLAN, Plan, attention_operator
+from redrafter.errors import UnsupportedError
 from redrafter.kernels.attention_inputs import AttentionInputs
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.cache_format import read_slots, round_trip, write_slots
 
 
 def register_attention(
-    name: str, attention: Callable[..., tuple[Tensor, None]], mask: Callable[..., Tensor | None] | None = None
+    name: str, attention: Callable[..., tuple[Tensor, None]], *, masks_for_others: bool = False
 ) -> None:
-    """Register an attention function with transformers twice: unchanged, and without softcap.
+    """Register an attention function, which needs no masks, with transformers twice: unchanged, and without softcap.
 
     Args:
         name: Name of the function, as for `replacement_for`. A name with "sdpa" or "flash" would make transformers
             check for those.
         attention: The function, which takes `softcap` as a keyword.
-        mask: Makes its masks; None if it needs none.
+        masks_for_others: Whether forwards of other threads, which meet the name in the model's config, get masks for
+            `attend_for_others`. Making them cannot be captured.
     """
 
     @wraps(attention)
@@ -43,8 +47,8 @@ def register_attention(
 
     for registered, function in ((name, attention), (_uncapped(name), uncapped)):
         AttentionInterface.register(registered, function)
-        if mask is not None:
-            AttentionMaskInterface.register(registered, mask)
+        if masks_for_others:
+            AttentionMaskInterface.register(registered, _mask_for_others)
 
 
 def replacement_for(loaded: str, name: str) -> str:
@@ -57,7 +61,40 @@ def _uncapped(name: str) -> str:
     return f"{name}_uncapped"
 
 
+def _mask_for_others(*args: object, **kwargs: object) -> Tensor | None:
+    # A forward of ours needs none; one of another thread meanwhile has transformers' additive one.
+    return None if RUNNING_PLAN.get(None) is not None else ALL_MASK_ATTENTION_FUNCTIONS["eager"](*args, **kwargs)
+
+
+def attend_for_others(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, None]:
+    """Attend in a forward of another thread, which a registered function of ours gets as the model's config names it.
+
+    Raises:
+        UnsupportedError: It has no mask and may need one, as on a GPU.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if mask is None and query.device.type != "cpu":
+        raise UnsupportedError(
+            "the model was called while an engine on it decoded in another thread: on a GPU, call it before or after"
+        )
+    if not softcap and sinks is None:
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scale)
+    assert mask is not None, "a model whose scores are capped or spent on sinks has additive masks"
+    out = explicit_attention(query, key, value, mask=mask, scale=scale, softcap=softcap or 0.0, sinks=sinks)
+    return out.transpose(1, 2), None
+
+
 ATTENTION_NAME = "redrafter_tree"
+HOST_ATTENTION_NAME = "redrafter_tree_on_host"  # the same, where forwards are neither compiled nor captured
 
 
 def tree_attention_reference(inputs: AttentionInputs) -> Tensor:
@@ -192,9 +229,14 @@ def tree_attention_forward(
     """Attend as an attention function of transformers, over the new nodes of token trees.
 
     Queries are `[1, Hq, T, d]`, the output `[1, T, Hq, dv]`, with None in place of the weights. `plan` is passed
-    through the model's keyword arguments; a model that does not pass them on finds it in `RUNNING_PLAN`.
+    through the model's keyword arguments; a model that does not pass them on finds it in `RUNNING_PLAN`. If there is
+    none either, the call belongs to another thread's forward.
     """
-    plan = RUNNING_PLAN.get() if plan is None else plan
+    if plan is None:
+        # A compiler traces our forwards alone, where there is one.
+        plan = RUNNING_PLAN.get() if torch.compiler.is_compiling() else RUNNING_PLAN.get(None)
+    if plan is None:
+        return attend_for_others(module, query, key, value, attention_mask, scaling, softcap, s_aux)
     # Not einops: a compiler would trace its code in every layer, which took half of the time of tracing a model.
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, d] each
     home = plan.pools[module.layer_idx]

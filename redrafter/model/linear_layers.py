@@ -24,7 +24,7 @@ from torch.nn.functional import linear
 from transformers import PretrainedConfig, PreTrainedModel
 
 from redrafter.kernels.linear_operators import float8_linear, has_thin_kernel, thin_linear
-from redrafter.model.patch import ModelPatch, has_hooks
+from redrafter.model.patch import ModelPatch, Running, has_hooks
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
@@ -142,7 +142,8 @@ def same_inputs(calls: Sequence[tuple[str, Tensor, Tensor]]) -> list[list[str]]:
 class _FusedGroup:
     """State shared by the stand-ins of one group: the fused weights, and the product until all have read their part."""
 
-    def __init__(self, layers: Sequence[Any], thin: bool):
+    def __init__(self, layers: Sequence[Any], thin: bool, running: Running):
+        self.layers, self.running = layers, running
         self.weight = _fuse([module.weight for module in layers]) if len(layers) > 1 else layers[0].weight
         biases = [module.bias for module in layers if module.bias is not None]
         self.bias = _fuse(biases) if len(biases) > 1 else biases[0] if biases else None
@@ -166,6 +167,8 @@ class _FirstStandIn(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute all layers' outputs, and return the first one's."""
         group = self.group
+        if group.running.elsewhere():
+            return self.compute_alone(x)
         if group.scale is not None:
             out = float8_linear(x, group.weight, group.scale, group.bias)
         else:
@@ -175,12 +178,19 @@ class _FirstStandIn(nn.Module):
         group.outputs = out.split(group.sizes, dim=-1)
         return group.outputs[0]
 
+    def compute_alone(self, x: Tensor) -> Tensor:
+        """Return what the layer itself computes, for a forward of another thread."""
+        output: Tensor = self.group.layers[self.index](x)
+        return output
+
 
 class _NextStandIn(_FirstStandIn):
     """A stand-in for a later layer of a group, which returns its part of the product."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output."""
+        if self.group.running.elsewhere():
+            return self.compute_alone(x)
         output = self.group.outputs[self.index]
         # The last layer drops the product, which would else occupy memory until the next forward.
         if self.index == len(self.group.sizes) - 1:
@@ -198,11 +208,12 @@ class FusedLinears:
     def __init__(self, model: nn.Module, groups: Sequence[Sequence[str]], *, thin: bool = True):
         """Fuse the weights of groups of a model's layers, by name. thin: allow the kernel for few tokens."""
         self._stand_ins: list[tuple[nn.Module, str, nn.Module]] = []  # parent, name there, stand-in
+        self._running = Running()
         for names in groups:
             layers: list[Any] = [model.get_submodule(name) for name in names]
             if len({(m.bias is None, m.weight.dtype, m.weight.device, m.in_features) for m in layers}) > 1:
                 continue
-            group = _FusedGroup(layers, thin)
+            group = _FusedGroup(layers, thin, self._running)
             if len(layers) == 1 and not group.thin:
                 continue
             for index, (name, module) in enumerate(zip(names, layers, strict=True)):
@@ -212,6 +223,7 @@ class FusedLinears:
 
     def add_to(self, patch: ModelPatch) -> None:
         """Have stand-ins in the places of the layers."""
+        patch.set_running(self._running, None)
         for parent, name, stand_in in self._stand_ins:
             patch.put(parent._modules, name, stand_in)
 

@@ -41,7 +41,10 @@ class _StandIn(nn.Module):
         _STAND_INS[self.number] = self
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
-        """Return the vectors `[B, T, D]` after mixing those that the mixer is given."""
+        """Return the vectors `[B, T, D]` after mixing those that the mixer is given; its own in other threads."""
+        if self._running.elsewhere():
+            own: Tensor = self._forward(*args, **kwargs)
+            return own
         mixed: Tensor = _MIX(kwargs[self.name] if self.name in kwargs else args[self.at], self.number)
         return mixed
 

@@ -17,6 +17,7 @@ from itertools import chain
 from operator import attrgetter, itemgetter, methodcaller
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
@@ -30,12 +31,20 @@ CompiledPart: TypeAlias = tuple[nn.Module, str, Any]
 _KNOWN_HOOKS = ("redrafter.", "transformers.")
 
 
+def in_other_thread(thread: int) -> bool:
+    """Return whether another thread than the one of a patched forward runs this.
+
+    A compiler cannot ask, and traces only the patched forward.
+    """
+    return not torch.compiler.is_compiling() and threading.get_ident() != thread
+
+
 class Running:
     """Inputs of the running forward, shared by stand-ins; reused, or a compiler would see a new object each time.
 
     Attributes:
         value: Inputs of the forward, as passed to `ModelPatch.set_running`; None between forwards.
-        thread: The thread of the forward; None where forwards of other threads cannot run at the same time.
+        thread: The thread of the forward; None before the first one.
     """
 
     value: Any = None
@@ -43,7 +52,7 @@ class Running:
 
     def elsewhere(self) -> bool:
         """Return whether a stand-in was called by another thread's forward, which must get the model's own output."""
-        return self.thread is not None and self.thread != threading.get_ident()
+        return self.thread is not None and in_other_thread(self.thread)
 
 
 class ModelPatch:
@@ -53,13 +62,9 @@ class ModelPatch:
     later hook is set on the replacement.
     """
 
-    def __init__(self, *, threads_apart: bool = True):
-        """Begin without changes.
-
-        Args:
-            threads_apart: Do not affect the forwards of other threads; impossible in a compiled forward.
-        """
-        self._thread = threading.get_ident() if threads_apart else None
+    def __init__(self, *, every_thread: bool = False):
+        """Begin without changes; with `every_thread`, they affect the forwards of all threads."""
+        self._thread = None if every_thread else threading.get_ident()
         self._undo: list[tuple[Any, ...]] = []  # functions with their arguments
 
     def __enter__(self) -> "ModelPatch":
@@ -129,12 +134,13 @@ class ModelPatch:
         self, function: Callable[..., object], otherwise: Callable[..., object] | None = None
     ) -> Callable[..., object]:
         """Return a function that does something else, or nothing, in the forwards of other threads."""
-        if self._thread is None:
+        thread = self._thread
+        if thread is None:
             return function
 
         @wraps(function)
         def guarded(*args: object, **kwargs: object) -> Any:
-            if threading.get_ident() == self._thread:
+            if not in_other_thread(thread):
                 return function(*args, **kwargs)
             return None if otherwise is None else otherwise(*args, **kwargs)
 

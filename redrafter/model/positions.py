@@ -17,6 +17,7 @@ output does not depend on its batch, and equals transformers' output for the row
 """
 
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +30,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from redrafter.attention.mask import AttentionKind, TreeSlots, additive_mask
 from redrafter.cache.dense import CACHE_NAME, DenseCache, cache_argument, cache_in
-from redrafter.model.patch import MODEL_ERRORS, ModelPatch, Running
+from redrafter.model.patch import MODEL_ERRORS, ModelPatch, Running, in_other_thread
 from redrafter.tree.token_tree import Tree
 
 Arguments: TypeAlias = Mapping[str, Any]
@@ -69,13 +70,24 @@ def answer_by_position(
 
 
 class _Whole:
-    """A stand-in for a table over all slots that returns the same part of it for any index."""
+    """A stand-in for a table over all slots that returns the same part of it for any index, but in other threads."""
 
     def __init__(self, table: Tensor, part: Tensor):
-        self.shape, self.size, self._part = table.shape, table.size, part
+        self.shape, self.size, self._table, self._part = table.shape, table.size, table, part
+        self._thread = threading.get_ident()
 
-    def __getitem__(self, _: object) -> Tensor:
-        return self._part
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._table[index] if in_other_thread(self._thread) else self._part
+
+
+class _OfOthers:
+    """A stand-in for a flag that is False in the thread that makes it, and has its own value in other threads."""
+
+    def __init__(self, flag: bool):
+        self._flag, self._thread = flag, threading.get_ident()
+
+    def __bool__(self) -> bool:
+        return self._flag and in_other_thread(self._thread)
 
 
 def _mask_by_position(patch: ModelPatch, module: Any, positions: Positions, slots: TreeSlots | None) -> None:
@@ -103,7 +115,7 @@ def _scale_by_position(patch: ModelPatch, module: Any, positions: Positions, slo
         scales = torch.log1p(steps) * module.attn_scale + 1
         return (queries * scales[..., None]).to(queries.dtype)
 
-    patch.put(vars(module), "attn_temperature_tuning", False)
+    patch.put(vars(module), "attn_temperature_tuning", _OfOthers(True))
     patch.hook(module.q_proj, scale)
 
 

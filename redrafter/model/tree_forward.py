@@ -21,7 +21,7 @@ from redrafter.errors import UnsupportedError
 from redrafter.features import ADAPTERS, IMAGES, ROPE_BY_LENGTH, FeatureSet
 from redrafter.model.forward_batch import DrafterLayer, ForwardBatch, join_hidden
 from redrafter.model.lora import AdapterSlots
-from redrafter.model.patch import CompiledPart, ModelPatch
+from redrafter.model.patch import CompiledPart, ModelPatch, in_other_thread
 from redrafter.model.positions import RopeByLength, answer_by_position, has_alibi
 from redrafter.model.recurrent_layers import mixer_plan, replace_mixers
 from redrafter.model.shared_model import SharedModel
@@ -102,7 +102,7 @@ class TreeForward(ABC):
         self._slot_readers = traits.slot_readers
         self._mixers = traits.mixers
         self._cache_argument = cache_argument(bound.model.forward) or CACHE_NAME
-        self._thread: int | None = None  # the one that runs the forward; None where other threads' are recorded too
+        self._thread = 0  # the one that runs the forward
         self._index: Tensor | None = None  # `[B, R]` int64; this and the next three hold something only during a call
         self._written: DenseCache | None = None  # the cache that the model writes to
         self._head_inputs: tuple[Tensor, ...] = ()
@@ -120,11 +120,11 @@ class TreeForward(ABC):
         return self.bound.model(input_ids=ids, use_cache=cache is not None, **arguments)
 
     @contextmanager
-    def _recording(self, *, threads_apart: bool = True) -> Iterator[ModelPatch]:
+    def _recording(self) -> Iterator[ModelPatch]:
         """Patch the model for a forward that records hidden states; the lock is held."""
         try:
-            with ModelPatch(threads_apart=threads_apart) as patch:
-                self._thread = threading.get_ident() if threads_apart else None
+            with ModelPatch() as patch:
+                self._thread = threading.get_ident()
                 patch.hook(self.bound.head, self._record_head_input, before=True, guarded=False)
                 for layer in self.bound.aux_modules:
                     patch.hook(layer, self._record_aux_output, guarded=False)
@@ -142,7 +142,7 @@ class TreeForward(ABC):
 
         This is a forward pre-hook of the head, so logits are computed for these tokens alone.
         """
-        if self._thread is not None and self._thread != threading.get_ident():
+        if in_other_thread(self._thread):
             return None  # it is a forward of another thread, which computes what the model alone gives
         hidden, index = args[0], self._index
         if self._written is not None and (sums := self._written.sums) is not None:
@@ -154,7 +154,7 @@ class TreeForward(ABC):
         return hidden.gather(1, index.to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1])), *args[1:]
 
     def _record_aux_output(self, _: nn.Module, __: object, output: Any) -> None:
-        if self._thread is not None and self._thread != threading.get_ident():
+        if in_other_thread(self._thread):
             return
         self._aux_outputs = (*self._aux_outputs, output[0] if isinstance(output, tuple) else output)
 

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from redrafter.attention.prompt_attention import PROMPT_ATTENTION_NAME, Piece, PromptPlan
 from redrafter.attention.tree_attention import (
     ATTENTION_NAME,
+    HOST_ATTENTION_NAME,
     register_attention,
     replacement_for,
     tree_attention_forward,
@@ -59,6 +60,7 @@ _FIXED_ORDER: dict[str, object] = {
 MAX_NODES_APART = 16  # of a chain whose nodes attend one by one, as those of a tree do, where sums have one order
 
 register_attention(ATTENTION_NAME, tree_attention_forward)
+register_attention(HOST_ATTENTION_NAME, tree_attention_forward, masks_for_others=True)
 
 
 class VarlenForward(TreeForward):
@@ -78,6 +80,7 @@ class VarlenForward(TreeForward):
         """Make the forward of a model whose traits are known."""
         super().__init__(bound)
         self._run: Any = self._plain
+        self._compiled = False
         self._prompt: Any = None  # `[T]` int64, only during a call
         self._positions: Any = None  # `[T]` int64, likewise
         self._fused: FusedLinears | None = None
@@ -136,8 +139,9 @@ class VarlenForward(TreeForward):
 
         # 3. Run the model. A drafter's keys and values of the tokens are stored with the model's.
         mixing = mixer_plan(batch, padded=False) if self._mixers else None
-        # A compiled forward cannot ask which thread calls it, so only the lock keeps other threads' calls apart.
-        with bound.lock, self._attending(ATTENTION_NAME, plan, mixing, keep, threads_apart=False):
+        on_host = bound.device.type == "cpu" and not self._compiled
+        attention = HOST_ATTENTION_NAME if on_host else ATTENTION_NAME
+        with bound.lock, self._attending(attention, plan, mixing, keep, self._operators):
             logits, hidden = self._run(ids, positions, head_index, plan, prompt, keep)
         hidden = hidden[: len(new_ids)]
         if bound.drafter_layer is not None:
@@ -179,7 +183,7 @@ class VarlenForward(TreeForward):
             keep = self._kept_columns(slots[rows], len(tokens))
         plan = cache.plan_prefill(pieces, self._kinds.by_layer or ())
         states = None if cache.states is None else PromptStates(pieces, cache.states)
-        with bound.lock, self._attending(PROMPT_ATTENTION_NAME, plan, states, keep, threads_apart=True):
+        with bound.lock, self._attending(PROMPT_ATTENTION_NAME, plan, states, keep):
             logits, hidden = self._plain(tokens, positions, index, plan, prompt, keep, cache.for_model)
         if bound.drafter_layer is not None:
 
@@ -223,7 +227,7 @@ class VarlenForward(TreeForward):
 
     def compile(self, compiled: bool = True) -> None:
         """Enable or disable torch.compile for later calls."""
-        self._run, self._operators = self._plain, None
+        self._run, self._operators, self._compiled = self._plain, None, compiled
         if not compiled:
             return
         from torch._inductor import config  # these take seconds to import
@@ -281,21 +285,20 @@ class VarlenForward(TreeForward):
         plan: Plan | PromptPlan,
         mixing: TreeStates | PromptStates | None,
         keep: Tensor | None,
-        *,
-        threads_apart: bool,
+        operators: MixerOperators | None = None,
     ) -> Iterator[None]:
         """Have the model attend by this library's function of that name, which `plan` describes the forward to.
 
         `mixing` is what mixers must know of it, and `keep` the columns of adapters that each token keeps.
-        `threads_apart` lets the forwards of other threads pass by.
+        `operators` call the mixers in a compiled forward.
         """
         bound, running = self.bound, RUNNING_PLAN.set(plan)
         try:
-            with self._recording(threads_apart=threads_apart) as patch:
+            with self._recording() as patch:
                 loaded = bound.config._attn_implementation
                 patch.set(bound.config, "_attn_implementation", replacement_for(loaded, attention))
-                if mixing is not None and self._operators is not None and not threads_apart:
-                    self._operators.add_to(patch, mixing)
+                if mixing is not None and operators is not None:
+                    operators.add_to(patch, mixing)
                 elif mixing is not None:
                     replace_mixers(patch, self._mixers, mixing)
                 if bound.rope is not None:

@@ -86,7 +86,7 @@ class Teacher:
         )
 
     def __enter__(self) -> "Teacher":
-        self._hooks = ModelPatch(threads_apart=False)
+        self._hooks = ModelPatch(every_thread=True)
         self._hooks.hook(self.model.get_output_embeddings(), lambda _, args: self._note("last", args[0]), before=True)
         self._hooks.watch([self.model.get_input_embeddings()], lambda output: self._note("embedding", output))
         self._hooks.watch(self._layers, lambda output: self._note("layers", output))

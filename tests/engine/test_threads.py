@@ -1,5 +1,6 @@
 """Requests that share an engine, or a model, in several threads: each writes what it writes alone."""
 
+import asyncio
 import sys
 import threading
 import time
@@ -7,12 +8,18 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
+from helpers.dflash import random_block_drafter
 from helpers.drafters import random_drafter
+from helpers.features import sized
 from helpers.models import in_threads, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from helpers.recurrent import recurrent_model
-from redrafter import CacheFullError, DraftTarget, Engine, PromptLookup
+from redrafter import CacheFullError, DraftTarget, Engine, PromptLookup, ReDrafter
+from redrafter.model.target import Target
+from redrafter.model.tree_forward import TreeForward
 from redrafter.scheduler.paged_memory import PagedMemory, SequenceBlocks
+from redrafter.tree.sizes import TreeShape
 
 THREADS, ROUNDS = 6, 2
 WAYS = [
@@ -70,6 +77,66 @@ def test_threads_may_share_a_model_between_engines_and_with_plain_forwards():
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
     for _ in range(ROUNDS):
         assert all(torch.equal(text, expected) for text in in_threads(work, THREADS))
+
+
+def llama4() -> PreTrainedModel:
+    """Make a model whose queries are scaled by their positions in every second layer."""
+    return tiny_model(
+        "llama4_text", no_rope_layers=[1, 0, 1], floor_scale=4, attn_scale=1.0, attn_temperature_tuning=True
+    )
+
+
+ALONE = {
+    "llama": lambda: tiny_model("llama"),
+    "gemma3_text": lambda: tiny_model("gemma3_text"),
+    "llama4": llama4,
+    "gpt_neo": lambda: tiny_model("gpt_neo", attention_types=[[["global", "local", "global"], 1]]),
+    "lfm2": lambda: recurrent_model("lfm2"),
+}
+
+
+@pytest.mark.parametrize("on", [lambda engine: engine, paged], ids=["dense", "paged"])
+@pytest.mark.parametrize("kind", ALONE)
+def test_the_model_alone_computes_its_own_logits_while_another_thread_runs_a_forward(kind, on, monkeypatch):
+    """At the beginning of each forward of the engine, which has set all that it sets on the model, another is run."""
+    if kind == "gpt_neo" and on is paged:
+        pytest.skip("its attention cannot be replaced")
+    model = ALONE[kind]()
+    engine = on(PromptLookup.from_pretrained(model))
+    ids, mask = uneven_batch(rows=2)
+    greedy = {"max_new_tokens": 6, "do_sample": False, "attention_mask": mask}
+    whole = model.generate(ids, **greedy)
+    seen = torch.cat([mask, torch.ones(2, whole.shape[1] - mask.shape[1], dtype=mask.dtype)], dim=1)
+    with torch.no_grad():
+        expected, found, call = model(whole, attention_mask=seen).logits, [], TreeForward._call_model  # noqa: SLF001
+
+        def run(_: int) -> torch.Tensor:
+            with torch.no_grad():
+                return model(whole, attention_mask=seen).logits
+
+        monkeypatch.setattr(
+            TreeForward, "_call_model", lambda *args, **more: (found.extend(in_threads(run, 1)), call(*args, **more))[1]
+        )
+        assert torch.equal(engine.generate(ids, **greedy), whole)
+    assert found
+    for logits in found:
+        torch.testing.assert_close(logits[seen > 0], expected[seen > 0], atol=1e-4, rtol=1e-4)
+
+
+def test_coroutines_and_a_thread_share_an_engine_whose_drafter_calls_the_head_of_its_base():
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    target = Target(model)
+    engine = ReDrafter(target, random_block_drafter(**sized(model)), TreeShape(2, 3, 9))
+    calls = [{"input_ids": prompts(1, 9 + index), "max_new_tokens": 8, "do_sample": False} for index in range(4)]
+
+    async def work() -> list[torch.Tensor]:
+        in_thread = [asyncio.to_thread(engine.generate, **call) for call in calls[:2]]
+        return await asyncio.gather(*in_thread, *(engine.agenerate(**call) for call in calls[2:]))
+
+    for _ in range(ROUNDS):
+        for call, found in zip(calls, asyncio.run(work()), strict=True):
+            assert torch.equal(found, model.generate(**call))
 
 
 def test_first_requests_at_once_make_one_paged_memory(monkeypatch):
