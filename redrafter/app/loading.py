@@ -103,6 +103,8 @@ class Pair:
         method = choose_method(options, draft)  # also validates the options, so call it without `speculate` too
         method = method if speculate else PLAIN
         if method == DRAFTER and not can_draft(options, draft):
+            if not os.path.exists(name):
+                load_tokenizer(name)  # refuses a model that is neither here nor on the hub
             raise CheckpointError(
                 f"{name} has no {SHAPE_FILE} and no MTP layer, so it holds no drafter: give one (--drafter D){others}"
             )

@@ -24,6 +24,7 @@ from redrafter.engine.tuning import (
     tuning_path,
 )
 from redrafter.features import FeatureSet
+from redrafter.model.shared_model import Revision, SharedModel
 from redrafter.model.supported import Support
 from redrafter.model.target import Target
 from redrafter.scheduler.running_batch import RunningBatch
@@ -250,7 +251,8 @@ def test_an_untuned_engine_on_a_gpu_has_a_proposer_for_each_size(monkeypatch):
     monkeypatch.setattr("redrafter.drafting.drafter.RecurrentDrafter.prepare", lambda *_: None)  # asks for its memory
 
     class OnGPU(Target):
-        device, varlen, features, config, version = torch.device("cuda"), Support(), FeatureSet("it"), None, 0
+        device, varlen, features, config, context = torch.device("cuda"), Support(), FeatureSet("it"), None, None
+        shared, revision = SharedModel(), Revision(0, 0, 0)
 
         def __init__(self) -> None:
             """Bind no model."""

@@ -142,7 +142,7 @@ def test_the_end_of_an_answer_within_a_step_is_the_end_of_what_is_found(name):
     run(served, [whole])
     for count in range(12, 18):  # the text fills a block at 14 tokens
         params = replace(KINDS["sampled"], stop_token_ids=frozenset(whole.tokens[82 + count - 1 : 82 + count]))
-        served.change(Everything())
+        served.change(Everything(engine))
         first = make_sequence(SYSTEM, 40, params)
         again = make_sequence([*SYSTEM, *whole.sink.tokens[:count], 5, 6], 20, KINDS["sampled"])
         run_as_alone(served, [first])
@@ -202,22 +202,24 @@ def test_a_sequence_that_was_preempted_continues_in_its_text():
 class Nothing(EngineChange):
     """A change after which what is stored is as good as before."""
 
-    forgets = False
-
-    def apply(self, memory: object) -> bool:
-        return False
+    def apply(self) -> None:
+        pass
 
 
-class Everything(Nothing):
+class Everything(EngineChange):
     """A change after which nothing that is stored is any good."""
 
-    forgets = True
+    def __init__(self, engine: Engine):
+        self._target = engine.target
+
+    def apply(self) -> None:
+        self._target.shared.written += 1
 
 
 def test_nothing_is_found_after_a_change_that_forgets():
     engine = make_engine("undrafted", recurrent_model("lfm2"))
     served = scheduler(engine)
-    for change, reused in ((None, 0), (Nothing(), 96), (Everything(), 0), (Everything(), 0)):
+    for change, reused in ((None, 0), (Nothing(), 96), (Everything(engine), 0), (Everything(engine), 0)):
         if change is not None:
             served.change(change)
         sequence = asked(1)
@@ -233,7 +235,7 @@ def test_new_weights_and_sleep_forget_states():
     for changes in ([], [UpdateWeights(engine, weights)], [Sleep(engine), Wake(engine)]):
         for change in changes:
             served.change(change)
-            if change.asleep:
+            if engine.asleep:
                 assert not sum(x.untyped_storage().nbytes() for x in states)
         assert served.memory.blocks.num_prefix_states == 0
         for reused in (0, 96):

@@ -38,7 +38,7 @@ class Service:
     """Answers with who asked."""
 
     model, created, context = "stub", 0, 100
-    engine = SimpleNamespace(alive=True, load=SimpleNamespace(running=0, asleep=False))
+    engine = SimpleNamespace(alive=True, healthy=True, load=SimpleNamespace(running=0, asleep=False))
     metrics = SimpleNamespace(text=lambda: "numbers 1\n")
     error: Exception | None = None
 

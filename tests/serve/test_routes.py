@@ -58,7 +58,7 @@ class Service:
     def __init__(self) -> None:
         self.changes: list[str] = []
         load = SimpleNamespace(running=0, asleep=False, drafter=0)
-        self.engine = SimpleNamespace(alive=True, load=load, change_engine=self._change)
+        self.engine = SimpleNamespace(alive=True, healthy=True, load=load, change_engine=self._change)
 
     async def _change(self, kind: str, path: str | None) -> tuple[str, ...]:
         self.changes.append(kind)
