@@ -5,7 +5,7 @@ tokens are learnt; of a prompt and its answer, the answer; of token ids, those t
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import groupby
 
 from transformers import PreTrainedTokenizerBase
@@ -19,11 +19,14 @@ GROUP_CHARACTERS = 1_000_000  # of rows that are tokenized at once, on all cores
 SHOWN_CHARACTERS = 200  # of a sample in an error
 
 
-def encode_documents(rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase) -> Iterator[Document]:
+def encode_documents(
+    rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = ()
+) -> Iterator[Document]:
     """Yield the documents of rows, in the order of the rows.
 
     A row becomes one document, or several where the chat template renders earlier turns differently as the
-    conversation continues.
+    conversation continues. `ends` are the ids that end an answer of the base: where the template ends an answer with
+    the mark of the next turn alone, as GLM's does, that mark is learnt if it is one of them.
 
     Raises:
         CheckpointError: If a row cannot be encoded or teaches nothing. The message names file and line.
@@ -51,7 +54,10 @@ def encode_documents(rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase) ->
             documents[index].append(Document(ids, [True] * len(ids), group[index].where))
         encoded = encode_texts([(group[index], text) for index, text, _ in answers], tokenizer, offsets=True)
         for (index, _, spans), (ids, offsets) in zip(answers, encoded, strict=True):
-            documents[index].append(Document(ids, _mask(spans, offsets), group[index].where))
+            mask = _mask(spans, offsets)
+            if group[index].messages is not None:
+                mask = _with_ends(ids, mask, ends)
+            documents[index].append(Document(ids, mask, group[index].where))
         for row, row_documents in zip(group, documents, strict=True):
             yield from _keep_learnable(row, row_documents, tokenizer)
 
@@ -112,6 +118,17 @@ def _mask(spans: list[Span], offsets: list[Span]) -> list[bool]:
     """Return of each token whether it ends within a span. Ends decide: a token's offsets may leave out its space."""
     bounds = [bound for span in spans for bound in span]  # rising; a token is inside where an odd number precede it
     return [bisect_left(bounds, end) % 2 == 1 for _, end in offsets]
+
+
+def _with_ends(ids: list[int], mask: list[bool], ends: Collection[int]) -> list[bool]:
+    """Return a mask with the end token that follows each answer, where the answer has none itself."""
+    learnt, ended = list(mask), False
+    for number in range(1, len(ids)):
+        if mask[number]:
+            ended = ids[number] in ends or (ended and mask[number - 1])
+        elif mask[number - 1] and not ended:
+            learnt[number] = ids[number] in ends
+    return learnt
 
 
 def format_sample(document: Document, tokenizer: PreTrainedTokenizerBase) -> str:

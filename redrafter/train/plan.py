@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from redrafter.app.flags import flag, format_value
 from redrafter.checkpoints.models import load_config
@@ -276,7 +276,10 @@ def _format_bytes(count: float) -> str:
 def load_windows(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Windows:
     """Load and tokenize the training rows. Raises `CheckpointError` if there are none or one cannot be read."""
     windows = Windows(
-        encode_documents(_training_rows(config), tokenizer), row_length(config), tokenizer.bos_token_id, config.pack
+        encode_documents(_training_rows(config), tokenizer, end_ids(config)),
+        row_length(config),
+        tokenizer.bos_token_id,
+        config.pack,
     )
     if not len(windows) and windows.missed:
         raise CheckpointError(
@@ -288,9 +291,18 @@ def load_windows(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Win
     return windows
 
 
+def end_ids(config: TrainConfig) -> frozenset[int]:
+    """Return the ids that end an answer of the base, from its generation config; none where it has no such file."""
+    try:
+        ends = GenerationConfig.from_pretrained(str(config.model)).eos_token_id
+    except (OSError, ValueError):
+        return frozenset()
+    return frozenset(end for end in (ends if isinstance(ends, list) else [ends]) if end is not None)
+
+
 def show_first_document(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the first training text with its trained parts marked. Raises `CheckpointError` if there is none."""
-    document = next(encode_documents(_training_rows(config), tokenizer), None)
+    document = next(encode_documents(_training_rows(config), tokenizer, end_ids(config)), None)
     if document is None:
         raise _no_rows(config)
     return format_sample(document, tokenizer)

@@ -61,6 +61,16 @@ def test_a_template_that_rewrites_earlier_turns_gives_a_document_for_each(tmp_pa
     assert tiny_tokenizer().decode(second.ids) == rendered
 
 
+def test_the_mark_of_the_next_turn_that_ends_an_answer_is_learnt(tmp_path):
+    marks = LLAMA_LIKE.replace("{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}", "")
+    tokenizer, rows = tiny_tokenizer(marks), read(tmp_path, CHAT)
+    user = tokenizer.convert_tokens_to_ids("<|user|>")
+    assert learnt(next(encode_documents(rows, tokenizer, {2, user}))) == "<t>hm</t>yes<|user|>no"
+    assert learnt(next(encode_documents(rows, tokenizer, {2}))) == "<t>hm</t>yesno"
+    ends = {2, user}  # of a template that ends the turn itself, nothing more is learnt
+    assert list(encode_documents(rows, tiny_tokenizer(), ends)) == list(encode_documents(rows, tiny_tokenizer()))
+
+
 def test_an_answer_to_nothing_is_read_and_not_learnt(tmp_path):
     turns = [{"role": "assistant", "content": "welcome"}, *CHAT["conversations"][:2]]
     (document,) = encode(tmp_path, {"messages": turns})
