@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 from math import inf
 from typing import Any
 
+from redrafter.drafting.draft_model import DraftModelProposer
 from redrafter.drafting.proposer import Proposer, SearchProposer, step_tokens
 from redrafter.tree.likelihood import LIKELIHOODS
 from redrafter.tree.sizes import MAX_BEAMS, TreeShape
@@ -167,7 +168,7 @@ class StepCosts:
     def time_of(self, proposer: Proposer, rows: int, more: int = 0) -> float:
         """Return the time of a step of `rows` rows that also prefills `more` prompt tokens."""
         search = proposer.without_text or proposer
-        beams = search.beams if isinstance(search, SearchProposer) else 0
+        beams = search.beams if isinstance(search, SearchProposer | DraftModelProposer) else 0
         depth = search.depth or proposer.depth
         return self.of_tree(rows, beams, depth, step_tokens(proposer, rows) + more)
 

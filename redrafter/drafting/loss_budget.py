@@ -1,4 +1,8 @@
-"""The budget that bounds the time that rejected drafts lose."""
+"""What is kept of drafts from call to call: their acceptance, and the budget that bounds the time that they lose."""
+
+from collections import defaultdict
+
+from redrafter.drafting.estimates import QUALITY, AcceptanceEstimator
 
 # `DraftLossBudget`, in units of the time of one undrafted step: its initial and maximum value, and the amount that each
 # undrafted step adds.
@@ -8,6 +12,10 @@ FEWEST = 5  # minimum number of drafted rows before the budget may judge that dr
 # retry, until a drafted step gains time.
 RETRY, LONGEST_RETRY = 8, 128
 MANY_ROWS = 32  # rows from which on one step is evidence enough, so that a first one which may lose much is not taken
+
+# Drafts of a draft model: the decay of their counts per step, and the initial counts of accepted and judged ones.
+DECAY_PER_STEP = 0.9
+PRIOR_ACCEPTED, PRIOR_JUDGED = 3.0, 4.0
 
 
 class DraftLossBudget:
@@ -40,14 +48,26 @@ class DraftLossBudget:
             loss: Time that the step loses if all of its drafts are rejected, in undrafted steps.
         """
         self._waited += 1
-        if self._left > 0 and self.pays and (self.steps or rows < MANY_ROWS or self._left >= loss):
-            return True
-        if self._waited > max(self._retry, rows) and self._left >= loss:
+        if not self.would_allow(rows, loss):
+            # A loss above the maximum is saved for too, or drafts that begin with a long prompt would never be retried.
+            self._left = min(self._left + ALLOWED_SHARE, max(ALLOWED, loss))
+            return False
+        if not self._is_regular(rows, loss):
             self._waited = 0
             self._retry = min(2 * self._retry, LONGEST_RETRY)
-            return True
-        self._left = min(self._left + ALLOWED_SHARE, ALLOWED)
-        return False
+        return True
+
+    def would_allow(self, rows: int, loss: float) -> bool:
+        """Return whether a step with these arguments may draft, without counting it as taken."""
+        return self._is_regular(rows, loss) or (self._waited > max(self._retry, rows) and self._left >= loss)
+
+    def _is_regular(self, rows: int, loss: float) -> bool:
+        """Return whether a step may draft because drafts are expected to pay, and not as a retry."""
+        return self._left > 0 and self.pays and (self.steps > 0 or rows < MANY_ROWS or self._left >= loss)
+
+    def charge(self, loss: float) -> None:
+        """Charge time that drafts took outside of their steps, in undrafted steps."""
+        self._left -= loss
 
     def observe(self, rows: int, gained: float, *, pays: bool) -> None:
         """Record the outcome of a drafted step.
@@ -65,3 +85,34 @@ class DraftLossBudget:
             self._retry = RETRY
         if self.pays:
             self._waited = 0
+
+
+class AcceptanceHistory:
+    """Stores the acceptance of an engine's drafts across batches.
+
+    Attributes:
+        estimator: Estimates the accepted drafts of a search.
+        copied: Running mean of the accepted drafts per row that only copying found, over steps that copy drafts in
+            addition to a search.
+        copied_alone: Running mean of the same count over all steps that copy drafts. It estimates the gain of steps
+            that copy drafts without a search.
+        kept, judged: Decayed counts of a draft model's accepted drafts, and of those that the target judged.
+        budgets: Loss budgets, by the logarithm of the batch size.
+    """
+
+    def __init__(self, quality: float = QUALITY, copied: float = 0.0):
+        """Create a history without observations.
+
+        Args:
+            quality: Initial quality of the drafter; see `AcceptanceEstimator`.
+            copied: Initial value of `copied` and `copied_alone`.
+        """
+        self.estimator = AcceptanceEstimator(quality)
+        self.copied = copied
+        self.copied_alone = copied
+        self.kept, self.judged = PRIOR_ACCEPTED, PRIOR_JUDGED
+        self.budgets: dict[int, DraftLossBudget] = defaultdict(DraftLossBudget)
+
+    def budget_for(self, size: int) -> DraftLossBudget:
+        """Return the loss budget of a batch size, which batch sizes up to the same power of two share."""
+        return self.budgets[(size - 1).bit_length()]

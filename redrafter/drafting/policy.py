@@ -7,22 +7,29 @@ step. The choice affects speed only, since the target verifies every draft.
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
+from redrafter.drafting.draft_model import DraftModelProposer
 from redrafter.drafting.estimates import (
     LEAST_SHARE,
-    QUALITY,
     RECALL,
     WINDOW,
-    AcceptanceEstimator,
     StepCosts,
 )
-from redrafter.drafting.loss_budget import MANY_ROWS, DraftLossBudget
+from redrafter.drafting.loss_budget import (
+    DECAY_PER_STEP,
+    MANY_ROWS,
+    PRIOR_ACCEPTED,
+    PRIOR_JUDGED,
+    AcceptanceHistory,
+    DraftLossBudget,
+)
 from redrafter.drafting.proposer import Proposer, SearchProposer, step_tokens
-from redrafter.drafting.step_times import ENOUGH, StepTimes
+from redrafter.drafting.step_times import StepTimes
 
 RECHECK = 4  # drafted steps between two selections of the best candidate
 # While drafts are expected to give less than this speedup, undrafted steps are taken to correct their costs.
@@ -44,10 +51,6 @@ COPYING_TOKENS = {"cuda": 128, "cpu": 64}
 # at fewer tokens.
 COPYING_COST = 1.25
 MOST_COPIED, LEAST_COPIED = 16, 4  # maximum and minimum number of drafts to copy for a row in one step
-
-# `DraftLengthPolicy`: the decay of a row's counts per step, and the initial counts of accepted and judged drafts.
-DECAY_PER_STEP = 0.9
-PRIOR_ACCEPTED, PRIOR_JUDGED = 3.0, 4.0
 
 
 def text_nodes(size: int, nodes: int, device: str = "cuda", measured: StepCosts | None = None) -> int:
@@ -80,6 +83,7 @@ class StepRows(NamedTuple):
         match: Whether any sequence has a match to copy drafts from; None if unknown.
         indices: Index of each row's sequence within its call.
         sampled: Whether any sequence samples.
+        unread: Tokens of all rows that a draft model has to read before it drafts.
     """
 
     size: int
@@ -90,6 +94,7 @@ class StepRows(NamedTuple):
     match: bool | None = None
     indices: Sequence[int] = ()
     sampled: bool = False
+    unread: int = 0
 
 
 class DraftedStep(NamedTuple):
@@ -114,35 +119,6 @@ class DraftedStep(NamedTuple):
     outcomes: Sequence[Sequence[int]] = ()
     levels: Sequence[int] = ()
     indices: Sequence[int] = ()
-
-
-class AcceptanceHistory:
-    """Stores the acceptance of an engine's drafts across batches.
-
-    Attributes:
-        estimator: Estimates the accepted drafts of a search.
-        copied: Running mean of the accepted drafts per row that only copying found, over steps that copy drafts in
-            addition to a search.
-        copied_alone: Running mean of the same count over all steps that copy drafts. It estimates the gain of steps
-            that copy drafts without a search.
-        budgets: Loss budgets, by the logarithm of the batch size.
-    """
-
-    def __init__(self, quality: float = QUALITY, copied: float = 0.0):
-        """Create a history without observations.
-
-        Args:
-            quality: Initial quality of the drafter; see `AcceptanceEstimator`.
-            copied: Initial value of `copied` and `copied_alone`.
-        """
-        self.estimator = AcceptanceEstimator(quality)
-        self.copied = copied
-        self.copied_alone = copied
-        self.budgets: dict[int, DraftLossBudget] = defaultdict(DraftLossBudget)
-
-    def budget_for(self, size: int) -> DraftLossBudget:
-        """Return the loss budget of a batch size, which batch sizes up to the same power of two share."""
-        return self.budgets[(size - 1).bit_length()]
 
 
 class DraftPolicy(ABC):
@@ -170,6 +146,14 @@ class DraftPolicy(ABC):
     @abstractmethod
     def record(self, step: DraftedStep) -> None:
         """Record the outcome of a drafted step."""
+
+    def wants_prompts(self, step: StepRows) -> bool:
+        """Return whether a draft model is to read prompts now, because such a step may draft."""
+        return True
+
+    def reading(self, tokens: int) -> AbstractContextManager[None]:
+        """Return a context in which a draft model reads tokens of sequences, and whose time drafts have to gain."""
+        return nullcontext()
 
 
 class FixedTreePolicy(DraftPolicy):
@@ -275,7 +259,7 @@ class CostPolicy(DraftPolicy):
         self,
         times: StepTimes,
         candidates: Mapping[int, Sequence[Proposer]],
-        history: AcceptanceHistory | None = None,
+        histories: Mapping[bool, AcceptanceHistory] | None = None,
         copying: Mapping[int, Proposer] | None = None,
         *,
         knows_matches: bool = False,
@@ -285,14 +269,16 @@ class CostPolicy(DraftPolicy):
         Args:
             times: Times of steps.
             candidates: Proposers to choose from, by batch size; empty for a batch size at which drafts never pay.
-            history: Acceptance of drafts in earlier batches; None to start without observations.
+            histories: Acceptance of drafts in earlier batches, of greedy steps and of sampled ones; None to start
+                without observations.
             copying: Proposers that only copy drafts from the sequences, by batch size; None for no such proposers.
             knows_matches: Whether `StepRows.match` is known. If so, only steps with a match copy drafts.
         """
         self.times: StepTimes = times
         self._plain = times.plain
         self._copying = copying or {}
-        self._history = history or AcceptanceHistory()
+        self._histories = histories or {sampled: AcceptanceHistory() for sampled in (False, True)}
+        self._unpaid = 0.0  # seconds in which a draft model read tokens, not charged yet
         self._knows_matches = knows_matches
         # Proposers that copy drafts in addition to a search, by batch size and id of the proposer of the search alone.
         self._with_copies: dict[tuple[int, int], Proposer] = {}
@@ -303,12 +289,18 @@ class CostPolicy(DraftPolicy):
         self._candidates = candidates
         self._cached, self._sampled = 0, False  # of the last chosen step, as in `StepRows`
         self._steps: dict[int, int] = defaultdict(int)  # steps with drafts that pay, by batch size
-        self._history.estimator.forget()
+        for history in self._histories.values():
+            history.estimator.forget()
         self._selected = {  # by batch size
             size: max(listed, key=partial(self._tokens_per_time, StepRows(size, size, size)))
             for size, listed in candidates.items()
             if listed
         }
+
+    @property
+    def _history(self) -> AcceptanceHistory:
+        """The history of steps like the last chosen one: sampled drafts are accepted less often than greedy ones."""
+        return self._histories[self._sampled]
 
     @property
     def proposers(self) -> list[Proposer]:
@@ -325,14 +317,12 @@ class CostPolicy(DraftPolicy):
         self._cached, self._sampled = step.cached, step.sampled
         # Calibration: the times of all other steps are relative to undrafted steps. A step that reads prompts is not
         # timed.
-        if not step.prompt_tokens:
-            if self.times.wants(step.size, self._plain, ENOUGH):
-                return self._plain
-            if self.times.lacks_plain(step.size, sampled=step.sampled) and self._is_close(step):
-                return self._plain
+        lacks_plain = not step.prompt_tokens and self.times.lacks_plain(step.size, sampled=step.sampled)
+        if lacks_plain and (not self.times.measured or self._is_close(step)):
+            return self._plain
         cheapest = self._cheapest_candidate(step)
         budget = self._history.budget_for(step.size)
-        if cheapest is None or not budget.allows_drafts(step.rows, self._relative_cost(step.size, cheapest) - 1):
+        if cheapest is None or not budget.allows_drafts(step.rows, self._possible_loss(step, cheapest)):
             return self._choose_without_search(step)
         if not budget.pays:  # retry: the cheapest candidate gives as much evidence as the others
             self._history.estimator.forget(FORGOTTEN_BY_RETRY)
@@ -351,6 +341,28 @@ class CostPolicy(DraftPolicy):
             chosen = max(chosen, self._plain, key=partial(self._gain, step, rate))
         return chosen
 
+    def wants_prompts(self, step: StepRows) -> bool:
+        """Return whether a draft model is to read prompts now: not while drafts do not pay."""
+        self._cached, self._sampled = step.cached, step.sampled
+        cheapest = self._cheapest_candidate(step)
+        loss = 0.0 if cheapest is None else self._possible_loss(step, cheapest)
+        return cheapest is not None and self._history.budget_for(step.size).would_allow(step.rows, loss)
+
+    @contextmanager
+    def reading(self, tokens: int) -> Iterator[None]:
+        """Record the time of reading in the context, which the next drafted step charges to its budget."""
+        began = self.times.clock()
+        yield
+        if self.times.corrected_every == 1:  # several ranks would measure other times, and draft otherwise
+            seconds = self.times.clock() - began
+            self.times.correct_reading(tokens, seconds)
+            self._unpaid += seconds
+
+    def _possible_loss(self, step: StepRows, proposer: Proposer) -> float:
+        """Return the time that a step loses if all of its drafts are rejected, in undrafted steps."""
+        read = self.times.plain_steps(self.times.time_to_read(step.unread), step.size, sampled=step.sampled) or 0.0
+        return self._relative_cost(step.size, proposer) - 1 + read
+
     def _is_close(self, step: StepRows) -> bool:
         """Return whether another cost of drafts could change the choice between the selected candidate and none."""
         selected = self._selected.get(step.size)
@@ -361,7 +373,7 @@ class CostPolicy(DraftPolicy):
         """Return the candidate whose step takes the least time; None if it drafts nothing in this step."""
         candidates = self._candidates.get(step.size, ())
         cheapest = min(candidates, key=partial(self._relative_cost, step.size), default=self._plain)
-        searches = isinstance(_without_copies(cheapest), SearchProposer)
+        searches = isinstance(_without_copies(cheapest), SearchProposer | DraftModelProposer)
         return cheapest if cheapest.depth and (searches or step.match is not False) else None
 
     def _choose_without_search(self, step: StepRows) -> Proposer:
@@ -414,6 +426,12 @@ class CostPolicy(DraftPolicy):
             history.estimator.observe(drafting, search.beams, step.outcomes)
             if search is not step.proposer:
                 history.copied += weight * (copied / drafting - history.copied)
+        if isinstance(search, DraftModelProposer):
+            # A step judges a row's accepted drafts and the first rejected one, but not the drafts after it.
+            judged = sum(min(more + 1, most) for more, most in zip(step.accepted, step.levels, strict=True))
+            history.kept = DECAY_PER_STEP * history.kept + sum(step.accepted)
+            history.judged = DECAY_PER_STEP * history.judged + judged
+            return
         history.copied_alone += weight * (copied / drafting - history.copied_alone)
 
     def _update_budget(self, step: DraftedStep) -> None:
@@ -428,7 +446,12 @@ class CostPolicy(DraftPolicy):
         if drafting >= MANY_ROWS:
             margin = MARGIN_TO_CONTINUE if budget.pays and budget.steps >= PROBES else MARGIN_TO_BEGIN
         pays = max(map(value, self._candidates[step.size])) >= margin * max(value(self._plain), value(copying))
-        gained = (step.rows + sum(step.accepted)) / step.rows - self._relative_cost(step.size, step.proposer)
+        if (read := self.times.plain_steps(self._unpaid, step.size, sampled=self._sampled)) is not None:
+            budget.charge(read)
+            self._unpaid = 0.0
+        cost = self.times.first_cost(step.size, step.proposer, sampled=self._sampled)
+        cost = self._relative_cost(step.size, step.proposer) if cost is None else cost
+        gained = (step.rows + sum(step.accepted)) / step.rows - cost
         budget.observe(drafting, gained, pays=pays)
 
     def _relative_cost(self, size: int, proposer: Proposer) -> float:
@@ -451,6 +474,9 @@ class CostPolicy(DraftPolicy):
         """Return the expected tokens of a step with a proposer."""
         history = self._history
         search = _without_copies(proposer)
+        if isinstance(search, DraftModelProposer):
+            chance = history.kept / history.judged
+            return step.rows + step.drafting * sum(chance**level for level in range(1, search.depth + 1))
         if not isinstance(search, SearchProposer):
             return step.rows + step.drafting * history.copied_alone * bool(proposer.depth)
         drafts = search.nodes - 1.0

@@ -1,5 +1,6 @@
 """Estimates of step times: assumed or measured costs, corrected by the times of the steps that an engine takes."""
 
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from math import exp, log, log2
@@ -8,10 +9,6 @@ from typing import NamedTuple
 from redrafter.drafting.estimates import StepCosts
 from redrafter.drafting.proposer import Proposer
 
-Clock = Callable[[], float]
-
-# Maximum number of timed steps of a kind. The shortest time counts, since other programs lengthen the others.
-SAMPLES = 4
 ENOUGH = 2  # minimum number of timed steps of a kind before their time counts
 
 # `StepTimes.correct`: the weight of a step in the running mean of its kind, the largest change of the logarithm that
@@ -66,15 +63,14 @@ class StepTimes:
     excess of a kind without measurements is its assumed excess, scaled by the ratio of measured to assumed excess of
     the most similar measured kind.
 
-    No step runs only for a measurement, since a step of a large model may take seconds. With a clock, the first few
-    steps of each kind are timed, and then the estimate of the kind is fixed, so that the choice of drafts depends only
-    on costs and tokens. Without one, `correct` follows the times of the steps for which `due` asks: costs that were
-    measured once may be those of a device that another program used, and none include the noise of sampling.
+    No step runs only for a measurement, since a step of a large model may take seconds. `correct` follows the times of
+    the steps for which `due` asks: costs that were measured once may be those of a device that another program used,
+    and none include the noise of sampling.
 
     Attributes:
         assumed: Costs to assume for kinds of steps that were not measured.
         plain: The proposer that drafts nothing.
-        clock: Returns the time in seconds; None to measure nothing.
+        clock: Returns the time in seconds, of steps on a CPU.
         corrected_every: One in so many steps is reported to `correct`; 0 for none.
     """
 
@@ -82,7 +78,7 @@ class StepTimes:
         self,
         assumed: StepCosts,
         plain: Proposer,
-        clock: Clock | None = None,
+        clock: Callable[[], float] = time.perf_counter,
         *,
         corrected_every: int = 0,
     ):
@@ -91,34 +87,24 @@ class StepTimes:
         Args:
             assumed: Costs to assume for kinds of steps that were not measured.
             plain: The proposer that drafts nothing.
-            clock: Returns the time in seconds; None to measure nothing.
+            clock: Returns the time in seconds, of steps on a CPU.
             corrected_every: One in so many steps is reported to `correct`; 0 for none.
         """
         self.assumed = assumed
         self.plain = plain
         self.clock = clock
         self.corrected_every = corrected_every
-        self._samples: dict[StepKind, list[float]] = defaultdict(list)
         self._timed: dict[int, Proposer] = {}  # by id
         self._excess: dict[StepKind, tuple[float, float]] = {}  # assumed and measured excess
         self._ratios: dict[StepKind, RunningRatio] = defaultdict(RunningRatio)
         self._corrections = self._steps = 0
+        self._last: tuple[StepKind, float] | None = None  # the last corrected kind, and its seconds
+        self._seconds_to_read = 0.0  # of a token, in a draft model
 
-    def wants(self, rows: int, proposer: Proposer, count: int = SAMPLES) -> bool:
-        """Return whether there is a clock and fewer than `count` steps of this kind were timed."""
-        return self.clock is not None and len(self._samples[StepKind(rows, id(proposer))]) < count
-
-    def observe(self, rows: int, proposer: Proposer, seconds: float) -> None:
-        """Record the measured time of a step, and update the excess of all kinds with the same number of rows."""
-        self._timed[id(proposer)] = proposer
-        self._samples[StepKind(rows, id(proposer))].append(seconds)
-        if self.wants(rows, self.plain, ENOUGH):
-            return
-        without = min(self._samples[StepKind(rows, id(self.plain))])
-        for key, each in self._timed.items():
-            if each is not self.plain and not self.wants(rows, each, ENOUGH):
-                kind = StepKind(rows, key)
-                self._know(kind, each, min(self._samples[kind]) / without if without > 0 else 1.0)
+    @property
+    def measured(self) -> bool:
+        """Whether the excess of any kind of step was measured."""
+        return bool(self._excess)
 
     def lacks_plain(self, rows: int, *, sampled: bool) -> bool:
         """Return whether `correct` has seen too few undrafted steps lately to correct the estimates of drafted ones."""
@@ -150,6 +136,7 @@ class StepTimes:
         self._corrections += 1
         expected = self.assumed.time_of(proposer, rows) + self.assumed.reading * cached
         kind = StepKind(rows, id(proposer), sampled)
+        self._last = kind, seconds
         self._ratios[kind].add(log(max(seconds, 1e-9) / max(expected, 1e-9)), self._corrections)
         plain = self._ratios[StepKind(rows, id(self.plain), sampled)]
         changed = list(self._timed.items()) if proposer is self.plain else [(id(proposer), proposer)]
@@ -159,6 +146,32 @@ class StepTimes:
                 continue
             ratio = exp(self._ratios[kind].mean - plain.mean)
             self._know(kind, each, ratio * self.assumed.time_of(each, rows) / self.assumed.time_of(self.plain, rows))
+
+    def correct_reading(self, tokens: int, seconds: float) -> None:
+        """Take the time that a draft model took to read tokens; the shortest counts, as short reads take longest."""
+        each = seconds / max(tokens, 1)
+        self._seconds_to_read = min(self._seconds_to_read or each, each)
+
+    def time_to_read(self, tokens: int) -> float:
+        """Return the seconds that a draft model takes to read tokens; 0 before it was measured."""
+        return tokens * self._seconds_to_read
+
+    def plain_steps(self, seconds: float, rows: int, *, sampled: bool) -> float | None:
+        """Return how many undrafted steps of `rows` rows take so many seconds; None before one was measured."""
+        plain = self._ratios[StepKind(rows, id(self.plain), sampled)]
+        if not plain.count:
+            return None
+        return seconds / (self.assumed.time_of(self.plain, rows) * exp(plain.mean))
+
+    def first_cost(self, rows: int, proposer: Proposer, *, sampled: bool) -> float | None:
+        """Return the time of the step that was just timed, in undrafted steps, if its kind was not timed before.
+
+        The assumed time of a kind may be far too low, and drafts lose most before it is corrected.
+        """
+        kind = StepKind(rows, id(proposer), sampled)
+        if self._last is None or self._last[0] != kind or self._ratios[kind].count >= ENOUGH:
+            return None
+        return self.plain_steps(self._last[1], rows, sampled=sampled)
 
     def know(self, rows: int, proposer: Proposer, ratio: float) -> None:
         """Take an earlier measurement, the time of a step relative to an undrafted step, unless steps corrected it."""

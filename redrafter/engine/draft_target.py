@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from redrafter.checkpoints.models import bind, check_quantization, locate_gguf
 from redrafter.checkpoints.vocabularies import Tokenizer, map_unlike_vocabularies
 from redrafter.drafting.draft_model import DraftModelProposer
-from redrafter.drafting.policy import DraftLengthPolicy, DraftPolicy, text_nodes
+from redrafter.drafting.policy import CostPolicy, DraftLengthPolicy, DraftPolicy, text_nodes
 from redrafter.drafting.prompt_lookup import TextBeside
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
@@ -214,7 +214,17 @@ class DraftTarget(Engine):
         return engine
 
     def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
-        """Return the policy that chooses the drafts of steps of these batch sizes."""
+        """Return the policy that chooses the drafts of steps of these batch sizes.
+
+        On a CPU, drafts are omitted while they do not pay. A GPU launches a step before the tokens of the last one are
+        known, so there a draft model could not read what undrafted steps have written. Rejection sampling writes other
+        tokens without drafts, so with it no clock may omit them.
+        """
+        if self.pauses and self.target.device.type == "cpu" and not self.rejection_sampling:
+            kinds = {
+                size: list(self._by_length.values()) if self.adaptive else [self.proposer_for(size)] for size in sizes
+            }
+            return CostPolicy(self.times_by(self._assumed), kinds, self.histories)
         if not self.adaptive:
             return super().draft_policy(sizes, memory)
         # If drafting also stops at low confidence, about half of the drafts are computed.

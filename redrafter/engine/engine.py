@@ -19,9 +19,10 @@ from transformers.generation.streamers import BaseStreamer
 from redrafter.cache.to_device import made_on_host
 from redrafter.checkpoints.adapters import read_adapter
 from redrafter.drafting.estimates import StepCosts
-from redrafter.drafting.policy import DraftPolicy, FixedTreePolicy
+from redrafter.drafting.loss_budget import AcceptanceHistory
+from redrafter.drafting.policy import PRIOR_COPIED, DraftPolicy, FixedTreePolicy
 from redrafter.drafting.proposer import PlainProposer, Proposer, SearchProposer
-from redrafter.drafting.step_times import SHARED_EVERY, Clock, StepTimes
+from redrafter.drafting.step_times import SHARED_EVERY, StepTimes
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.arguments import (
     check_bound,
@@ -95,11 +96,12 @@ class Engine(Changeable, AsyncGeneration):
         adaptive: Whether each row drafts as many tokens as its recent drafts suggest.
         pauses: Whether steps draft other trees, or pause drafting, while drafts gain less than they cost. It changes no
             token.
-        clock: Clock of the calling thread that times the first steps of each kind on a CPU; None to time none.
+        clock: Clock of the calling thread that times steps on a CPU; None to time none. It changes no token.
+        step_times: Measured times of steps; None before the first call that drafts.
     """
 
     pauses = True
-    clock: Clock | None = staticmethod(time.thread_time)
+    clock: Callable[[], float] | None = staticmethod(time.thread_time)
     do_sample: bool | None = None
     draft_vocabulary: VocabularyMap | None = None
     rejection_sampling = False
@@ -123,6 +125,8 @@ class Engine(Changeable, AsyncGeneration):
         self.batches = IdleBatches()
         self.lender: Engine | None = None  # the engine whose memory is used in place of its own
         self._warned = False
+        self.step_times: StepTimes | None = None  # of steps by `StepCosts`, once there were some
+        self._histories: dict[bool, AcceptanceHistory] = {}  # by whether steps sample
         self._lock = threading.Lock()  # so that of two concurrent first requests only one allocates the memory
 
     def __reduce__(self) -> NoReturn:
@@ -136,6 +140,11 @@ class Engine(Changeable, AsyncGeneration):
         def __getattr__(self, name: str) -> NoReturn:
             raise AttributeError(NO_MODEL.format(kind=type(self).__name__, name=name))
 
+    def derive(self) -> None:
+        """Forget the acceptance of drafts too, which other weights change."""
+        super().derive()
+        self._histories = {}
+
     def proposer_for(self, rows: int) -> Proposer:
         """Return the proposer for a batch of `rows` rows."""
         return self.proposer
@@ -144,16 +153,32 @@ class Engine(Changeable, AsyncGeneration):
         """Return the policy that chooses the drafts of steps of these batch sizes."""
         return FixedTreePolicy({size: self.proposer_for(size) for size in sizes})
 
-    @cached_property
-    def _times(self) -> StepTimes:
-        """Measured times of the engine's steps, and assumed ones until they are measured."""
-        clock = self.clock if self.target.ranks.size == 1 and self.target.device.type == "cpu" else None
-        return StepTimes(self._assumed, self.plain, clock, corrected_every=self._corrected_every)
+    def times_by(self, costs: StepCosts) -> StepTimes:
+        """Return the times of steps by these costs, with the corrections of earlier batches."""
+        with self._lock:
+            if self.step_times is None or self.step_times.assumed is not costs:
+                clock = self.clock or time.perf_counter
+                self.step_times = StepTimes(costs, self.plain, clock, corrected_every=self._corrected_every)
+            return self.step_times
+
+    @property
+    def histories(self) -> Mapping[bool, AcceptanceHistory]:
+        """The acceptance of earlier drafts, of greedy steps and of sampled ones, since the models last changed."""
+        with self._lock:
+            if not self._histories:
+                copied = PRIOR_COPIED if self.copies_at_first else 0.0
+                self._histories = {sampled: AcceptanceHistory(copied=copied) for sampled in (False, True)}
+            return self._histories
+
+    @property
+    def copies_at_first(self) -> bool:
+        """Whether copied drafts are expected to pay before any was made."""
+        return self.target.device.type == "cpu"
 
     @property
     def _corrected_every(self) -> int:
-        """One in so many steps corrects the costs of steps by its time, on a GPU; 0 for none."""
-        if self.target.device.type != "cuda":
+        """One in so many steps corrects the costs of steps by its time; 0 for none."""
+        if self.target.device.type == "cpu" and self.clock is None:
             return 0
         return 1 if self.target.ranks.size == 1 else SHARED_EVERY
 
@@ -163,6 +188,8 @@ class Engine(Changeable, AsyncGeneration):
         # All ranks must agree, and their shards of the target may differ in size.
         alone, proposer = self.target.ranks.size == 1, self.proposer
         read = proposer.draft_bytes if alone and isinstance(proposer, SearchProposer) else 0
+        if alone and proposer.model is not None:
+            read = proposer.depth * forward_bytes(proposer.model.model)
         device, itemsize = self.target.device.type, self.target.dtype.itemsize
         return StepCosts.assumed(
             device, draft=read, forward=forward_bytes(self.model), depth=max(proposer.depth, 1), itemsize=itemsize

@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from redrafter.checkpoints.models import bind, locate_gguf
-from redrafter.drafting.policy import PRIOR_COPIED, AcceptanceHistory, CostPolicy, DraftPolicy
+from redrafter.drafting.policy import CostPolicy, DraftPolicy
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import split_keywords, takes_options
@@ -24,14 +24,13 @@ class PromptLookup(Engine):
         ```
     """
 
-    _history: AcceptanceHistory | None = None
+    copies_at_first = True
 
     def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
         """Return a policy that omits drafts while they do not pay, and never with `pauses` off."""
         if not self.pauses:
             return super().draft_policy(sizes, memory)
-        self._history = self._history or AcceptanceHistory(copied=PRIOR_COPIED)
-        return CostPolicy(self._times, {size: [self.proposer] for size in sizes}, self._history)
+        return CostPolicy(self.times_by(self._assumed), {size: [self.proposer] for size in sizes}, self.histories)
 
     @classmethod
     @takes_options

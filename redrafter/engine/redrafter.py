@@ -12,10 +12,9 @@ from redrafter.checkpoints.models import bind, check_quantization, locate_gguf
 from redrafter.drafting.drafter_model import DrafterModel, check_draft_ids
 from redrafter.drafting.drafter_types import open_drafter_model
 from redrafter.drafting.estimates import QUALITIES, QUALITY, SHARING_ROWS, StepCosts, best_trees, time_at
-from redrafter.drafting.policy import PRIOR_COPIED, AcceptanceHistory, CostPolicy, DraftPolicy, text_nodes
+from redrafter.drafting.policy import CostPolicy, DraftPolicy, text_nodes
 from redrafter.drafting.prompt_lookup import TextBeside
 from redrafter.drafting.proposer import Proposer, SearchProposer, step_tokens
-from redrafter.drafting.step_times import StepTimes
 from redrafter.engine.arguments import check_bound
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions, split_keywords, takes_options
@@ -91,8 +90,6 @@ class ReDrafter(Engine):
             target.store_drafter_layer(layer)
         self.drafter, self.tuning, self.shape = drafter, tuning, shape
         self._measured: StepCosts | None = None
-        self.step_times: StepTimes | None = None  # of steps by `step_costs`, once there were some
-        self._history: AcceptanceHistory | None = None  # of the current drafter
         self._best: dict[tuple[StepCosts, int, bool, tuple[float, ...]], list[TreeShape]] = {}
         self._proposers: dict[TreeShape, SearchProposer] = {}
         self._with_text: dict[tuple[int, int], TextBeside] = {}
@@ -201,7 +198,6 @@ class ReDrafter(Engine):
     def derive(self) -> None:
         """Rebuild the drafter's tables from its weights."""
         super().derive()
-        self._history = None
         self.drafter.prepare(self.target)
 
     def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
@@ -230,12 +226,11 @@ class ReDrafter(Engine):
                 known += [(size, each.without_text or each, ratio) for each in kinds[size]]
             if (copies := self._with_copies(self.plain, size)).depth:
                 copying[size] = copies
-        if self._history is None:
-            self._history = AcceptanceHistory(copied=PRIOR_COPIED if on_cpu else 0.0)
-        unknown = on_cpu and self._tuned_costs is None and not known
-        times = self._times if unknown else self._corrected_times(costs, known)
+        times = self.times_by(costs)
+        for rows, proposer, ratio in known:
+            times.know(rows, proposer, ratio)
         # A CPU's steps know whether the text has something to copy.
-        return CostPolicy(times, kinds, self._history, copying, knows_matches=on_cpu)
+        return CostPolicy(times, kinds, self.histories, copying, knows_matches=on_cpu)
 
     def step_costs(self, memory: PagedMemory | None) -> StepCosts:
         """Return the costs of steps: from the tuning, else measured once on a GPU's paged cache, else assumed."""
@@ -248,15 +243,6 @@ class ReDrafter(Engine):
             if self._measured is None:
                 self._measured = measure_step_costs(memory, self.proposer)
             return self._measured
-
-    def _corrected_times(self, costs: StepCosts, known: Sequence[tuple[int, Proposer, float]]) -> StepTimes:
-        """Return the times of steps by these costs, with the corrections of earlier batches."""
-        with self._lock:
-            if self.step_times is None or self.step_times.assumed is not costs:
-                self.step_times = StepTimes(costs, self.plain, corrected_every=self._corrected_every)
-            for rows, proposer, ratio in known:
-                self.step_times.know(rows, proposer, ratio)
-            return self.step_times
 
     @property
     def _tuned_costs(self) -> StepCosts | None:

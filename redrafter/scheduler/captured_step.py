@@ -372,18 +372,19 @@ class LaunchedForward:
 class Timer:
     """Measures work on a device without waiting for it."""
 
-    def __init__(self, device: torch.device):
-        """Begin to measure the work launched from now on."""
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter):
+        """Begin to measure the work launched from now on, by the host's clock where the device is the host."""
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         if device.type == "cuda":
             self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             self._events[0].record()
-        self._began = time.perf_counter()
+        self._clock = clock
+        self._began = clock()
         self._ended: float | None = None
 
     def stop(self) -> None:
         """Measure nothing that is launched later."""
-        self._ended = time.perf_counter()
+        self._ended = self._clock()
         if self._events is not None:
             self._events[1].record()
 

@@ -3,8 +3,7 @@
 Prompts have forwards of their own, or are read by a step's forward with the trees (mixed prefill).
 """
 
-from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
@@ -16,12 +15,12 @@ from redrafter.attention.tree_plan import ChunkEnds, PromptChunks
 from redrafter.cache.kv_cache import KVCache
 from redrafter.cache.paged import stack_block_tables
 from redrafter.cache.to_device import to_device
-from redrafter.drafting.draft_model import clamp_to_vocab
 from redrafter.features import ADAPTERS, RECURRENT_STATES, ROPE_BY_LENGTH, Feature
 from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.forward_batch import Prompts
 from redrafter.model.target import Target
+from redrafter.scheduler.draft_reader import stack_tokens
 from redrafter.scheduler.logprobs import score_prompt
 from redrafter.scheduler.paged_memory import tables_of
 from redrafter.scheduler.row_caches import CachePair, RowCaches
@@ -35,6 +34,9 @@ MIN_FORWARD_TOKENS = 64  # tokens of a forward on any machine, however slow; few
 MAX_GROWTH, MIN_GROWTH = 2.0, 0.25  # factors by which one measurement may change the size of the next forward
 
 Chunk = tuple[TokenSequence, int]  # a sequence, and how many more tokens of its prompt are read
+
+ReadDrafts = Callable[[Sequence[TokenSequence], Prompts, KVCache | None], None]
+"""Reads chunks of the prompts of sequences into a draft model's cache; None for no draft model."""
 
 
 class PromptStep(NamedTuple):
@@ -306,15 +308,15 @@ class Prefiller:
             forwards += choose_chunks(kind, share, self.padded, chunked)
         return forwards
 
-    def forward(self, chunks: Sequence[Chunk], row_caches: RowCaches) -> PrefilledRows:
+    def forward(self, chunks: Sequence[Chunk], row_caches: RowCaches, read_drafts: ReadDrafts) -> PrefilledRows:
         """Launch one forward that reads a chunk of each of several prompts.
 
-        Returns the prompts that it completes.
+        `read_drafts` reads them into a draft model's cache, if there is one. Returns the prompts that it completes.
         """
         device = self._target.device
         sequences = [sequence for sequence, _ in chunks]
         if sequences[0].images is not None:
-            return self._read_with_images(sequences[0], row_caches)
+            return self._read_with_images(sequences[0], row_caches, read_drafts)
         starts = [sequence.prefilled for sequence in sequences]
         ends = [sequence.prefilled + count for sequence, count in chunks]
         rope = [rope_length(self._target, sequence) for sequence in sequences]
@@ -322,7 +324,7 @@ class Prefiller:
         # model with recurrent states continues.
         complete = [end == sequence.prefill_length for sequence, end in zip(sequences, ends, strict=True)]
         first = [0 if whole else max(start - 1, 0) for whole, start in zip(complete, starts, strict=True)]
-        tokens = to_device(_stack([sequence.tokens for sequence in sequences], ends, first), device)
+        tokens = to_device(stack_tokens([sequence.tokens for sequence in sequences], ends, first), device)
         caches = row_caches.of_prompts(sequences)
         inputs = {ROPE_BY_LENGTH: to_device(rope, device)}
         if any(slots := [sequence.inputs[ADAPTERS] for sequence in sequences]):
@@ -337,7 +339,7 @@ class Prefiller:
             sequence.prompt_scores.extend(score_prompt(logits, following, count))
 
         # Before the target, which needs its result last: both are only launched here.
-        self._read_drafts(sequences, ends, prompts, caches.draft)
+        read_drafts(sequences, prompts, caches.draft)
         logits, hidden = self._target.prefill(prompts, show=show if sequences[0].needs_scores else None)
         # Counted at the launch: later forwards run after this one on the device.
         done = _take_note(chunks)
@@ -351,31 +353,14 @@ class Prefiller:
             rows=range(len(sequences)),
         ).at(done)
 
-    def _read_drafts(
-        self, sequences: Sequence[TokenSequence], ends: Sequence[int], prompts: Prompts, cache: KVCache | None
-    ) -> None:
-        """Read the tokens of sequences up to `ends` into a draft model's cache too, if there is one."""
-        model = self._draft_model
-        if model is None:
-            return
-        assert cache is not None, "a draft model has a cache"
-        drafts = [sequence.draft for sequence in sequences if sequence.draft is not None]
-        if drafts:  # in a vocabulary of its own, where the same sequence has another length
-            starts = [draft.prefilled for draft in drafts]
-            lengths = [sequence.draft_length(end) for sequence, end in zip(sequences, ends, strict=True)]
-            for draft, length in zip(drafts, lengths, strict=True):
-                draft.prefilled = length
-            tokens = to_device(_stack([draft.text.ids for draft in drafts], lengths), model.device)
-            model.prefill(Prompts(tokens, starts, lengths, cache))
-        else:
-            read_drafts(prompts, model, cache)
-
-    def _read_with_images(self, sequence: TokenSequence, row_caches: RowCaches) -> PrefilledRows:
+    def _read_with_images(
+        self, sequence: TokenSequence, row_caches: RowCaches, read_drafts: ReadDrafts
+    ) -> PrefilledRows:
         """Launch a forward that reads a prompt with images, and tokens generated before it was preempted."""
         assert sequence.images is not None
         device, count = self._target.device, sequence.prefill_length
         caches = row_caches.of_prompts([sequence])
-        tokens = to_device(_stack([sequence.tokens], [count]), device)
+        tokens = to_device(stack_tokens([sequence.tokens], [count]), device)
         upto = to_device([count], device, torch.long)
         adapters = None
         if sequence.adapter is not None:
@@ -383,7 +368,7 @@ class Prefiller:
             adapters = to_device([sequence.adapter.slot], device, torch.long)
         prompt = sequence.images.prepare(self._target.model, sequence.prompt)
         sequence.position_shift = prompt.position_shift
-        self._read_drafts([sequence], [count], Prompts(tokens, [0], [count], caches.target), caches.draft)
+        read_drafts([sequence], Prompts(tokens, [0], [count], caches.target), caches.draft)
         logits, hidden = self._target.images.read_prompt(tokens[:, :count], prompt, caches.target, adapters)
         _take_note([(sequence, count)])
         return PrefilledRows(
@@ -446,7 +431,7 @@ class Prefiller:
         complete = [chunks[row][0] for row in done]
         caches = row_caches.of_prompts(complete)
         lengths = [sequence.prefilled for sequence in complete]
-        tokens = to_device(_stack([sequence.tokens for sequence in complete], lengths), device)
+        tokens = to_device(stack_tokens([sequence.tokens for sequence in complete], lengths), device)
         upto = to_device(lengths, device, torch.long)
         logits, hidden = (x.index_select(0, to_device(done, device, torch.long)) for x in (ends.logits, ends.hidden))
         return PrefilledRows(
@@ -460,22 +445,6 @@ class Prefiller:
         )
 
 
-def read_drafts(prompts: Prompts, model: Target, cache: KVCache) -> None:
-    """Read prompts into the cache of a draft model with the target's ids. It reads placeholder ids in place of images.
-
-    Recurrent states lag by one token, since each step reads the last committed token again.
-    """
-    tokens = clamp_to_vocab(prompts.tokens.to(model.device), model)
-    if cache.states is None:
-        model.prefill(Prompts(tokens, prompts.starts, prompts.ends, cache))
-        return
-    starts = [max(start - 1, 0) for start in prompts.starts]
-    ends = [max(end - 1, 1) for end in prompts.ends]
-    model.prefill(Prompts(tokens, starts, ends, cache))
-    # A prompt of one token leaves nothing to read before it, so its state is the initial one.
-    cache.states.forget([row for row, end in enumerate(prompts.ends) if end == 1])
-
-
 def _left(sequences: Sequence[TokenSequence]) -> int:
     """Return how many tokens of their prompts are not read yet."""
     return sum(sequence.prefill_length - sequence.prefilled for sequence in sequences)
@@ -486,15 +455,3 @@ def _take_note(chunks: Sequence[Chunk]) -> list[int]:
     for sequence, count in chunks:
         sequence.prefilled += count
     return [row for row, (sequence, _) in enumerate(chunks) if sequence.prefilled == sequence.prefill_length]
-
-
-def _stack(texts: Sequence[Sequence[int]], counts: Sequence[int], first: Sequence[int] | None = None) -> Tensor:
-    """Return the first tokens of sequences, padded by at least one 0, `[B, T]` int64 on the host.
-
-    The first `first` tokens of each stay 0, since they are not read.
-    """
-    padded = torch.zeros(len(texts), max(counts, default=0) + 1, dtype=torch.long)
-    for row, (text, start, count) in enumerate(zip(texts, first or [0] * len(texts), counts, strict=True)):
-        if start < count:  # through an array, since torch takes many times as long to read a list
-            padded[row, start:count] = torch.frombuffer(array("q", text[start:count]), dtype=torch.long)
-    return padded

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from redrafter.attention.tree_plan import PromptChunks
+from redrafter.cache.kv_cache import KVCache
 from redrafter.cache.to_device import move_indices, to_device
 from redrafter.drafting.policy import DraftPolicy, FixedTreePolicy, StepRows
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
@@ -25,13 +26,15 @@ from redrafter.drafting.proposer import Proposer, State, step_tokens
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.features import ADAPTERS
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.model.forward_batch import Prompts
 from redrafter.model.shared_model import Revision
 from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import CapturedStep, HostCopy, LaunchedStep, Timer, bucket, new_state
+from redrafter.scheduler.draft_reader import DraftReader
 from redrafter.scheduler.finished_texts import CopySource, write_pieces
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.prefill import NO_PROMPTS, ChunkBuffers, PrefilledRows, PromptStep
-from redrafter.scheduler.row_caches import PagedRows, RowCaches
+from redrafter.scheduler.row_caches import DenseRows, PagedRows, RowCaches
 from redrafter.scheduler.sampling_tensors import SamplingTensors
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.step import StepOutput, draw_first_tokens
@@ -190,6 +193,8 @@ class RunningBatch:
         self._knows_matches = copies and self.target.device.type == "cpu"
         self.overshoot = max(overshoot(proposer) + proposer.scratch_slots for proposer in every)
         self._translates = speculate and models.draft_vocabulary is not None
+        draft_model = models.draft_model if speculate else None
+        self._reader = None if draft_model is None else DraftReader(draft_model, self.policy)
 
     @property
     def follows(self) -> bool:
@@ -338,18 +343,15 @@ class RunningBatch:
         Returns the step, and its output, which the next step may overwrite.
         """
         step = self.prepare_step(prompts)
-        times, size = None if prompts.chunks or not step.ran else self.policy.times, len(step.state.length)
-        # Only a step that waits for the result can be timed by a host clock, and none that also reads prompts.
+        # A step that also reads prompts, or pays for what only first ones pay for on a GPU, is not timed.
+        timed = not prompts.chunks and (step.ran or self.target.device.type == "cpu")
+        times, size = self.policy.times if timed else None, len(step.state.length)
         timer = correct = None
         sampled = self._requirements is not None and self._requirements.sampled
-        if times is not None and times.clock is not None and times.wants(size, step.proposer):
-            began = times.clock()
-            packed = step.replay()
-            times.observe(size, step.proposer, times.clock() - began)
-        elif times is not None and self.rows and times.due(size, step.proposer, sampled=sampled):
+        if times is not None and self.rows and times.due(size, step.proposer, sampled=sampled):
             cached = sum(len(sequence.tokens) for sequence in self.rows)
             correct = partial(times.correct, size, step.proposer, cached=cached, sampled=sampled)
-            timer = Timer(self.target.device)
+            timer = Timer(self.target.device, times.clock)
             packed = step.replay()
             timer.stop()
         else:
@@ -411,7 +413,32 @@ class RunningBatch:
             state = step.state
             at_switch = (state.length == self.target.reread_from) & state.active
             self.target.reread(state.tokens, at_switch, step.cache, state.inputs)
+        self._let_draft_model_read(step)
         return step
+
+    def read_drafts(self, sequences: Sequence[TokenSequence], prompts: Prompts, cache: KVCache | None) -> None:
+        """Read chunks of prompts into a draft model's cache too, if there is one and drafts may pay."""
+        if self._reader is None:
+            return
+        assert cache is not None, "a draft model has a cache"
+        rows = min(len(self.rows) + len(sequences), len(self._sizes))
+        sampled = any(not sequence.params.greedy for sequence in (*self.rows, *sequences))
+        unread = sum(prompts.ends) - sum(prompts.starts)
+        step = StepRows(self._sizes[rows], rows, rows, sampled=sampled, unread=unread)
+        self._reader.read_prompts(sequences, prompts, cache, wanted=self.policy.wants_prompts(step))
+
+    def _let_draft_model_read(self, step: CapturedStep) -> None:
+        """Let the draft model read what steps without drafts have written, before it drafts again."""
+        if self._reader is None or not self.rows or self.target.device.type != "cpu":
+            return
+        dense = isinstance(self.caches, DenseRows)
+        running = self.rows if dense else [sequence for sequence in self.rows if sequence.row is not None]
+        if step.proposer.model is None:
+            self._reader.skip(running)
+        elif behind := [sequence for sequence in running if sequence.unread_from is not None]:
+            cache = step.draft_cache if dense else self.caches.of_prompts(behind).draft
+            assert cache is not None, "a draft model has a cache"
+            self._reader.catch_up(behind, cache)
 
     def _combine_requirements(self) -> BatchRequirements:
         """Load the sequences of the rows into the sampling state, and combine their requirements."""
@@ -441,8 +468,13 @@ class RunningBatch:
             match=match,
             indices=[sequence.index for sequence in self.rows],
             sampled=requirements.sampled,
+            unread=sum(len(row.tokens) - 1 - row.unread_from for row in self.rows if row.unread_from is not None),
         )
-        return self.policy.choose(step)
+        proposer = self.policy.choose(step)
+        # A dense cache is read in all rows or in none: one more step without drafts, and no row is up to date.
+        behind = {row.unread_from is not None for row in self.rows}
+        mixed = len(behind) > 1 and isinstance(self.caches, DenseRows)
+        return self._plain if mixed and proposer.model is not None else proposer
 
     def _make_step(self, key: StepKey, proposer: Proposer, chunks: PromptChunks | None) -> CapturedStep:
         """Make a step over the first rows, and capture it if the device can."""

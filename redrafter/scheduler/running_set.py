@@ -361,7 +361,7 @@ class RunningSet:
                 # Before the row is removed: how many tokens are cached depends on whether the sequence has a row.
                 self._blocks.release(sequence, keep)
             self.prefilling.pop(sequence, None)
-            sequence.prefilled = 0
+            sequence.prefilled, sequence.unread_from = 0, None
             if sequence.draft is not None:
                 sequence.draft.prefilled = 0
         if stepping := [sequence for sequence in sequences if sequence.row is not None]:

@@ -299,7 +299,7 @@ class Scheduler:
         seeing = chunks[0][0].images is not None
         with self._ending(lambda: [sequence for sequence, _ in chunks if not sequence.ended]):
             try:
-                rows = self.prefiller.forward(chunks, self.batch.caches)
+                rows = self.prefiller.forward(chunks, self.batch.caches, self.batch.read_drafts)
             except (ArgumentError, UnsupportedError) as error:
                 if not seeing:
                     raise

@@ -212,6 +212,8 @@ class TokenSequence:
         prefilled: Leading tokens whose keys and values are in these blocks, while its prompt is being read.
         reused: How many of them were in the cache already when the sequence was admitted, at most.
         draft: Its tokens for a draft model with another vocabulary; None without such a model.
+        unread_from: Number of leading tokens that a draft model has read, where it has not read the others yet; None
+            where it follows the sequence.
         admission: When it arrived, and when it was given a slot.
         row: Its row of the running batch; None while it has none.
         copying: What its drafts may be copied from.
@@ -241,6 +243,7 @@ class TokenSequence:
     prefilled: int = 0
     reused: int = 0
     draft: DraftSequence | None = None
+    unread_from: int | None = None
     admission: Admission = field(default_factory=Admission)
     row: int | None = None
     copying: Copying = field(default_factory=Copying)

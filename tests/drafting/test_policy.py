@@ -13,7 +13,8 @@ from helpers.scheduling import random_sequences, run_as_alone, scheduler, withou
 from redrafter import ReDrafter
 from redrafter.drafting import estimates, loss_budget, policy
 from redrafter.drafting.estimates import AcceptanceEstimator, StepCosts, best_trees, time_at
-from redrafter.drafting.policy import AcceptanceHistory, CostPolicy, DraftedStep, DraftPolicy, FixedTreePolicy, StepRows
+from redrafter.drafting.loss_budget import AcceptanceHistory
+from redrafter.drafting.policy import CostPolicy, DraftedStep, DraftPolicy, FixedTreePolicy, StepRows
 from redrafter.drafting.prompt_lookup import TextBeside
 from redrafter.drafting.proposer import PlainProposer, SearchProposer
 from redrafter.drafting.step_times import StepTimes
@@ -99,12 +100,14 @@ def test_a_narrow_search_leaves_what_is_known_of_a_wide_one():
     assert sum(estimator.levels[0]) == pytest.approx(3, rel=0.1)
 
 
+def histories(quality: float) -> dict[bool, AcceptanceHistory]:
+    return {sampled: AcceptanceHistory(quality) for sampled in (False, True)}
+
+
 def choice(
     costs: StepCosts, *kinds: SearchProposer, size: int = 1, quality: float = 0.5, reading: float = 0.0
 ) -> CostPolicy:
-    return CostPolicy(
-        StepTimes(replace(costs, reading=reading), PlainProposer()), {size: kinds}, AcceptanceHistory(quality)
-    )
+    return CostPolicy(StepTimes(replace(costs, reading=reading), PlainProposer()), {size: kinds}, histories(quality))
 
 
 def choose(chosen: CostPolicy, size: int = 1, cached: int = 0, more: int = 0):
@@ -164,10 +167,9 @@ def test_steps_of_small_batches_draft_while_they_read_prompts_too():
     assert [choose(many, 32, more=tokens).depth for tokens in (0, 64)] == [1, 0]
 
 
-@pytest.mark.parametrize("how", [{"corrected_every": 1}, {"clock": lambda: 0.0}], ids=["corrected", "clock"])
-def test_no_step_that_reads_prompts_is_undrafted_only_to_be_timed(how):
-    times = StepTimes(priced(FLAT, ((1, 0.3),), FREE), PlainProposer(), **how)
-    chosen = CostPolicy(times, {1: [search(1, 2, 3)]}, AcceptanceHistory(0.5))
+def test_no_step_that_reads_prompts_is_undrafted_only_to_be_timed():
+    times = StepTimes(priced(FLAT, ((1, 0.3),), FREE), PlainProposer(), corrected_every=1)
+    chosen = CostPolicy(times, {1: [search(1, 2, 3)]}, histories(0.5))
     assert [choose(chosen, more=tokens).depth for tokens in (0, 64, 0)] == [0, 2, 0]
 
 
@@ -195,7 +197,7 @@ def test_steps_of_a_pause_copy_from_the_text_where_that_alone_pays(searched, cop
     both = TextBeside(search(1, 3, 4), 4)
     alone = TextBeside(PlainProposer(), 4)
     costs = priced(((1, 1.0), (5, 1.1), (9, 1.15)), ((1, 0.3),), FREE)
-    chosen = CostPolicy(StepTimes(costs, PlainProposer()), {1: [both]}, AcceptanceHistory(0.5), {1: alone})
+    chosen = CostPolicy(StepTimes(costs, PlainProposer()), {1: [both]}, histories(0.5), {1: alone})
     dice, taken = random.Random(0), []
     for _ in range(400):
         proposer = choose(chosen)
@@ -212,7 +214,7 @@ def test_steps_of_a_pause_copy_from_the_text_where_that_alone_pays(searched, cop
 def test_a_text_that_repeated_itself_does_not_keep_later_ones_from_being_drafted_for():
     both, alone = TextBeside(search(1, 3, 4), 4), TextBeside(PlainProposer(), 4)
     costs = priced(((1, 1.0), (5, 1.1), (9, 1.15)), ((1, 0.3),), FREE)
-    chosen, taken = CostPolicy(StepTimes(costs, PlainProposer()), {1: [both]}, AcceptanceHistory(0.5), {1: alone}), []
+    chosen, taken = CostPolicy(StepTimes(costs, PlainProposer()), {1: [both]}, histories(0.5), {1: alone}), []
     for step in range(600):
         repeats = step < 200
         taken.append(proposer := choose(chosen))

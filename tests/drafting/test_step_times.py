@@ -14,7 +14,7 @@ from redrafter.drafting.estimates import StepCosts
 from redrafter.drafting.loss_budget import ALLOWED, ALLOWED_SHARE
 from redrafter.drafting.policy import CostPolicy, DraftedStep, StepRows
 from redrafter.drafting.proposer import PlainProposer, SearchProposer
-from redrafter.drafting.step_times import ENOUGH, SAMPLES, SHARED_EVERY, StepTimes
+from redrafter.drafting.step_times import ENOUGH, SHARED_EVERY, StepTimes
 from redrafter.engine.engine import Engine
 from redrafter.model.target import Target
 from redrafter.parallel.ranks import Ranks
@@ -33,11 +33,11 @@ def search(depth: int) -> SearchProposer:
 
 def timed(times: StepTimes, proposer, *seconds: float, rows: int = 1) -> None:
     for each in seconds:
-        times.observe(rows, proposer, each)
+        times.correct(rows, proposer, each)
 
 
-def test_a_kind_costs_what_its_shortest_steps_took():
-    times, kind = StepTimes(COSTS, PLAIN, lambda: 0.0), search(3)
+def test_a_kind_costs_what_its_steps_took_once_there_were_enough():
+    times, kind = StepTimes(COSTS, PLAIN, corrected_every=1), search(3)
     assert times.time_of(kind, 1) == COSTS.time_of(kind, 1)
     timed(times, PLAIN, 0.3, 0.2)
     timed(times, kind, 0.9)
@@ -45,13 +45,12 @@ def test_a_kind_costs_what_its_shortest_steps_took():
     timed(times, kind, 0.5)
     assert times.time_of(kind, 1) == pytest.approx(2.5)
     assert times.time_of(PLAIN, 1) == 1
-    assert times.wants(1, kind)
-    timed(times, kind, *(SAMPLES - 2) * [0.6])
-    assert not times.wants(1, kind), "later steps decide nothing"
+    assert times.plain_steps(0.4, 1, sampled=False) == pytest.approx(2)
+    assert times.plain_steps(0.4, 1, sampled=True) is None, "noise takes time too"
 
 
 def test_a_kind_that_was_not_timed_is_corrected_as_the_one_most_like_it():
-    times, known, other = StepTimes(COSTS, PLAIN, lambda: 0.0), search(2), search(5)
+    times, known, other = StepTimes(COSTS, PLAIN, corrected_every=1), search(2), search(5)
     timed(times, PLAIN, *ENOUGH * [0.1])
     excess = COSTS.time_of(known, 1) - 1
     timed(times, known, *ENOUGH * [0.1 * (1 + 3 * excess)])
@@ -71,7 +70,6 @@ def test_a_kind_that_was_measured_before_costs_what_was_found_whatever_else_a_st
         COSTS.time_of(kind, 4, 3) - COSTS.time_of(kind, 4)
     )
     assert times.time_of(other, 4) > times.time_of(kind, 4), "others are corrected alike"
-    assert not times.wants(4, kind), "without a clock nothing is timed"
 
 
 @dataclass

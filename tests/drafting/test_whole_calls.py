@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from redrafter.drafting.estimates import QUALITIES, SHARING_ROWS, StepCosts, best_trees
-from redrafter.drafting.policy import AcceptanceHistory, CostPolicy, DraftedStep, StepRows
+from redrafter.drafting.loss_budget import AcceptanceHistory
+from redrafter.drafting.policy import CostPolicy, DraftedStep, StepRows
 from redrafter.drafting.proposer import PlainProposer, Proposer, SearchProposer, step_tokens
 from redrafter.drafting.step_times import OUTDATED, StepTimes
 from redrafter.scheduler.captured_step import bucket
@@ -52,7 +53,7 @@ class Engine:
     """Takes calls that sample; the costs of its steps are `true`, and what its policy learns is kept."""
 
     def __init__(self, costs: StepCosts, true: Callable[[Proposer, int], float], *, corrected_every: int = 1):
-        self.true, self.history = true, AcceptanceHistory()
+        self.true, self.histories = true, {sampled: AcceptanceHistory() for sampled in (False, True)}
         self.times = StepTimes(costs, PLAIN, corrected_every=corrected_every)
         self.candidates = {size: self._candidates(costs, size) for size in {bucket(n) for n in range(1, 513)}}
 
@@ -63,7 +64,7 @@ class Engine:
 
     def call(self, rows: int, drafter: str, seed: int) -> tuple[float, list[bool]]:
         """Return the speed of a call relative to one without drafts, and which of its steps drafted."""
-        policy, dice = CostPolicy(self.times, self.candidates, self.history), torch.Generator().manual_seed(seed)
+        policy, dice = CostPolicy(self.times, self.candidates, self.histories), torch.Generator().manual_seed(seed)
         left, time, drafted = torch.full((rows,), NEW_TOKENS), 0.0, list[bool]()
         while len(left):
             size = bucket(len(left))

@@ -5,7 +5,7 @@ import torch
 from helpers.models import VOCAB, assert_close_by_scale
 from redrafter.drafting.proposer import State
 from redrafter.model.forward_batch import ForwardBatch, Prompts
-from redrafter.scheduler.prefill import read_drafts
+from redrafter.scheduler.draft_reader import read_drafts
 from redrafter.step import draw_first_tokens
 from redrafter.tree.token_tree import tree_of
 
