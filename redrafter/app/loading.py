@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +29,7 @@ from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
 from redrafter.engine.engine import Engine
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import SHAPE_FILE, split_adapter
+from redrafter.files.cpu_quota import cpu_quota
 from redrafter.measure.run import PromptIds, Run, pad_token_of, timed_run
 from redrafter.parallel.launched import launched_processes
 from redrafter.sampling.params import NUMBERS
@@ -70,13 +72,23 @@ def check_options(options: LoadOptions, draft: DraftOptions) -> tuple[str, LoadO
 
 
 def limit_threads(device_type: str) -> None:
-    """Let torch use one CPU thread if the model is on a GPU and OMP_NUM_THREADS is not set.
+    """Let torch use no more CPU threads than help, unless OMP_NUM_THREADS is set.
 
-    The CPU then processes small tensors only. In a container with fewer cores than torch detects, its threads would
-    block each other.
+    If the model is on a GPU, the CPU processes small tensors only, in one thread. Otherwise a container may limit the
+    CPU time of its processes below the cores that torch detects, whose threads would then block each other.
     """
-    if device_type == "cuda" and "OMP_NUM_THREADS" not in os.environ:
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    quota = cpu_quota()
+    if device_type == "cuda":
         torch.set_num_threads(1)
+    elif quota is not None and torch.get_num_threads() > (threads := max(int(quota), 1)):
+        torch.set_num_threads(threads)
+        print(
+            f"redrafter: note: this container may use {quota:g} CPU cores, so torch uses {threads} of "
+            f"{os.cpu_count()} threads: OMP_NUM_THREADS=N uses N",
+            file=sys.stderr,
+        )
 
 
 @dataclass
