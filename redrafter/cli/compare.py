@@ -27,7 +27,7 @@ from redrafter.checkpoints.drafters import holds_drafter
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.engine.call import GenerateStats
 from redrafter.errors import ArgumentError
-from redrafter.measure.differences import Difference, describe_differences, find_differences
+from redrafter.measure.differences import ROUNDS_INSIDE, Difference, describe_differences, find_differences
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Report, conditions, describe_pair
 from redrafter.measure.run import PromptIds, RepeatedRuns, Run, describe_stats, run_in_turn, transformers_run
@@ -153,6 +153,8 @@ def run_checked(args: argparse.Namespace) -> int:
         speeds = (result[name] for name in ("tokens_per_second", "speedup", "tokens_per_step"))
         table(result["way"], *speeds, kept, same)
         report.line(*describe_differences(result["differences"], result["way"]))
+    if pairs[0].engine.target.rounding:
+        report.line(f"{pairs[0].name} {ROUNDS_INSIDE}")
     return report.finish() or int(failed)
 
 

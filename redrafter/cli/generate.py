@@ -22,7 +22,7 @@ from redrafter.data.prompts import turns_before_answer
 from redrafter.data.rows import Row
 from redrafter.errors import ArgumentError, first_line
 from redrafter.files.gguf_file import is_gguf
-from redrafter.measure.differences import first_difference
+from redrafter.measure.differences import ROUNDS_INSIDE, first_difference
 from redrafter.measure.prompts import ROW_SUFFIXES, encode, read_prompts
 from redrafter.measure.report import conditions
 from redrafter.measure.run import Run, describe_stats
@@ -102,6 +102,8 @@ def run_checked(args: argparse.Namespace) -> int:
         plain = pair.run_batch(ids, replace(options, speculate=False), streamer=streamer, **extra | seeds)
         # Rejection sampling preserves the distribution, not the tokens.
         comparison = _compare(speculative, plain, tokens=not (pair.engine.rejection_sampling and options.sampling))
+        if comparison["first_difference"] is not None and pair.engine.target.rounding:
+            print(f"redrafter: note: {pair.name} {ROUNDS_INSIDE}", file=sys.stderr)
     if args.json:
         document = {
             "prompts": texts,  # of each output row, as all lists

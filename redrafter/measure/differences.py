@@ -17,6 +17,9 @@ from redrafter.sampling.noise import gumbel
 # positions of SmolLM2 in bfloat16, computed in two shapes, one in a thousand moved by more than 4; the most is 7.5.
 HALF_PRECISION_STEPS = 8
 FLOAT32_TOLERANCE = 1e-4  # the same in float32 and float64, where rounding differs by a few 1e-5
+# The largest change of a logit of 49,152, in standard deviations: of a model in float32 that rounds inside its layers.
+ROUNDING_DEVIATIONS = 5
+ROUNDS_INSIDE = "rounds inside its layers: outputs are as exact as in bfloat16, and near-ties may differ"
 MAX_TEXTS, MAX_LINE_CHARS = 3, 60  # printed differences per method, and characters of each
 
 
@@ -46,12 +49,15 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     return next(differing, None if len(a) == len(b) else min(len(a), len(b)))
 
 
-def tolerance(logits: Tensor, dtype: torch.dtype) -> float:
-    """Return how far rounding may move a logit of `logits`, `[V]`, in a model of this dtype."""
-    info = torch.finfo(dtype)
+def tolerance(logits: Tensor, dtype: torch.dtype, rounding: float = 0.0) -> float:
+    """Return how far rounding may move a logit of `logits`, `[V]`, in a model of this dtype.
+
+    `rounding` is the share of their spread by which the logits of a model that rounds inside its layers change.
+    """
+    info, finite = torch.finfo(dtype), logits[logits.isfinite()]
     if info.bits >= 32:
-        return FLOAT32_TOLERANCE
-    largest = float(logits[logits.isfinite()].abs().max())
+        return max(FLOAT32_TOLERANCE, ROUNDING_DEVIATIONS * rounding * float(finite.std()))
+    largest = float(finite.abs().max())
     return HALF_PRECISION_STEPS * info.eps * 2.0 ** math.floor(math.log2(max(largest, info.tiny)))
 
 
@@ -123,7 +129,7 @@ def _judge(engine: Engine, arguments: dict[str, Any], text: list[int], tokens: l
         seed, position = (torch.tensor(value, device=scores.device) for value in at)
         scores = scores + gumbel(seed, position, ids)[0, 0]
     margin = float(scores.max() - scores[tokens].min())
-    most = tolerance(logits, engine.target.dtype)
+    most = tolerance(logits, engine.target.dtype, engine.target.rounding)
     # Raise each token's logit by the tolerance: if both are then drawn, rounding explains the difference.
     drawn = [int(draw({token: most}).sequences[0, -1]) for token in tokens]
     return {

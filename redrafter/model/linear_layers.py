@@ -298,13 +298,27 @@ def shared_scales(config: PretrainedConfig) -> str | None:
     return None if rule is None else rule(quantization if is_dict else quantization.to_dict())
 
 
-def warn_of_shared_scales(config: PretrainedConfig, name: str) -> None:
-    """Warn where a quantised model cannot be verified exactly, naming its scheme."""
-    scheme = shared_scales(config)
-    if scheme is not None:
+def warn_of_rounding(config: PretrainedConfig, name: str, rounding: float) -> None:
+    """Warn where drafts may change the output of a model, because it is quantised or rounds inside its layers.
+
+    Args:
+        config: Config of the model.
+        name: Its name in the message.
+        rounding: How much of their spread its logits change by with the smallest change of its inputs; 0 where it does
+            not round.
+    """
+    reason = None
+    if (scheme := shared_scales(config)) is not None:
+        reason = f"is quantised with {scheme}: drafts change the scales of the tokens that are verified with them"
+    elif rounding:
+        reason = (
+            "rounds numbers inside its layers, as quantised layers do: the last bits of its inputs change its logits "
+            f"by {rounding:.1g} of their spread"
+        )
+    if reason is not None:
         warnings.warn(
-            f"{name} is quantised with {scheme}: drafts change the scales of the tokens that are verified with them, "
-            "so outputs may differ from plain decoding; only static and per-token scales avoid that",
+            f"{name} {reason}. With drafts its output is as exact as in bfloat16: it may differ from undrafted "
+            "decoding where two tokens are nearly tied (docs/quantization.md)",
             stacklevel=2,
         )
 

@@ -32,7 +32,7 @@ from redrafter.files.home import keep_kernels
 from redrafter.model.batch_invariance import RowByRow, check_products, check_rows, small_pool, support_of
 from redrafter.model.forward_batch import DrafterLayer, ForwardBatch, ForwardOutput, Prompts, decoder_layers
 from redrafter.model.images import ImageReader, image_arguments, token_type_arguments
-from redrafter.model.linear_layers import has_float8_layers, is_quantized, warn_of_shared_scales
+from redrafter.model.linear_layers import has_float8_layers, is_quantized, warn_of_rounding
 from redrafter.model.lora import AdapterSlots
 from redrafter.model.patch import MODEL_ERRORS, ModelPatch, ModelState, ModelWatch, hooked_module
 from redrafter.model.positions import find_dynamic_rope, find_switching_rope
@@ -108,13 +108,13 @@ class Target(BoundModel):
         self._drafter_shapes = tuple[LayerShape, ...]()
         self.image_arguments = image_arguments(model)
         self.image_inputs = self.image_arguments | token_type_arguments(model)
-        warn_of_shared_scales(model.config, self.name)
         check_autocast(self.device)
         # Not in inference mode: some quantisers make the weights in the first forward, for good.
         self._state = ModelState.from_model(model)
         with torch.no_grad(), made_on_host(), ModelPatch() as patch:
             patch.run_uncompiled(self._state.compiled)
             self._bind()
+        warn_of_rounding(model.config, self.name, self.rounding)
         self._bound_as = self._facts()
         self.note_state()
 
@@ -138,6 +138,7 @@ class Target(BoundModel):
         self.varlen_forward = VarlenForward(self)
         self.prompt_reader = PromptReader(self._padded_forward, self.varlen_forward)
         self._caches = CacheSupport(self, self.prompt_reader)
+        self.rounding = self._caches.rounding
         self.features.add(INDEXED_ATTENTION, any(shape.extra_dim for shape in self._caches.shapes))
         self.varlen = Support("it is not on a GPU") if self.device.type != "cuda" else self.paged
         dynamic = find_dynamic_rope(self.model)
