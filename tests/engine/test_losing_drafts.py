@@ -86,7 +86,7 @@ def test_a_draft_model_reads_what_undrafted_steps_have_written(llama, on, rows, 
     settings = {"max_new_tokens": 40, "eos_token_id": None, "return_dict_in_generate": True} | how
     stats = engine.generate(ids, mask, **settings).stats
     assert stats.plain_steps > 2 * rows
-    assert stats.accepted == stats.drafted or stats.accepted >= 0.9 * stats.drafted
+    assert stats.accepted >= 0.9 * (stats.drafted - stats.copies), "only copies are rejected"
 
 
 def test_drafts_that_pay_are_made_in_every_call(llama, monkeypatch):
