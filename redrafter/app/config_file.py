@@ -19,7 +19,7 @@ from redrafter.app.parser import Parser
 from redrafter.errors import ArgumentError, did_you_mean
 
 # How a message describes the value that an option of each type expects.
-_EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+_EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", Mapping: "an object"}
 _JSON_NAMES = {list: "list", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
 
@@ -202,7 +202,7 @@ def _convert(value: object, option: Option) -> object:
 
 
 def _convert_scalar(value: object, arms: tuple[object, ...]) -> object:
-    if type(value) in arms:
+    if type(value) in arms or (isinstance(value, dict) and Mapping in map(get_origin, arms)):
         return value
     # JSON writes 1 for 1.0; `type` rather than isinstance, since bool is an int.
     if float in arms and type(value) is int:
@@ -219,4 +219,4 @@ def _expected(option: Option) -> str:
         plural = "whole numbers" if option.element is int else "numbers" if option.element is float else "strings"
         example = metadata.get("metavar") if option.parser else None
         return f"a list of {plural}" + (f", as for {flag(option.field.name)} {example}" if example else "")
-    return " or ".join(_EXPECTED[arm] for arm in option.arms if arm in _EXPECTED)
+    return " or ".join(_EXPECTED[kind] for arm in option.arms if (kind := get_origin(arm) or arm) in _EXPECTED)

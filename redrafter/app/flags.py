@@ -6,6 +6,7 @@ word.
 """
 
 import argparse
+import json
 import os
 import shlex
 import types
@@ -83,6 +84,8 @@ def format_value(value: object) -> str:
     """Format an option's value as a command line spells it."""
     if isinstance(value, tuple):
         return ",".join(map(str, value)) or "none"
+    if isinstance(value, dict):
+        return json.dumps(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -109,7 +109,7 @@ _TRTLLM: dict[str, tuple[FlagMeaning, ...]] = {
     "--max-input-length": (
         Refused("--max-input-len N, which refuses longer prompts and cuts none", "--max-input-len"),
     ),
-    "--no-prompt-template": (Noted("prompts go in as they are, but for --chat-template", "--chat-template"),),
+    "--no-prompt-template": (Noted("prompts go in as they are, but for --chat", "--chat"),),
     # writing
     "--max-output-len": (Alias("--max-new-tokens"),),
     "--output-len": (Alias("--max-new-tokens"),),

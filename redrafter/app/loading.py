@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.app.engines import (
@@ -21,13 +20,15 @@ from redrafter.app.engines import (
     load_engine,
 )
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
-from redrafter.app.templates import find_template
+from redrafter.app.templates import load_chat_tokenizer
+from redrafter.chat.messages import render_chat
+from redrafter.chat.template import chat_template_of
 from redrafter.checkpoints.adapters import read_adapter
 from redrafter.checkpoints.merged import boxed_pair
 from redrafter.checkpoints.models import device_error
 from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
 from redrafter.engine.engine import Engine
-from redrafter.errors import ArgumentError, CheckpointError, first_line
+from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.checkpoint_kind import SHAPE_FILE, split_adapter
 from redrafter.files.cpu_quota import cpu_quota
 from redrafter.measure.run import PromptIds, Run, pad_token_of, timed_run
@@ -120,9 +121,8 @@ class Pair:
             raise CheckpointError(
                 f"{name} has no {SHAPE_FILE} and no MTP layer, so it holds no drafter: give one (--drafter D){others}"
             )
-        tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
         # Before `load_engine`: an invalid template is reported without waiting for weights.
-        find_template(tokenizer, name)
+        tokenizer = load_chat_tokenizer(name, options, trust_remote_code=options.trust_remote_code)
         engine = load_engine(method, name, options, draft)
         return cls(name, method, drafting_model_name(method, name, options, draft), tokenizer, engine)
 
@@ -182,16 +182,15 @@ class ChatEncoder:
     def __init__(self, pair: Pair):
         self._tokenizer = pair.tokenizer
         if not self._tokenizer.chat_template:
-            raise CheckpointError(f"{pair.name} has no chat template; use `redrafter generate` without --chat-template")
+            raise CheckpointError(
+                f"{pair.name} has no chat template: give one with --chat-template FILE, or use `redrafter generate` "
+                "without --chat"
+            )
         self.eos = end_tokens(pair.engine.model, self._tokenizer)
 
-    def encode(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def encode(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Return the token ids of a chat, ending where the model's next answer starts."""
-        try:
-            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
-            raise ArgumentError(f"the chat template refuses: {first_line(error)}") from error
-        assert isinstance(text, str)
+        text = render_chat(chat_template_of(self._tokenizer), messages, add_generation_prompt=True)
         return self._tokenizer(text, add_special_tokens=False).input_ids
 
 

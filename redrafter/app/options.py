@@ -4,10 +4,11 @@ A default is written once, here; `redrafter.app.flags` makes the flags and their
 """
 
 import argparse
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from redrafter.app.flags import biases, dtype_word, flag, format_value, integers
 from redrafter.engine.options import EngineOptions
@@ -25,8 +26,35 @@ PROMPTS_HELP = (
 )
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object, such as {"enable_thinking": false}."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"write a JSON object, such as '{{\"enable_thinking\": false}}', not {text!r}")
+    return value
+
+
 @dataclass(frozen=True)
-class LoadOptions(EngineOptions):
+class TemplateOptions:
+    """Options of the chat template, for every command that renders chats."""
+
+    chat_template: str | None = option(
+        None, "chat template in Jinja (default: the model's own)", metavar="FILE", path=True, names="template"
+    )
+    chat_template_kwargs: Mapping[str, Any] | None = option(
+        None,
+        "variables of the chat template, such as '{\"enable_thinking\": false}'; a row of data or a request may set "
+        "them otherwise",
+        type=json_object,
+        metavar="JSON",
+    )
+
+
+@dataclass(frozen=True)
+class LoadOptions(EngineOptions, TemplateOptions):
     """Options that select the model and the drafter, and configure how they are loaded."""
 
     model: str | None = option(
@@ -143,9 +171,6 @@ class SuiteOptions:
         metavar="DIR",
         path=True,
         names="suite",
-    )
-    chat_template: str | None = option(
-        None, "with --suite: chat template in Jinja (default: the model's own)", metavar="FILE", path=True, names="file"
     )
     csv: str | None = option(
         None, "with --suite: also write the tables as CSV", metavar="FILE", path=True, names="new file"

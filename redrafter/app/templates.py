@@ -1,53 +1,32 @@
-"""Read chat templates (Jinja) from a file that the user names, or from the model's directory."""
+"""Load tokenizers with the chat template and its variables that the options of a command name."""
 
-import json
-from pathlib import Path
-
-from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
+from redrafter.app.options import TemplateOptions
+from redrafter.chat.template import set_variables
+from redrafter.checkpoints.chat_templates import read_template
+from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.errors import ArgumentError
-from redrafter.files.hub import find_model_file
-
-# Template files in a model's directory that transformers does not load; it loads chat_template.jinja itself.
-_EXTRA_TEMPLATE_FILES = ("chat_template.j2", "chat_template.json")
 
 
-def read_template(file: str | Path) -> str:
-    """Read a chat template from a file and check its syntax; raise `ArgumentError` for an invalid file.
+def load_chat_tokenizer(
+    name: str, options: TemplateOptions, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model, and set the chat template and the defaults of its variables from `options`.
 
-    The file is a Jinja template in UTF-8, or a `.json` file with the template under `chat_template`.
+    Raises the errors of `load_tokenizer`, and `ArgumentError` for a template or a variable that cannot be used.
     """
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-        if str(file).endswith(".json"):
-            text = json.loads(text)["chat_template"]
-        render_jinja_template([], chat_template=text)  # compiles the template; there is no conversation to render
-    except TemplateSyntaxError as error:
-        raise ArgumentError(f"chat template {file}, line {error.lineno}: {error.message}") from error
-    except OSError as error:
-        raise ArgumentError(f"chat template {file} cannot be read: {error.strerror}") from error
-    except (ValueError, LookupError, TypeError) as error:
-        raise ArgumentError(
-            f"chat template {file} cannot be read: it is no text in UTF-8, or no JSON that has a chat_template"
-        ) from error
-    return text
+    template = None if options.chat_template is None else read_template(options.chat_template)
+    tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
+    if template is not None:
+        tokenizer.chat_template = template
+    if options.chat_template_kwargs:
+        set_variables(tokenizer, options.chat_template_kwargs, "--chat-template-kwargs")
+    return tokenizer
 
 
-def find_template(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
-    """Set the tokenizer's chat template from a file in the model's directory, if it has none and a file exists."""
-    for name in _EXTRA_TEMPLATE_FILES if not tokenizer.chat_template else ():
-        file = find_model_file(model, name)
-        if file is not None:
-            tokenizer.chat_template = read_template(file)
-            return
-
-
-def require_template(tokenizer: PreTrainedTokenizerBase, model: str, file: str | None) -> None:
-    """Set the tokenizer's chat template from `file`, if given; raise `ArgumentError` if the tokenizer has none."""
-    if file is not None:
-        tokenizer.chat_template = read_template(file)
+def require_template(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
+    """Raise `ArgumentError` if the tokenizer of a model has no chat template, for a suite's questions."""
     if not tokenizer.chat_template:
         raise ArgumentError(
             f"{model} has no chat template, through which a suite's turns are asked: give one with --chat-template FILE"

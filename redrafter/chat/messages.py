@@ -5,11 +5,12 @@ Templates differ in what they read. `prepare_chat` gives a template its own form
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from redrafter.chat.schemas import read_parameters
-from redrafter.chat.template import ChatError, ChatTemplate
+from redrafter.chat.template import CallForm, ChatError, ChatTemplate
+from redrafter.chat.thoughts import ThoughtMarks
 
 _TRANSLATED = ("role", "content", "reasoning", "reasoning_content", "tool_calls", "weight")  # fields of a message
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")  # in the order in which templates write them
@@ -24,9 +25,10 @@ def render_chat(
     add_generation_prompt: bool = False,
 ) -> str:
     """Render a chat in OpenAI's form; `variables` are of the template. Raises `ChatError` if that is impossible."""
-    template.check(variables or {})
+    variables = variables or {}
+    template.check(variables)
     prepared, described = prepare_chat(template, messages, tools)
-    return template.render(prepared, described, **(variables or {}), add_generation_prompt=add_generation_prompt)
+    return template.render(prepared, described, add_generation_prompt=add_generation_prompt, **variables)
 
 
 def prepare_chat(
@@ -69,9 +71,16 @@ def text_of(content: Any) -> str:
     return content or ""
 
 
-def thought_of(message: dict[str, Any]) -> str | None:
-    """Return the thoughts of an assistant's message, under either of their two names; None without thoughts."""
-    return message.get("reasoning_content") or message.get("reasoning")
+def split_thought(message: dict[str, Any], marks: ThoughtMarks | None) -> tuple[str, str]:
+    """Return the thought and the text of a message, without the space around them and the marks.
+
+    The thought is `reasoning_content`, which is also called `reasoning`, or the text before the last end mark.
+    """
+    text, thought = text_of(message.get("content")), _thought(message) or ""
+    if message["role"] == "assistant" and marks is not None and marks.end in text:
+        thought, _, text = text.rpartition(marks.end)
+        thought = thought.strip().removeprefix(marks.begin.strip())
+    return thought.strip(), text.strip()
 
 
 def find_missing_turn(template: ChatTemplate, messages: Sequence[dict[str, Any]], text: str) -> str | None:
@@ -79,28 +88,17 @@ def find_missing_turn(template: ChatTemplate, messages: Sequence[dict[str, Any]]
 
     Thoughts may be missing in all turns but the last, since templates drop earlier ones.
     """
+    marks = template.thoughts()
     for number, message in enumerate(messages, start=1):
-        for part in _parts(template, message, last=number == len(messages)):
+        thought, own = split_thought(message, marks)
+        names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+        for part in (own, *names, *([thought] if number == len(messages) else [])):
             # A template may write a text as JSON.
             spellings = (part, json.dumps(part)[1:-1], json.dumps(part, ensure_ascii=False)[1:-1])
             if not any(spelling in text for spelling in spellings):
                 shown = part if len(part) <= 60 else part[:57] + "..."
                 return f"turn {number} ({message['role']}): {shown!r}"
     return None
-
-
-def _parts(template: ChatTemplate, message: dict[str, Any], last: bool) -> Iterator[str]:
-    """Yield the texts of a message that a rendered chat must have, without the space around them."""
-    marks, text = template.thoughts(), text_of(message.get("content"))
-    thought = thought_of(message) or ""
-    if message["role"] == "assistant" and marks is not None and marks.end in text:
-        thought, _, text = text.rpartition(marks.end)
-        thought = thought.strip().removeprefix(marks.begin.strip())
-    yield text.strip()
-    if last:
-        yield thought.strip()
-    for call in message.get("tool_calls") or ():
-        yield call["function"]["name"]
 
 
 def _template_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -128,28 +126,28 @@ def _template_message(message: dict[str, Any], template: ChatTemplate) -> dict[s
             {"type": "text", "text": part.get("text") or ""} if part.get("type") == "text" else {"type": "image"}
             for part in content
         ]
-    if (thought := thought_of(message)) is not None:
+    if (thought := _thought(message)) is not None:
         templated["reasoning_content"] = thought
     if calls and (form := template.call_form) is not None:
         if not text:
             templated["content"] = form.no_text
-        templated["tool_calls"] = [
-            {
-                "id": call.get("id"),
-                "type": "function",
-                "function": {
-                    "name": call["function"]["name"],
-                    "arguments": _arguments(call) if form.as_objects else _arguments_text(call),
-                },
-            }
-            for call in calls
-        ]
+        templated["tool_calls"] = [_template_call(call, form) for call in calls]
     elif calls:
         # The template writes no calls: they are written as `describe_tools` asks the model to.
         named = ({"name": call["function"]["name"], "arguments": _arguments(call)} for call in calls)
         written = (json.dumps(call, ensure_ascii=False) for call in named)
         templated["content"] = template.content("\n".join(filter(None, (text, *written))))
     return templated
+
+
+def _thought(message: dict[str, Any]) -> str | None:
+    return message.get("reasoning_content") or message.get("reasoning")
+
+
+def _template_call(call: dict[str, Any], form: CallForm) -> dict[str, Any]:
+    arguments = _arguments(call) if form.as_objects else _arguments_text(call)
+    function = {"name": call["function"]["name"], "arguments": arguments}
+    return {key: call[key] for key in ("id",) if call.get(key)} | {"type": "function", "function": function}
 
 
 def _arguments(call: dict[str, Any]) -> dict[str, Any]:

@@ -3,17 +3,19 @@
 import inspect
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import meta
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from redrafter.chat.thoughts import SWITCHES, ThoughtMarks, thought_marks
 from redrafter.errors import ArgumentError, first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _PROBE = "a text to look for"
 _TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {"type": "object"}}}
@@ -47,7 +49,7 @@ class CallForm:
 class ChatTemplate:
     """The chat template of a tokenizer that has one; `chat_template_of` returns it."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
         self._tokenizer = tokenizer
         template: str | dict[str, str] = tokenizer.chat_template
         self._texts = list(template.values()) if isinstance(template, dict) else [template]
@@ -127,6 +129,8 @@ class ChatTemplate:
     @cached_property
     def variables(self) -> frozenset[str]:
         """Variables that the template reads, except messages, tools and variables that the tokenizer supplies."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
         undeclared: set[str] = set()
         for text in self._texts:
             environment = _compile_jinja_template(text).environment
@@ -143,7 +147,7 @@ class ChatTemplate:
         """Return text as content that the template reads: a string, or one part if it reads only parts."""
         return [{"type": "text", "text": text}] if self.reads_parts else text
 
-    def check(self, variables: dict[str, Any], param: str = "chat_template_kwargs") -> None:
+    def check(self, variables: Mapping[str, Any], param: str = "chat_template_kwargs") -> None:
         """Raise `ChatError` for the field `param` if the template does not read all of the variables."""
         if unknown := [name for name in variables if name not in self.variables]:
             known = ", ".join(sorted(self.variables)) or "none"
@@ -151,11 +155,22 @@ class ChatTemplate:
 
     def render(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, **variables: Any) -> str:
         """Render messages that `prepare_chat` has returned; raise `ChatError` if the template rejects them."""
+        # Imported late: commands check paths of data before they import transformers.
+        from transformers import PreTrainedTokenizerBase
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        tokenizer = self._tokenizer
         try:
-            text = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **variables)
+            if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+                return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **variables))
+            # `apply_chat_template` would drop null content, without which some templates write no calls.
+            template = tokenizer.get_chat_template(None, tools)
+            rendered: Any = render_jinja_template(
+                [messages], tools=tools, chat_template=template, **(tokenizer.special_tokens_map | variables)
+            )
+            return str(rendered[0][0])
         except Exception as error:  # a template is a program and may raise anything
             raise ChatError(f"the chat template refuses: {first_line(error)}") from error
-        return str(text)
 
     def generation_prompts(self, variables: dict[str, Any]) -> list[str]:
         """Return what the template writes after a user's turn for the model to answer.
@@ -180,7 +195,7 @@ class ChatTemplate:
             return None
 
 
-def chat_template_of(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
+def chat_template_of(tokenizer: "PreTrainedTokenizerBase") -> ChatTemplate:
     """Return the chat template of a tokenizer; raise `ChatError` if it has none."""
     if not getattr(tokenizer, "chat_template", None):
         name = tokenizer.name_or_path or type(tokenizer).__name__
@@ -188,7 +203,35 @@ def chat_template_of(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
     return _template_of(tokenizer, str(tokenizer.chat_template))
 
 
+def set_variables(tokenizer: "PreTrainedTokenizerBase", variables: Mapping[str, Any], param: str) -> None:
+    """Set defaults of a chat template's variables, which a row of data or a request may override.
+
+    They are written into the template, so that everything that renders it reads them. Raises `ChatError` for the field
+    `param` if the template does not read one of them.
+    """
+    chat_template_of(tokenizer).check(variables, param)
+    # On a line of their own, of which Jinja writes nothing. The `repr` of a JSON value is an expression of Jinja's.
+    defaults = "".join(
+        f"{{% if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif %}}"
+        for name, value in variables.items()
+    )
+    template: str | dict[str, str] = tokenizer.chat_template
+    if isinstance(template, dict):
+        tokenizer.chat_template = {name: f"{defaults}\n{text}" for name, text in template.items()}
+    else:
+        tokenizer.chat_template = f"{defaults}\n{template}"
+
+
 @lru_cache(maxsize=4)
-def _template_of(tokenizer: PreTrainedTokenizerBase, text: str) -> ChatTemplate:
+def _template_of(tokenizer: "PreTrainedTokenizerBase", text: str) -> ChatTemplate:
     # `text` keeps apart what was learnt of a tokenizer's templates before and after another one was set.
     return ChatTemplate(tokenizer)
+
+
+def opens_with_bos(text: str, tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Return whether a text begins with the BOS token itself, so that no special tokens are added to it.
+
+    A second BOS would change the text's meaning.
+    """
+    bos = tokenizer.bos_token
+    return isinstance(bos, str) and text.startswith(bos)

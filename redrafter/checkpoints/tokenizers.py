@@ -8,13 +8,14 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from redrafter.checkpoints.chat_templates import find_template
 from redrafter.errors import CheckpointError, MissingDependencyError, how_to_install
 from redrafter.files.checkpoint_kind import check_source, load_error
 from redrafter.files.gguf_file import find_gguf, read_header, reading
 
 
 def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model. It pads on the left, as decoder-only generation needs."""
+    """Load the tokenizer of a model, with its chat template. It pads on the left, as decoder-only generation needs."""
     check_source(str(name))
     try:
         with reading(name) as (source, gguf):
@@ -34,6 +35,7 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> PreT
             # Batches need padding, and masks hide whichever token fills it.
             elif role == "pad_token":
                 tokenizer.pad_token = tokenizer.eos_token
+    find_template(tokenizer, str(name))
     return tokenizer
 
 

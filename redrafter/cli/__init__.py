@@ -110,7 +110,7 @@ def build_parser() -> Parser:
             'redrafter generate --model my-base --drafter my-drafter "Once upon a time"',
             'redrafter generate --temperature 0.7,0.2 --seed 1 "Once upon a time" "The old man"',
             "redrafter generate --file prompts.txt --temperature 0.8 --seed 1 --json > out.json",
-            'redrafter generate --model my-vision-base --chat-template --image cat.png "What is this?"',
+            'redrafter generate --model my-vision-base --chat --image cat.png "What is this?"',
         ),
         loading,
         drafting,
@@ -123,8 +123,8 @@ def build_parser() -> Parser:
         metavar="FILE",
         help="text file with one prompt a line; or .jsonl with rows of prompts, texts or messages",
     )
-    generate.add_argument("--chat-template", action="store_true", help="use each prompt as a user's turn of a chat")
-    shown = "image that is shown before the prompt, with --chat-template, for a model that sees (may be repeated)"
+    generate.add_argument("--chat", action="store_true", help="use each prompt as a user's turn of a chat")
+    shown = "image that is shown before the prompt, with --chat, for a model that sees (may be repeated)"
     generate.add_argument("--image", action="append", default=[], metavar="FILE", help=shown)
     copies = "texts per prompt (default: %(default)s)"
     generate.add_argument("--num-return-sequences", type=int, default=1, metavar="N", help=copies)

@@ -41,6 +41,7 @@ from redrafter.tree.sizes import TreeShape
 # Options of `bench` that apply to servers; all others are rejected with --url.
 SERVER_OPTIONS = frozenset({"json", "max_new_tokens", "model", "num_prompts", "prompts", "seed", "temperature"})
 INSTEAD = {"batch_sizes": "give --concurrency", "repeats": "give --num-requests"}
+INSTEAD |= dict.fromkeys(("chat_template", "chat_template_kwargs"), "a server has its own")
 INSTEAD |= {item.name: "prompts are sent as they are, so shorten them in the file" for item in fields(PromptOptions)}
 # Options that do not apply to a suite: they select other prompts, or measure something other than speed.
 NOT_OF_SUITES = frozenset(
@@ -86,7 +87,7 @@ def _bench_pair(args: argparse.Namespace) -> int:
     prompts = encode(rows, pair.tokenizer, **options.cut)
     work = Workload.from_options(engine, pair.tokenizer, prompts, options, options.num_prompts)
     if suite is not None:
-        require_template(pair.tokenizer, pair.name, asked.chat_template)
+        require_template(pair.tokenizer, pair.name)
         questions = [question for some in suite.categories.values() for question in some]
         first = Dialogues(questions, pair.tokenizer, work.most_prompt_tokens).next_prompts()
         if not first:
@@ -167,8 +168,6 @@ def _bench_servers(args: argparse.Namespace) -> int:
             hint = f", and {INSTEAD[item.name]}" if item.name in INSTEAD else ""
             raise ArgumentError(f"{name} has no meaning with --url: leave it out{hint}")
     options, asked = read_options(BenchOptions, args), read_options(ServerOptions, args)
-    if suite_options.chat_template is not None:
-        raise ArgumentError("--chat-template has no meaning with --url: a server has its own, so leave it out")
     suite = _read_suite(args, suite_options, options.seed)
     prompts = [_prompt(row) for row in read_prompts(options.prompts)] if suite is None else []
     key = next(filter(None, (asked.api_key, *map(os.environ.get, KEY_VARIABLES))), None)

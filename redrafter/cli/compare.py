@@ -22,6 +22,7 @@ from redrafter.app.engines import (
 from redrafter.app.flags import read_options
 from redrafter.app.loading import Pair, check_options
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
+from redrafter.app.templates import load_chat_tokenizer
 from redrafter.bench.options import CompareOptions
 from redrafter.checkpoints.drafters import holds_drafter
 from redrafter.checkpoints.tokenizers import load_tokenizer
@@ -164,7 +165,7 @@ def _load_pairs(name: str, load: LoadOptions, draft: DraftOptions) -> list[Pair]
     usable = {DRAFTER: has_drafter, DRAFT_MODEL: draft.draft_model is not None, PROMPT_LOOKUP: True}
     methods = [method for method in DRAFTING_METHODS if usable[method]]
     check_method_options(load, draft, set(methods))
-    tokenizer = load_tokenizer(name, trust_remote_code=load.trust_remote_code)
+    tokenizer = load_chat_tokenizer(name, load, trust_remote_code=load.trust_remote_code)
     pairs: list[Pair] = []
     for method in methods:
         # All methods share one target, so that its weights are in memory once.

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from redrafter.app.flags import read_options
 from redrafter.app.loading import ChatEncoder, Pair
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
+from redrafter.chat.messages import text_of
 from redrafter.checkpoints.tokenizers import load_processor
 from redrafter.cli.printer import Printer, use_color
 from redrafter.data.prompts import turns_before_answer
@@ -41,10 +42,8 @@ def run_checked(args: argparse.Namespace) -> int:
     if args.compare and not options.speculate:
         raise ArgumentError("--compare sets speculation against plain decoding: leave out --no-speculate")
     rows = _read_rows(args)
-    if args.image and (len(rows) != 1 or rows[0].prompt is None or not args.chat_template):
-        raise ArgumentError(
-            "--image shows images before one prompt of a chat: add --chat-template, and give one prompt"
-        )
+    if args.image and (len(rows) != 1 or rows[0].prompt is None or not args.chat):
+        raise ArgumentError("--image shows images before one prompt of a chat: add --chat, and give one prompt")
     if isinstance(options.temperature, tuple) and len(options.temperature) != len(rows):
         raise ArgumentError(
             f"--temperature has {len(options.temperature)} values for {len(rows)} prompts: give one, or one for each"
@@ -52,7 +51,7 @@ def run_checked(args: argparse.Namespace) -> int:
     load = read_options(LoadOptions, args)
     pair = Pair.load(load, read_options(DraftOptions, args), options.speculate)
     extra: dict[str, Any] = {"num_return_sequences": copies}  # arguments of `Engine.generate` in addition to the ids
-    chat = ChatEncoder(pair) if args.chat_template or any(row.messages for row in rows) else None
+    chat = ChatEncoder(pair) if args.chat or any(row.messages for row in rows) else None
     if chat is not None:
         extra["eos_token_id"] = [*chat.eos, *options.stop_token_ids]
     if args.image:
@@ -60,7 +59,7 @@ def run_checked(args: argparse.Namespace) -> int:
         ids, images = encode_with_images(pair, str(rows[0].prompt), args.image, load.trust_remote_code)
         extra |= images
     else:
-        ids = encode([_as_turn(row) if args.chat_template else row for row in rows], pair.tokenizer)
+        ids = encode([_as_turn(row) if args.chat else row for row in rows], pair.tokenizer)
     prompts = [_shown(row, pair.tokenizer, row_ids) for row, row_ids in zip(rows, ids, strict=True)]
     texts = [prompt for prompt in prompts for _ in range(copies)]  # the prompt of each output row
     if isinstance(options.temperature, tuple):
@@ -91,7 +90,7 @@ def run_checked(args: argparse.Namespace) -> int:
     if (empty := sum(not answer.strip() for answer in answers)) and pair.tokenizer.chat_template and chat is None:
         print(
             f"redrafter: note: {empty} of {len(answers)} texts are empty: the model has a chat template, without which "
-            "it may end at once; add --chat-template",
+            "it may end at once; add --chat",
             file=sys.stderr,
         )
     comparison = None
@@ -155,7 +154,7 @@ def _as_turn(row: Row) -> Row:
 def _shown(row: Row, tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     """Return the prompt of a row for headings and the JSON document; for a chat, its last turn."""
     if row.messages is not None:
-        return turns_before_answer(row)[-1]["content"]
+        return text_of(turns_before_answer(row)[-1]["content"])
     text = row.text if row.prompt is None else row.prompt
     return str(tokenizer.decode(ids)) if text is None else text
 

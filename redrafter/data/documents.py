@@ -10,7 +10,15 @@ from itertools import groupby
 
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.data.prompts import Span, apply_template, check_tokenizer, encode_texts
+from redrafter.chat.messages import split_thought
+from redrafter.data.prompts import (
+    Span,
+    apply_template,
+    check_tokenizer,
+    encode_texts,
+    template_of,
+    warn_of_missing_turn,
+)
 from redrafter.data.rows import Row
 from redrafter.data.windows import Document
 from redrafter.errors import CheckpointError
@@ -67,7 +75,7 @@ def _groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
     for row in rows:
         group.append(row)
         contents = [row.text or row.ids or "", row.prompt or "", row.answer or ""]
-        size += sum(map(len, [*contents, *(turn["content"] for turn in row.messages or ())]))
+        size += sum(map(len, [*contents, *(str(turn["content"]) for turn in row.messages or ())]))
         if size >= GROUP_CHARACTERS:
             yield group
             group, size = [], 0
@@ -87,31 +95,64 @@ def _keep_learnable(row: Row, documents: list[Document], tokenizer: PreTrainedTo
 def _render(row: Row, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[Span]]]:
     """Yield rendered texts of a conversation, each with the spans of its assistant turns.
 
-    Stock templates do not mark what the assistant wrote. So a turn is taken to be what the conversation up to and with
-    it adds to the prompt that asks for it. Where such a prompt does not continue the text so far (templates that drop
-    the thinking of earlier turns), the text so far is yielded and another begins. An assistant turn that opens the
-    conversation answers nothing, so it is not learnt.
+    Where the prompt of a turn does not continue the text so far (templates that drop the thinking of earlier turns),
+    the text so far is yielded and another begins. An assistant turn that opens the conversation answers nothing, so it
+    is not learnt, and neither are turns of weight 0.
     """
     assert row.messages is not None
-    answer_indices = [index for index, turn in enumerate(row.messages) if index and turn["role"] == "assistant"]
-    if not answer_indices:
-        raise CheckpointError(f"{row.where}: no assistant turn that answers something, so there is nothing to learn")
-    text, spans = "", list[Span]()
-    for index in answer_indices:
+    turns = [index for index, turn in enumerate(row.messages) if index and turn["role"] == "assistant"]
+    learnt = [index for index in turns if row.messages[index].get("weight") != 0]
+    if not learnt:
+        what = "no assistant turn of a weight above 0" if turns else "no assistant turn that answers something"
+        raise CheckpointError(f"{row.where}: {what}, so there is nothing to learn")
+    text, spans, end = "", list[Span](), 0
+    for index in learnt:
         prompt = apply_template(row, row.messages[:index], tokenizer, add_generation_prompt=True)
-        answered = apply_template(row, row.messages[: index + 1], tokenizer)
-        # The answer's span is found by the prompt's length, which must be a prefix.
-        if not answered.startswith(prompt):
-            raise CheckpointError(
-                f"{row.where}: the chat template asks for the assistant's turn with {prompt[-40:]!r}, but does not "
-                "write that turn so; use one that does"
-            )
         # Some templates render earlier turns differently, such as without thoughts: then each answer is a document.
         if spans and not prompt.startswith(text):
+            warn_of_missing_turn(row, row.messages[:end], text, tokenizer)
             yield text, spans
             spans = []
-        text, spans = answered, [*spans, (len(prompt), len(answered))]
+        text, start = _answer(row, index, prompt, tokenizer)
+        spans, end = [*spans, (start, len(text))], index + 1
+    warn_of_missing_turn(row, row.messages[:end], text, tokenizer)
     yield text, spans
+
+
+def _answer(row: Row, index: int, prompt: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, int]:
+    """Return a rendered conversation up to and with an assistant's turn, and where the answer to `prompt` begins in it.
+
+    Stock templates do not mark what the assistant wrote. So the answer is what the conversation adds to the prompt that
+    asks for it, or to that prompt with thoughts turned off: an empty thought is then no answer. Templates that open a
+    thought in the prompt, and drop it from the turn, get the turn's own thought back.
+    """
+    assert row.messages is not None
+    template, before, turn = template_of(row, tokenizer), row.messages[:index], row.messages[index]
+    marks = template.thoughts()
+    thought, answer = split_thought(turn, marks)
+    opened, closed = "", False  # the prompt without a thought that it opens, and whether it closes that too
+    if marks is not None and prompt.rstrip().endswith((marks.begin.strip(), marks.end)):
+        opened, _, rest = prompt.rpartition(marks.begin.strip())
+        closed = marks.end in rest
+    if closed and thought:  # thoughts are off
+        turn = {key: value for key, value in turn.items() if "reasoning" not in key} | {"content": answer}
+    answered = apply_template(row, [*before, turn], tokenizer)
+    asked, *others = template.generation_prompts(row.template_kwargs or {})
+    prompts = [prompt]
+    if prompt.endswith(asked):
+        prompts += [prompt.removesuffix(asked) + other for other in others]
+    if found := [len(begin) for begin in prompts if answered.startswith(begin)]:
+        return answered, max(found)
+    if marks is not None and opened and not closed and answered.startswith(opened):
+        if not thought:
+            return answered, len(opened)
+        written = answered[len(opened) :]
+        space = "" if written[:1].isspace() else "\n\n"
+        return f"{prompt}{thought}\n{marks.end}{space}{written}", len(prompt)
+    raise CheckpointError(
+        f"{row.where}: the chat template asks for the assistant's turn with {prompt[-40:]!r}, but does not write that "
+        "turn so; let the base answer such rows by `redrafter regenerate`, and train on what that writes"
+    )
 
 
 def _mask(spans: list[Span], offsets: list[Span]) -> list[bool]:

@@ -1,9 +1,12 @@
 """Encode rows as prompts, and texts and conversations of rows as tokens, with errors that name the row."""
 
 import random
+import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from redrafter.chat.messages import find_missing_turn, render_chat
+from redrafter.chat.template import ChatError, ChatTemplate, chat_template_of, opens_with_bos
 from redrafter.data.rows import Row, fingerprint
 from redrafter.errors import CheckpointError, MismatchError, UnsupportedError, first_line
 
@@ -22,23 +25,38 @@ def check_tokenizer(row: Row, tokenizer: "PreTrainedTokenizerBase") -> None:
         )
 
 
-def apply_template(
-    row: Row, messages: list[dict[str, str]], tokenizer: "PreTrainedTokenizerBase", add_generation_prompt: bool = False
-) -> str:
-    """Render messages of a row with the tokenizer's chat template.
-
-    Raises `CheckpointError` if there is none, or it fails.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        name = tokenizer.name_or_path or type(tokenizer).__name__
-        raise CheckpointError(
-            f"{row.where}: the tokenizer of {name} has no chat template: set tokenizer.chat_template, or use rows of "
-            "text"
-        )
+def template_of(row: Row, tokenizer: "PreTrainedTokenizerBase") -> ChatTemplate:
+    """Return the tokenizer's chat template; raise `CheckpointError`, naming the row, if there is none."""
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
-    except Exception as error:  # a template is a program and may raise anything
-        raise CheckpointError(f"{row.where}: the chat template fails: {first_line(error)}") from error
+        return chat_template_of(tokenizer)
+    except ChatError as error:
+        raise CheckpointError(f"{row.where}: {error}, or use rows of text") from error
+
+
+def apply_template(
+    row: Row, messages: list[dict[str, Any]], tokenizer: "PreTrainedTokenizerBase", add_generation_prompt: bool = False
+) -> str:
+    """Render messages with the tokenizer's chat template, as the server does, with a row's tools and variables.
+
+    Raises `CheckpointError` if there is no template, or it fails.
+    """
+    template = template_of(row, tokenizer)
+    try:
+        return render_chat(
+            template, messages, row.tools, row.template_kwargs, add_generation_prompt=add_generation_prompt
+        )
+    except ChatError as error:
+        raise CheckpointError(f"{row.where}: {error}") from error
+
+
+def warn_of_missing_turn(
+    row: Row, messages: list[dict[str, Any]], text: str, tokenizer: "PreTrainedTokenizerBase"
+) -> None:
+    """Warn if a rendered chat lacks the text or the calls of a turn; only the first such row of a template is named."""
+    template = template_of(row, tokenizer)
+    if not template.warned and (missing := find_missing_turn(template, messages, text)) is not None:
+        template.warned = True
+        warnings.warn(f"{row.where}: the chat template leaves out {missing}", stacklevel=2)
 
 
 def encode_texts(
@@ -54,9 +72,8 @@ def encode_texts(
             f"{type(tokenizer).__name__} does not say which characters a token spells, so answers cannot be separated "
             "from what they answer; use a base with a fast tokenizer, or rows of plain text"
         )
-    bos = tokenizer.bos_token
-    # Templates write special tokens themselves, and a second BOS would change the text's meaning.
-    has_special = [row.messages is not None or (bos is not None and text.startswith(bos)) for row, text in texts]
+    # Templates write special tokens themselves.
+    has_special = [row.messages is not None or opens_with_bos(text, tokenizer) for row, text in texts]
     encoded: list[tuple[list[int], list[Span]]] = [([], [])] * len(texts)
     for add_special in (False, True):
         indices = [index for index, has in enumerate(has_special) if has != add_special]
@@ -140,6 +157,7 @@ def encode_prompt(
         if not turns:
             return []
         text = apply_template(row, turns, tokenizer, add_generation_prompt=True)
+        warn_of_missing_turn(row, turns, text, tokenizer)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if row.prompt is not None:
         return list(encode_texts([(row, row.prompt)], tokenizer)[0][0])

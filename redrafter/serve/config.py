@@ -139,9 +139,6 @@ class ServeOptions:
         choices=("auto", "on", "off"),
     )
     warm_up: bool = option(True, "compile kernels and capture steps on a GPU before the first request")
-    chat_template: str | None = option(
-        None, "chat template in Jinja (default: the model's own)", metavar="FILE", path=True, names="file"
-    )
     special_tokens_in_content: bool = option(
         False, "encode special tokens that a message spells, such as <|im_end|>, as such, rather than as text"
     )
@@ -219,7 +216,6 @@ class ServeOptions:
             "operator_key",
             "allowed_hosts",
             "allowed_origins",
-            "chat_template",
             "capture",
         ):
             value = getattr(self, name)

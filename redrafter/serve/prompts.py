@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.chat.messages import prepare_chat
-from redrafter.chat.template import ChatError, ChatTemplate, chat_template_of
+from redrafter.chat.template import ChatError, ChatTemplate, chat_template_of, opens_with_bos
 from redrafter.chat.thoughts import Thinking, ThoughtMarks
 from redrafter.sandbox.process import SandboxedProcess
 from redrafter.serve.control_tokens import ControlTokens, choose_marker
@@ -62,17 +62,16 @@ class PromptEncoder:
     def _control(self) -> ControlTokens:
         return self.control or ControlTokens(self.tokenizer, self.template.text, self._encoder)
 
-    def encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text, including the tokenizer's special tokens if `add_special_tokens`."""
-        self._check_size(text, "prompt")
-        return self._checked(self._encoder.encode(text, "prompt", add_special_tokens=add_special_tokens), "prompt")
+    def encode_prompts(self, prompt: str | list[Any], add_special_tokens: bool | None = None) -> list[list[int]]:
+        """Return the token ids of each prompt of a completion request: a string or token ids, or a list of either.
 
-    def encode_prompts(self, prompt: str | list[Any]) -> list[list[int]]:
-        """Return the token ids of each prompt of a completion request: a string or token ids, or a list of either."""
+        `add_special_tokens` adds the tokenizer's special tokens to strings; None adds them unless a string opens with
+        the BOS token.
+        """
         prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
         if not prompts:
             raise ApiError(400, "there is no prompt", "prompt")
-        return [self._checked(text, "prompt") for text in prompts]
+        return [self._checked(text, "prompt", add_special_tokens) for text in prompts]
 
     def encode_chat(
         self, request: ChatRequest, decoder: SandboxedProcess | None = None
@@ -141,10 +140,12 @@ class PromptEncoder:
         add_prompt = not continues and request.add_generation_prompt is not False
         return variables | {"add_generation_prompt": add_prompt, "continue_final_message": continues}
 
-    def _checked(self, prompt: str | list[int], param: str) -> list[int]:
+    def _checked(self, prompt: str | list[int], param: str, add_special_tokens: bool | None = None) -> list[int]:
         if isinstance(prompt, str):
             self._check_size(prompt, param)
-            prompt = self._encoder.encode(prompt, param, add_special_tokens=True)
+            if add_special_tokens is None:
+                add_special_tokens = not opens_with_bos(prompt, self.tokenizer)
+            prompt = self._encoder.encode(prompt, param, add_special_tokens=add_special_tokens)
         if not prompt:
             raise ApiError(400, "the prompt is empty", param)
         # Out-of-range ids would read past the embedding table on the device.

@@ -16,11 +16,12 @@ from transformers import PreTrainedTokenizerBase
 
 from redrafter.app.flags import short_name
 from redrafter.app.options import LoadOptions
-from redrafter.app.templates import find_template, read_template
+from redrafter.app.templates import load_chat_tokenizer
 from redrafter.chat.template import chat_template_of
 from redrafter.chat.thoughts import Thinking, ThoughtMarks
+from redrafter.checkpoints.chat_templates import read_template
 from redrafter.checkpoints.merged import boxed_pair
-from redrafter.checkpoints.tokenizers import load_processor, load_tokenizer
+from redrafter.checkpoints.tokenizers import load_processor
 from redrafter.engine.detokenizer import decode_tokens
 from redrafter.errors import ArgumentError, CheckpointError, ReDrafterError
 from redrafter.grammar.source import GrammarSource
@@ -204,7 +205,9 @@ class Server:
     async def completion(self, request: CompletionRequest, facts: Facts) -> Answer:
         """Answer a completion request, and add to the facts to log about it."""
         self.check_model(request.model)
-        prompts = await self.encode(lambda asked, _: self.prompts.encode_prompts(asked.prompt), request, None, facts)
+        prompts = await self.encode(
+            lambda asked, _: self.prompts.encode_prompts(asked.prompt, asked.add_special_tokens), request, None, facts
+        )
         copies, kept = request.copies, request.n or 1
         # With `best_of`, more sequences are generated, and selected by their log-probabilities.
         logprobs = 0 if copies > kept and request.logprobs is None else request.logprobs
@@ -444,16 +447,14 @@ def load_server(
 
     Callers with a key of `operators` may change the engine; with None, nobody may.
     """
-    template = read_template(options.chat_template) if options.chat_template else None
+    if load.chat_template is not None:
+        read_template(load.chat_template)  # a wrong one is reported without waiting
     try:  # overlaps with the process's loading
         model = load.model or str(boxed_pair())
-        tokenizer = load_tokenizer(model, trust_remote_code=load.trust_remote_code)
-        find_template(tokenizer, model)
+        tokenizer = load_chat_tokenizer(model, load, trust_remote_code=load.trust_remote_code)
     except ReDrafterError:
         process.wait_until_loaded()  # an error of loading is more informative
         raise
-    if template is not None:
-        tokenizer.chat_template = template
     control = None
     if tokenizer.chat_template:
         control = ControlTokens(tokenizer, chat_template_of(tokenizer).text)

@@ -8,6 +8,7 @@ from pathlib import Path
 from redrafter.app import flags
 from redrafter.app.config_file import ConfigParser
 from redrafter.app.flags import add_options, dtype_word, flag, integers, names, read_options
+from redrafter.app.options import TemplateOptions
 from redrafter.app.paths import check_paths
 from redrafter.app.program import import_libraries, run_command
 from redrafter.drafting.recurrent_form import (
@@ -89,7 +90,7 @@ def layers(text: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(TemplateOptions):
     """Options of a training run, which define the command line; the help text of each field documents it.
 
     `redrafter.train.loop.train` reads only the fields from `steps` on; a caller with its own model and batches can

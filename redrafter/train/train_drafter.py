@@ -20,10 +20,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from redrafter.app.flags import short_name
 from redrafter.app.loading import limit_threads
+from redrafter.app.templates import load_chat_tokenizer
 from redrafter.checkpoints.adapters import merge_adapter
 from redrafter.checkpoints.drafters import check_fits_target, embedding_norms
 from redrafter.checkpoints.models import load_config, load_model
-from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
+from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.data.windows import Windows
 from redrafter.drafting.drafter_types import make_drafter
 from redrafter.drafting.text_drafters import TrainableDrafter, require
@@ -83,7 +84,7 @@ __all__ = ["TrainConfig", "main", "new_drafter", "train"]
 def train_from_files(config: TrainConfig, log: Callable[[str], object]) -> None:
     """Train a drafter on the files of a command line, and save it."""
     check_optimizer(config)  # before the base is loaded
-    tokenizer = load_tokenizer(str(config.model), trust_remote_code=config.trust_remote_code)
+    tokenizer = load_chat_tokenizer(str(config.model), config, trust_remote_code=config.trust_remote_code)
     if config.show_sample:
         log(show_first_document(config, tokenizer))
         return

@@ -180,7 +180,6 @@ def test_a_difference_is_shown(suite, monkeypatch):
         ("--suite {folder}", "holds no .jsonl"),
         ("--suite {folder}/gone", "gone is no directory"),
         ("--csv out.csv", "--csv is for --suite: give that too"),
-        ("--chat-template t.jinja", "--chat-template is for --suite: give that too"),
         ("--suite {suite} --csv {folder}/no/out.csv", "cannot write"),
         ("--suite=", "--suite needs a name, got an empty one"),
     ],

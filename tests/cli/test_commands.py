@@ -160,7 +160,7 @@ def test_rows_of_a_file_are_prompts_as_for_other_commands(generate, expected, tm
     texts = expected("u:Zürich\na:", templated=True), expected("10 €"), expected("für")
     headings = "[1/3] Zürich", "[2/3] 10 €", "[3/3] für"
     assert out == "".join(f"{line}\n{text}\n" for line, text in zip(headings, texts, strict=True))
-    out, _ = generate("--file", str(file), "--chat-template", "--json")
+    out, _ = generate("--file", str(file), "--chat", "--json")
     assert json.loads(out)["prompts"] == ["Zürich", "10 €", "für"]
     assert json.loads(out)["texts"][1] == expected("u:10 €\na:", templated=True)
     file.write_text('{"colour": "blue"}')
@@ -173,8 +173,8 @@ def test_an_empty_text_of_a_model_with_a_chat_template_has_a_hint(generate, monk
     out, err = generate("Zürich", "--logit-bias", f"{ends}=100")
     assert out.strip() == ""
     assert "note: 1 of 1 texts are empty: the model has a chat template" in err
-    assert "add --chat-template" in err
-    assert "note:" not in generate("Zürich", "--chat-template", "--logit-bias", f"{ends}=100")[1]
+    assert "add --chat" in err
+    assert "note:" not in generate("Zürich", "--chat", "--logit-bias", f"{ends}=100")[1]
     assert "note:" not in generate("Zürich")[1]
 
 
@@ -184,7 +184,7 @@ def test_stdin_is_one_prompt_without_its_last_newline(generate, expected, monkey
 
 
 def test_chat_template_makes_a_turn(generate, expected):
-    assert generate("Zürich", "--chat-template")[0] == expected("u:Zürich\na:", templated=True) + "\n"
+    assert generate("Zürich", "--chat")[0] == expected("u:Zürich\na:", templated=True) + "\n"
 
 
 @pytest.mark.parametrize(("config", "ends"), [(None, [2]), (5, [2, 5]), ([5, 2], [2, 5])])

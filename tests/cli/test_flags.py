@@ -357,7 +357,7 @@ def test_penalties_of_a_command_line_reach_the_texts(generate, name):
 
 def test_ends_of_a_chat_are_joined_by_those_that_were_asked_for(generate, expected):
     ids = byte_tokenizer()("i", add_special_tokens=False).input_ids
-    out, _ = generate("ja", "--chat-template", "--stop-token-ids", str(ids[0]))
+    out, _ = generate("ja", "--chat", "--stop-token-ids", str(ids[0]))
     assert out == expected("u:ja\na:", templated=True, eos_token_id=[2, *ids]) + "\n"
 
 

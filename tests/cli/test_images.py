@@ -30,7 +30,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def words(folder: Path, *more: str) -> list[str]:
-    return ["generate", "--model", str(folder / "seeing"), "--prompt-lookup", "--chat-template", *more]
+    return ["generate", "--model", str(folder / "seeing"), "--prompt-lookup", "--chat", *more]
 
 
 def test_images_from_files_are_shown_before_the_prompt(folder, capsys):
@@ -62,7 +62,7 @@ def test_a_model_of_text_is_shown_nothing(folder, tmp_path, capsys):
     _, processor = llava_with_processor()
     tiny_model("llama", vocab_size=len(processor.tokenizer)).save_pretrained(tmp_path)
     processor.tokenizer.save_pretrained(tmp_path)
-    line = ["generate", "--model", str(tmp_path), "--prompt-lookup", "--chat-template"]
+    line = ["generate", "--model", str(tmp_path), "--prompt-lookup", "--chat"]
     assert "takes no images" in fails(capsys, *line, "--image", str(folder / "first.png"), "what?")
     with pytest.raises(CheckpointError, match="processor"):
         load_processor(tmp_path)

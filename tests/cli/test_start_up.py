@@ -61,7 +61,7 @@ def mistakes(place: Path, port: int) -> dict[str, tuple[list[str], str]]:
         "generate: no drafter": (["generate", "--drafter", missing, "ja"], "is not a directory"),
         "generate: no draft model": (["generate", "--draft-model", missing, "ja"], "is not a directory"),
         "generate: no file": (["generate", "--file", missing], f"--file {missing} cannot be read"),
-        "generate: no image": (["generate", "--chat-template", "--image", missing, "ja"], "--image"),
+        "generate: no image": (["generate", "--chat", "--image", missing, "ja"], "--image"),
         "generate: no adapter": (["generate", "--adapter", f"a={missing}", "ja"], "is not a directory"),
         "generate: no tuning": (["generate", "--tuning", missing, "ja"], f"--tuning {missing} cannot be read"),
         "generate: a value": (["generate", "--temperature", "-1", "ja"], "--temperature must be"),

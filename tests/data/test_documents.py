@@ -11,6 +11,7 @@ import torch
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
+from helpers.chat_templates import DEEPSEEK_V3, GLM4_5, QWEN3, QWEN3_5, R1_DISTILL
 from helpers.chats import CHAT, FORGETFUL, LLAMA_LIKE, tiny_tokenizer, write
 from redrafter.data.documents import encode_documents, format_sample
 from redrafter.data.prompts import sample_prompts
@@ -19,6 +20,7 @@ from redrafter.data.windows import Document
 from redrafter.errors import CheckpointError, MismatchError
 from redrafter.train.loss import target_mask
 
+ASKED = {"role": "user", "content": "2+2?"}
 SHARED = {
     "conversations": [
         {"from": "system", "value": "be kind"},
@@ -69,6 +71,49 @@ def test_the_mark_of_the_next_turn_that_ends_an_answer_is_learnt(tmp_path):
     assert learnt(next(encode_documents(rows, tokenizer, {2}))) == "<t>hm</t>yesno"
     ends = {2, user}  # of a template that ends the turn itself, nothing more is learnt
     assert list(encode_documents(rows, tiny_tokenizer(), ends)) == list(encode_documents(rows, tiny_tokenizer()))
+
+
+THOUGHT = "<think>\neasy\n</think>\n\n4"
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "shown"),
+    [
+        # The prompt opens a thought, which the template drops from the turn.
+        (R1_DISTILL, {"content": THOUGHT}, "<｜Assistant｜><think>\n⟦easy\n</think>\n\n4</s>⟧"),
+        (R1_DISTILL, {"content": "4", "reasoning_content": "easy"}, "<think>\n⟦easy\n</think>\n\n4</s>⟧"),
+        (DEEPSEEK_V3, {"content": "4"}, "<｜Assistant｜>⟦4</s>⟧"),
+        (QWEN3_5, {"content": THOUGHT}, "assistant\n<think>\n⟦easy\n</think>\n\n4<|im_end|>\n⟧"),
+        # An empty thought is what serving writes into the prompt, with thoughts turned off.
+        (QWEN3_5, {"content": "4"}, "assistant\n<think>\n\n</think>\n\n⟦4<|im_end|>\n⟧"),
+        (QWEN3, {"content": "4"}, "assistant\n<think>\n\n</think>\n\n⟦4<|im_end|>\n⟧"),
+        (QWEN3, {"content": THOUGHT}, "assistant\n⟦<think>\neasy\n</think>\n\n4<|im_end|>\n⟧"),
+        (GLM4_5, {"content": "4"}, "<|assistant|>\n<think></think>⟦\n4⟧"),
+    ],
+)
+def test_thoughts_are_learnt_as_they_are_served(tmp_path, template, answer, shown):
+    (document,) = encode(tmp_path, {"messages": [ASKED, {"role": "assistant"} | answer]}, template=template)
+    assert format_sample(document, tiny_tokenizer()).endswith(shown)
+
+
+def test_variables_of_a_row_turn_thoughts_off_and_drop_the_answers_own(tmp_path):
+    row = {"messages": [ASKED, {"role": "assistant", "content": THOUGHT}]}
+    with pytest.warns(UserWarning, match=r"a.jsonl:1: the chat template leaves out turn 2 \(assistant\): 'easy'"):
+        (document,) = encode(tmp_path, row | {"chat_template_kwargs": {"enable_thinking": False}}, template=QWEN3)
+    assert format_sample(document, tiny_tokenizer()).endswith("<think>\n\n</think>\n\n⟦4<|im_end|>\n⟧")
+    with pytest.raises(CheckpointError, match=r"a.jsonl:1: .* reads no 'x'; it reads .*enable_thinking"):
+        encode(tmp_path, row | {"chat_template_kwargs": {"x": 1}}, template=QWEN3)
+
+
+def test_a_turn_that_the_template_leaves_out_is_named_once(tmp_path):
+    turns = [ASKED, {"role": "assistant", "content": "9"}, {"role": "critic", "content": "wrong"}]
+    row = {"messages": [*turns, {"role": "assistant", "content": "4"}]}
+    deaf = LLAMA_LIKE.replace("m.content }}", "('' if m.role == 'critic' else m.content) }}")
+    with pytest.warns(UserWarning, match="leaves out") as warned:
+        encode(tmp_path, row, row, template=deaf)
+    assert [str(one.message).rpartition("/")[2] for one in warned] == [
+        "a.jsonl:1: the chat template leaves out turn 3 (critic): 'wrong'"
+    ]
 
 
 def test_an_answer_to_nothing_is_read_and_not_learnt(tmp_path):
@@ -244,9 +289,12 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (None, "has no chat template: set tokenizer.chat_template, or use rows of text"),
-        ("{{ nobody() }}", "template fails"),
-        (LLAMA_LIKE.replace("{{ '<|assistant|>\n' }}", "Answer:"), "does not write"),
+        (None, "has no chat template: give one with --chat-template FILE, or use rows of text"),
+        ("{{ nobody() }}", "template refuses"),
+        (
+            LLAMA_LIKE.replace("{{ '<|assistant|>\n' }}", "Answer:"),
+            "does not write that turn so; .* `redrafter regenerate`",
+        ),
     ],
 )
 def test_templates_that_cannot_be_used_are_refused(tmp_path, template, said):

@@ -203,5 +203,5 @@ def test_turns_whose_prompts_are_too_long_are_counted_with_those_after_them(tmp_
 def test_a_template_that_cannot_render_a_question_names_its_row(tmp_path):
     write(tmp_path / "question.jsonl", SPEC)
     questions = read_suite(str(tmp_path)).categories["translation"]
-    with pytest.raises(CheckpointError, match=r"question\.jsonl:2: the chat template fails: no"):
+    with pytest.raises(CheckpointError, match=r"question\.jsonl:2: the chat template refuses: no"):
         Dialogues(questions, tiny_tokenizer("{{ raise_exception('no') }}"), 99).next_prompts()

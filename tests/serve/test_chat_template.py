@@ -13,8 +13,8 @@ from helpers.chats import LLAMA_LIKE, tiny_tokenizer
 
 pytest.importorskip("fastapi")
 
-from redrafter.app.templates import find_template, read_template
 from redrafter.chat.thoughts import PARSERS
+from redrafter.checkpoints.chat_templates import find_template, read_template
 from redrafter.errors import ArgumentError
 from redrafter.serve.prompts import PromptEncoder
 from redrafter.serve.protocol.requests import ApiError, ChatRequest

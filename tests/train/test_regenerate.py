@@ -309,7 +309,7 @@ def test_batches_hold_the_first_row_and_those_of_its_length(pair):
 
 def test_rows_that_fail_are_counted_and_stop_nothing(pair, config):
     rows_and_errors = [
-        (talk("BAD", "x"), "the chat template fails: no"),
+        (talk("BAD", "x"), "the chat template refuses: no"),
         (ROWS[1], None),
         (Row("late", messages=[{"role": r, "content": r} for r in ("assistant", "user")]), "before any user"),
         (Row("alone", messages=[{"role": "system", "content": "a"}]), "no user turn"),

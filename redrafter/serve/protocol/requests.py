@@ -314,6 +314,7 @@ class CompletionRequest(_Request):
     max_tokens: Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)] | None = None
     prompt: Prompts
     best_of: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] | None = None
+    add_special_tokens: StrictBool | None = None
     echo: StrictBool = False
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
     suffix: Annotated[

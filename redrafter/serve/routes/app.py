@@ -321,14 +321,16 @@ class TokenizeRequest(Strict):
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     add_special_tokens: StrictBool | None = None
     add_generation_prompt: StrictBool = True
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: StrictBool | None = None
 
     @model_validator(mode="after")
     def _check_one(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give prompt or messages, and not both")
-        if self.messages is None and self.tools is not None:
-            raise ValueError("tools are for messages")
+        for name in ("tools", "chat_template_kwargs"):
+            if self.messages is None and getattr(self, name) is not None:
+                raise ValueError(f"{name} are for messages")
         return self
 
 
@@ -367,14 +369,12 @@ def add_token_routes(app: FastAPI, server: "Server") -> None:
     def encode(body: TokenizeRequest, decoder: SandboxedProcess | None) -> list[int]:
         """Return the prompt tokens of an equivalent completion or chat."""
         if body.messages is not None:
-            generation = body.add_generation_prompt
-            chat = chat_request({"messages": body.messages, "tools": body.tools, "add_generation_prompt": generation})
+            fields = ("messages", "tools", "add_generation_prompt", "chat_template_kwargs")
+            chat = chat_request({name: getattr(body, name) for name in fields})
             return server.counting_prompts.encode_chat(chat, decoder)[0]
         assert body.prompt is not None
-        if body.add_special_tokens is None:
-            [ids] = server.counting_prompts.encode_prompts(body.prompt)
-            return ids
-        return server.counting_prompts.encode_text(body.prompt, add_special_tokens=body.add_special_tokens)
+        [ids] = server.counting_prompts.encode_prompts(body.prompt, body.add_special_tokens)
+        return ids
 
     @app.get("/version", response_model=Version)
     async def version() -> dict[str, str]:

@@ -141,7 +141,7 @@ def run_checked(args: argparse.Namespace, words: Sequence[str]) -> int:
         merge_adapter(pair.engine.model, options.adapter)
     if suite is not None:
         # Questions of a suite are chat turns.
-        require_template(pair.tokenizer, pair.name, asked.chat_template)
+        require_template(pair.tokenizer, pair.name)
     card = read_card(pair) if options.card else None  # before anything is measured
     document = evaluate(pair, options, suite) | {"command": shlex.join(["redrafter", "evaluate", *words])}
     print(*format_report(document), sep="\n")

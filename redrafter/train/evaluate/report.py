@@ -412,7 +412,7 @@ def _template(plain: FormResult | None, template: FormResult | None) -> str:
         return "chat template: not compared: the base ended all texts at once; to measure others: --prompts FILE"
     found = f"{without:.2f} tokens per step after plain prompts, {within:.2f} after the same as a user's turn"
     if within > BETTER * without:
-        return f"chat template: {found}: send chats, such as rows of messages or redrafter generate --chat-template"
+        return f"chat template: {found}: send chats, such as rows of messages or redrafter generate --chat"
     if without > BETTER * within:
         return f"chat template: {found}; the drafter does not know chats: redrafter train --data chats.jsonl ..."
     return f"chat template: {found}; {NOT_THE_CAUSE}"

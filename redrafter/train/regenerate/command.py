@@ -99,7 +99,7 @@ def regenerate_files(config: RegenerateConfig, log: Callable[[str], object]) -> 
 
 def load(config: RegenerateConfig) -> Pair:
     """Load the base and its tokenizer, and its adapter and drafter, if any."""
-    names = ("model", "drafter", "dtype", "device", "trust_remote_code")
+    names = ("model", "drafter", "dtype", "device", "trust_remote_code", "chat_template", "chat_template_kwargs")
     options = LoadOptions(**{name: vars(config)[name] for name in names})
     pair = Pair.load(options, speculate=can_draft(options, NO_DRAFT_OPTIONS))
     if config.adapter is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from redrafter.app.config_file import ConfigParser
 from redrafter.app.flags import add_options, dtype_word, floats, read_options
-from redrafter.app.options import check_numbers
+from redrafter.app.options import TemplateOptions, check_numbers
 from redrafter.app.paths import check_paths
 from redrafter.app.program import import_libraries, run_command
 from redrafter.errors import ArgumentError
@@ -16,7 +16,7 @@ from redrafter.options import option
 
 
 @dataclass(frozen=True)
-class RegenerateConfig:
+class RegenerateConfig(TemplateOptions):
     """Options of a run, which define the command line; the help text of each field documents it.
 
     `redrafter.train.regenerate.command.regenerate` reads only the fields from `output` on, since its caller provides
