@@ -343,27 +343,32 @@ class ThinkingBudget(NamedTuple):
     end: int
     begin: tuple[int, ...] = ()
 
-    def line(self) -> list[int]:
-        """Return the row of the table that `RowThinkingBudget` reads: numbers plus 1, and 0 for unused entries."""
+    def line(self, *, guided: bool = False) -> list[int]:
+        """Return the row of the table that `RowThinkingBudget` reads: numbers plus 1, and 0 for unused entries.
+
+        `guided` marks a row with a grammar, which may not allow the end within a character.
+        """
         padding = [0] * (MAX_BEGIN_TOKENS - len(self.begin))
-        return [self.tokens + 1, self.end + 1, *(token + 1 for token in self.begin), *padding]
+        return [self.tokens + 1, self.end + 1, int(guided), *(token + 1 for token in self.begin), *padding]
+
+
+THINKING_COLUMNS = len(ThinkingBudget(0, 0).line())
 
 
 @dataclass(frozen=True)
 class RowThinkingBudget(RowProcessor):
-    """Force the end of a thought at the draw after a number of its tokens."""
+    """Force the end of a thought at the draw after a number of its tokens, or at the first later one that allows it.
 
-    budgets: Tensor  # a `ThinkingBudget.line` of each row, `[B, 2 + MAX_BEGIN_TOKENS]` int64; 0 for none
+    It follows grammars: where the grammar of a row has forbidden the end, the row's scores are unchanged.
+    """
+
+    budgets: Tensor  # a `ThinkingBudget.line` of each row, `[B, THINKING_COLUMNS]` int64; 0 for none
     reads = ("thinking",)
 
     def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` with 0 at the end token and -inf at all others where a thought has reached its budget."""
-        tree, length, end, begin = (
-            prefixes.tree,
-            prefixes.length[:, None],
-            self.budgets[:, 1:2] - 1,
-            self.budgets[:, 2:],
-        )
+        tree, length = prefixes.tree, prefixes.length[:, None]
+        end, guided, begin = self.budgets[:, 1:2] - 1, self.budgets[:, 2:3] > 0, self.budgets[:, 3:]
         first = prefixes.prompt[:, None]  # [B, 1]
         start = first + (begin > 0).sum(dim=1, keepdim=True)  # [B, 1], position of the first token within the thought
         index = torch.arange(begin.shape[1], device=begin.device)
@@ -373,13 +378,17 @@ class RowThinkingBudget(RowProcessor):
         over = (prefixes.tokens[:, : prefixes.window] == end) & (position >= start) & (position < length)  # [B, S]
         ends = (tree.tokens == end) & (length + tree.depth >= start)  # [B, N]
         ended = over.any(dim=1, keepdim=True) | (tree.ancestors & ends[:, None]).any(dim=-1)  # [B, M]
-        due = (self.budgets[:, :1] > 0) & (prefixes.counts == start + self.budgets[:, :1] - 1)  # [B, M]
-        forced = torch.full_like(scores[:, :1], -math.inf).scatter(-1, end.clamp(min=0)[:, None], 0.0)  # [B, 1, V]
+        late = prefixes.counts - (start + self.budgets[:, :1] - 1)  # [B, M]
+        token = end.clamp(min=0)[:, None]  # [B, 1, 1]
+        allowed = scores.gather(-1, token.expand(-1, tree.new, 1))[..., 0] > -math.inf  # [B, M]
+        due = (self.budgets[:, :1] > 0) & torch.where(guided, (late >= 0) & allowed, late == 0)
+        forced = torch.full_like(scores[:, :1], -math.inf).scatter(-1, token, 0.0)  # [B, 1, V]
         return torch.where((due & begun & ~ended)[..., None], forced, scores)
 
 
 # The processors of `SamplingParams` by name, in transformers' order: those that change the scores of single tokens,
-# with a caller's own after the first of them; and, after grammars and temperature, those that cut off unlikely tokens.
+# with a caller's own after the first of them; the budget of thoughts after grammars; and, after temperature, those that
+# cut off unlikely tokens.
 FIRST_EDITS: tuple[type[RowProcessor], ...] = (RowBias, RowRepetition, RowMinimum)
 EDITS: tuple[type[RowProcessor], ...] = (*FIRST_EDITS, RowPenalties, RowThinkingBudget)
 CUTS: tuple[type[RowProcessor], ...] = (RowTopK, RowTopP, RowMinP)

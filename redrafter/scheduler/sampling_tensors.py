@@ -14,13 +14,14 @@ from redrafter.sampling.processors import (
     CUTS,
     EDITS,
     FIRST_EDITS,
-    MAX_BEGIN_TOKENS,
+    THINKING_COLUMNS,
     HostProcessor,
     OfSomeRows,
     OwnProcessor,
     ProcessorOfRows,
     RowProcessor,
     RowTemperature,
+    RowThinkingBudget,
     RowTopK,
     RowTopP,
     bound_on_k,
@@ -118,7 +119,7 @@ class SamplingTensors:
             self._flags = torch.zeros(len(FLAGS), rows, dtype=torch.bool)
             self._floats = torch.ones(len(FLOATS), rows)
             self._doubles = torch.ones(len(DOUBLES), rows, dtype=torch.double)
-            self._thinking = torch.zeros(rows, 2 + MAX_BEGIN_TOKENS, dtype=torch.long)
+            self._thinking = torch.zeros(rows, THINKING_COLUMNS, dtype=torch.long)
             self.ids = torch.arange(vocabulary) if ids is None else ids
         self._tables = self._integers, self._flags, self._floats, self._doubles
         self._columns = dict(zip((*INTEGERS, *FLAGS, *FLOATS, *DOUBLES), itertools.chain(*self._tables), strict=True))
@@ -147,10 +148,11 @@ class SamplingTensors:
         self._flags[:, rows] = whole[len(INTEGERS) :].bool()
         self._floats[:, rows] = real[: len(FLOATS)].float()
         self._doubles[:, rows] = real[len(FLOATS) :]
-        budgets = [sequence.params.thinking for sequence in sequences]
-        if any(budgets) or self._budgets_written:
-            none = [0] * self._thinking.shape[1]
-            self._thinking[rows] = to_device([none if x is None else x.line() for x in budgets], device, torch.long)
+        every = [sequence.params for sequence in sequences]
+        if any(each.thinking for each in every) or self._budgets_written:
+            none = [0] * THINKING_COLUMNS
+            lines = [none if x.thinking is None else x.thinking.line(guided=x.grammar is not None) for x in every]
+            self._thinking[rows] = to_device(lines, device, torch.long)
             self._budgets_written = True
         for row, sequence in enumerate(sequences, start=first):
             params = sequence.params
@@ -261,8 +263,9 @@ class SamplingTensors:
             processors=(
                 *made(each for each in edits if each in FIRST_EDITS),
                 *own[: len(params.extra)],
-                *made(each for each in edits if each not in FIRST_EDITS),
+                *made(each for each in edits if each not in (*FIRST_EDITS, RowThinkingBudget)),
                 *([self._grammars] if kind.guided else []),
+                *made(each for each in edits if each is RowThinkingBudget),
                 *([] if all_greedy else made([RowTemperature])),
                 *cut,
                 *own[len(params.extra) :],

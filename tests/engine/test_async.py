@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 import torch
@@ -96,6 +97,27 @@ def test_a_call_that_is_cancelled_ends_its_sequences_and_the_others_continue(eng
         thread.join(timeout=60)
     assert not threads()
     assert engine.target.shared.calls == 0, "a call that has ended holds the weights"
+
+
+def test_a_cancelled_call_takes_part_in_no_later_step(engine, monkeypatch):
+    step, steps = Scheduler.step, []
+
+    def slow(self: Scheduler) -> None:
+        time.sleep(0.02)
+        steps.append(len(self.batch.rows))
+        step(self)
+
+    monkeypatch.setattr(Scheduler, "step", slow)
+
+    async def work():
+        tokens = engine.astream(IDS[:1], max_new_tokens=70, do_sample=False, speculate=False)
+        await anext(tokens)
+        await tokens.aclose()
+
+    asyncio.run(work())
+    for thread in threads():
+        thread.join(timeout=60)
+    assert sum(steps) < 35, "its rows are decoded to their ends"
 
 
 LONG = {"input_ids": torch.arange(40)[None] * 7 % 83 + 4, **GREEDY}  # longer than a block, so its prefix is stored

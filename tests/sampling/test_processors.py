@@ -31,6 +31,7 @@ from helpers.processors import EndOfThought, TokenPenalties
 from redrafter.sampling.hf_processors import read_processors
 from redrafter.sampling.host_processors import PerNode
 from redrafter.sampling.processors import (
+    THINKING_COLUMNS,
     Constant,
     OfSomeRows,
     RowBias,
@@ -96,7 +97,9 @@ ROW_CASES: dict[str, tuple[RowProcessor, list[Make | None]]] = {
         ],
     ),
     "budget of a thought": (
-        RowThinkingBudget(torch.tensor([ThinkingBudget(2, 7).line(), [0] * 17, ThinkingBudget(4, 9).line()])),
+        RowThinkingBudget(
+            torch.tensor([ThinkingBudget(2, 7).line(), [0] * THINKING_COLUMNS, ThinkingBudget(4, 9).line()])
+        ),
         [lambda w: EndOfThought(2, 7, [], w), None, lambda w: EndOfThought(4, 9, [], w)],
     ),
     "top k": (
@@ -150,6 +153,26 @@ def test_the_end_of_a_thought_is_forced_at_the_nodes_whose_own_text_has_had_its_
             torch.testing.assert_close(got, expected, rtol=0, atol=0)
             forced += int((got != scores).any(-1).sum())
     assert forced > 50
+
+
+def test_the_end_of_a_thought_is_forced_where_a_grammar_first_allows_it() -> None:
+    """Within a character no end is allowed: the scores stay, and the end comes at the next draw that allows it."""
+    prefixes, scores = random_inputs(0, STARTS[0])
+    prefixes = replace(
+        prefixes,
+        tokens=prefixes.tokens.clamp(min=1),
+        tree=replace(prefixes.tree, tokens=prefixes.tree.tokens.clamp(min=1)),
+    )
+    written = prefixes.counts - prefixes.prompt[:, None]
+    within = written % 2 == 0  # of draws that the grammar lets not end the thought
+    scores[..., 0] = scores[..., 0].masked_fill(within, -math.inf)
+    for budget in range(int(written.max()) + 1):
+        line = torch.tensor([ThinkingBudget(budget, 0).line(guided=True)]).expand(len(scores), -1)
+        got = RowThinkingBudget(line).process(scores, prefixes)
+        forced = (written >= budget) & ~within
+        assert torch.equal(got[~forced], scores[~forced])
+        assert (got[forced].argmax(-1) == 0).all()
+        assert (got[forced].isfinite().sum(-1) == 1).all()
 
 
 @pytest.mark.parametrize("name", ROW_CASES)

@@ -31,7 +31,7 @@ from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
-from redrafter.sampling.processors import RowProcessor
+from redrafter.sampling.processors import RowProcessor, ThinkingBudget
 from redrafter.scheduler.captured_step import CapturedStep, HostCopy
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.running_set import RunningSet
@@ -52,6 +52,19 @@ def check_logprobs(engine, sequence):
         top = line.topk(count)
         assert list(likeliest) == top.indices.tolist()
         assert list(likeliest.values()) == pytest.approx(top.values.tolist(), abs=1e-4)
+
+
+def test_a_row_has_the_budget_of_its_own_sequence_also_once_it_is_moved(engine):
+    prompt = [8, 8, 60]
+    later = make_sequence(prompt, 12, replace(GREEDY, repetition_penalty=1.4))
+    free, penalised = alone(engine, make_sequence(prompt, 12, GREEDY)), alone(engine, later)
+    end = next(token for token in range(3, VOCAB) if token not in free + penalised)
+    served = scheduler(engine, max_batch_size=2)
+    moved = make_sequence(prompt, 12, replace(GREEDY, thinking=ThinkingBudget(9, end)))
+    run(served, [make_sequence([5, 9, 14], 2, GREEDY), moved])
+    assert moved.sink.tokens[:10] == [*free[:9], end], "a moved row has lost its budget"
+    run(served, [later])
+    assert later.sink.tokens == penalised, "a row keeps the budget of its earlier sequence"
 
 
 @pytest.mark.parametrize("dense", [False, True])
