@@ -191,7 +191,7 @@ class ModelState:
             for tensor in (*state["_parameters"].values(), *_saved_buffers(state)):
                 if tensor is not None:
                     memory.append((id(tensor), _address(tensor)))
-                    writes.append(_count_writes(tensor))
+                    writes.append(count_writes(tensor))
         return cls(
             memory=memory,
             writes=writes,
@@ -241,7 +241,7 @@ class ModelWatch:
             writes = list(map(_VERSION, tensors))
         except (RuntimeError, NotImplementedError):  # of a tensor without an address, or without a version
             addresses = list(map(_address, tensors))
-            writes = list(map(_count_writes, tensors))
+            writes = list(map(count_writes, tensors))
         kinds_once, adapters = dict.fromkeys(kinds), list[object]()
         if any(map(_has_adapters, kinds_once)):
             adapters = [_adapters_of(module) for module in self._modules if _has_adapters(type(module))]
@@ -277,7 +277,7 @@ def _adapters_of(module: Any) -> tuple[object, ...]:
     return tuple(module.active_adapters), module.disable_adapters, tuple(getattr(module, "merged_adapters", ()))
 
 
-def _count_writes(tensor: Tensor) -> int:
+def count_writes(tensor: Tensor) -> int:
     """Return how often a tensor was written in place, as counted by torch."""
     try:
         return _VERSION(tensor)
