@@ -132,10 +132,15 @@ def test_options_are_importable_without_torch():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
-def test_imports_of_libraries_are_not_interrupted_by_garbage_collections_and_scanned_by_none_later():
+def test_imports_of_libraries_are_not_interrupted_by_garbage_collections_and_scanned_by_none_but_the_last():
     code = (
         "import gc; from redrafter.app.program import import_libraries; ran = []; "
+        "circle = type('Circle', (), {'__del__': lambda self: print('collected')})(); circle.itself = circle; "
+        "del circle; "
         "gc.callbacks.append(lambda phase, info: ran.append(phase)); import_libraries('redrafter.errors'); "
         "print(len(ran), gc.isenabled(), gc.get_freeze_count() > 50000)"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "0 True True\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+        == "0 True True\ncollected\n"
+    )

@@ -24,6 +24,7 @@ from redrafter.app.config_file import convert_value, options_by_name
 from redrafter.app.drafter_alone import use_base_of_drafter
 from redrafter.app.flags import read_options
 from redrafter.app.options import DraftOptions, LoadOptions
+from redrafter.app.program import freeze_objects
 from redrafter.errors import ArgumentError, MissingDependencyError, ReDrafterError, how_to_install
 from redrafter.extensions.replicas.exchange import AnswerPart, HttpCall, ReplicaLostError, answer_parts
 from redrafter.extensions.replicas.options import ReplicaOptions, check_replicated
@@ -245,7 +246,7 @@ class EngineReplica:
         self._server.engine.start(_end_with_engine)
         self._requests = 0  # in progress
         gc.collect()
-        gc.freeze()  # loaded objects stay alive; scanning them would stop decoding for 0.3 s
+        freeze_objects()  # loaded objects stay alive; scanning them would stop decoding for 0.3 s
 
     async def answer(self, call: HttpCall) -> AsyncGenerator[AnswerPart, None]:
         """Yield the answer to a request; its headers name this replica.

@@ -23,7 +23,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.app.program import run_command
+from redrafter.app.program import freeze_objects, run_command
 from redrafter.errors import ArgumentError, ReDrafterError, ends_device
 from redrafter.features import GRAMMARS, TENSOR_PARALLELISM
 from redrafter.grammar.grammar import Grammar, GrammarProcess
@@ -103,7 +103,7 @@ def _run(channel: Channel) -> int:
         channel.close(FLUSH_SECONDS)
         return 2
     gc.collect()
-    gc.freeze()  # loaded objects stay alive; scanning them would stop all rows for 0.3 s
+    freeze_objects()  # loaded objects stay alive; scanning them would stop all rows for 0.3 s
     channel.send(engine.facts)
     return serve(channel, engine.scheduler, pair.tokenizer)
 

@@ -18,6 +18,7 @@ import uvicorn
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from redrafter.app.program import freeze_objects
 from redrafter.errors import ArgumentError
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.start import EngineEndedError
@@ -98,7 +99,7 @@ class ServerProcess:
                 _LOG.info("still %s after %.0f s", self._doing(), time.monotonic() - began)
             loaded, app = loading.result()
             gc.collect()
-            gc.freeze()  # loaded objects stay alive; scanning them would stop all rows for 0.3 s
+            freeze_objects()  # loaded objects stay alive; scanning them would stop all rows for 0.3 s
             loaded.engine.start(lambda reason: loop.call_soon_threadsafe(self._engine_ended, reason))
             self._loaded, self._app = loaded, app
             ready(loaded)
