@@ -24,6 +24,7 @@ from redrafter.errors import (
     MismatchError,
     NotFiniteError,
     ReDrafterError,
+    ReDrafterWarning,
     UnsupportedError,
 )
 from redrafter.version import __version__
@@ -68,6 +69,7 @@ __all__ = [
     "PromptLookup",
     "ReDrafter",
     "ReDrafterError",
+    "ReDrafterWarning",
     "RecurrentDrafter",
     "Stats",
     "StepStreamer",
@@ -117,5 +119,5 @@ if "transformers.models.auto.configuration_auto" in sys.modules:
 
 
 def __dir__() -> list[str]:
-    """List the public names as well, whether imported yet or not."""
-    return sorted({*globals(), *__all__})
+    """List the public names, whether imported yet or not, without the names that this module imports."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

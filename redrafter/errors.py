@@ -14,7 +14,10 @@ line and exits with code 2.
 """
 
 import re
+import sys
+import warnings
 from collections.abc import Iterable
+from types import FrameType
 
 __all__ = [
     "ArgumentError",
@@ -24,11 +27,13 @@ __all__ = [
     "MissingDependencyError",
     "NotFiniteError",
     "ReDrafterError",
+    "ReDrafterWarning",
     "UnsupportedError",
     "did_you_mean",
     "ends_device",
     "first_line",
     "how_to_install",
+    "warn",
 ]
 
 # CUDA errors after which, by its reference, any further work returns the same error until the process ends:
@@ -73,6 +78,29 @@ class CacheFullError(ReDrafterError):
 
 class NotFiniteError(ReDrafterError):
     """New weights are NaN or infinite, or the model's logits after a sequence, so that no token can follow it."""
+
+
+class ReDrafterWarning(UserWarning):
+    """Something works, but slower, for fewer tokens or in another way than asked for."""
+
+
+def warn(message: str) -> None:
+    """Issue a `ReDrafterWarning` at the line that called this library, also if it was called through transformers."""
+    frame = outermost = sys._getframe(1)  # noqa: SLF001
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if _package_of(frame) == "redrafter":
+            outermost = frame
+    # Decorators of torch, and the `generate` of transformers, may be between the call and this library.
+    while outermost.f_back is not None and _package_of(outermost) in ("redrafter", "torch", "transformers"):
+        outermost = outermost.f_back
+    registry = outermost.f_globals.setdefault("__warningregistry__", {})
+    where = outermost.f_code.co_filename, outermost.f_lineno
+    warnings.warn_explicit(message, ReDrafterWarning, *where, outermost.f_globals.get("__name__"), registry)
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def first_line(error: BaseException) -> str:

@@ -46,6 +46,7 @@ def test_public_names_are_exactly_those_listed():
         "PromptLookup",
         "ReDrafter",
         "ReDrafterError",
+        "ReDrafterWarning",
         "RecurrentDrafter",
         "Stats",
         "StepStreamer",
@@ -56,6 +57,10 @@ def test_public_names_are_exactly_those_listed():
     for name in redrafter.__all__:
         value = getattr(redrafter, name)
         assert name == "__version__" or value.__doc__, f"{name} has no docstring"
+
+
+def test_dir_lists_the_public_names_and_no_imports_of_the_module():
+    assert {name for name in dir(redrafter) if not name.startswith("_")} == {*redrafter.__all__} - {"__version__"}
 
 
 def definitions(*kinds: type[ast.AST]) -> dict[str, list[str]]:

@@ -57,14 +57,6 @@ def yes_or_no(text: str) -> bool:
     return text.lower() == "true"
 
 
-def dtype_word(text: str) -> str:
-    """Return the name of a number format by which torch prints it: `float16` for `half`, `fp16` and itself."""
-    return _DTYPE_WORDS.get(text, text)
-
-
-_DTYPE_WORDS = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
-
-
 def names(text: str) -> tuple[str, ...]:
     """Parse comma-separated names, such as "a,b"."""
     return tuple(name.strip() for name in text.split(","))

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from redrafter.app.flags import biases, dtype_word, flag, format_value, integers
+from redrafter.app.flags import biases, flag, format_value, integers
 from redrafter.engine.options import EngineOptions
 from redrafter.errors import ArgumentError
+from redrafter.files.headers import dtype_word
 from redrafter.options import option
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from redrafter.data.rows import check_data
 from redrafter.data.suites import suite_files
 from redrafter.errors import ArgumentError, CheckpointError, MissingDependencyError, how_to_install
 from redrafter.files.atomic_file import check_writable
-from redrafter.files.checkpoint_kind import check_source, kind_of, split_adapter, wrong_kind_error
+from redrafter.files.checkpoint_kind import check_config, check_source, kind_of, split_adapter, wrong_kind_error
 from redrafter.measure.prompts import check_prompts
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def check_adapter(name: str, flag: str) -> None:
 def _check_model(name: str, flag: str) -> None:
     """Check a hub id, a directory or a GGUF file that is to hold a model."""
     check_source(name)
+    check_config(Path(name))
     if (Path(name) / "config.json").is_file() and (error := wrong_kind_error(Path(name), "model")):
         raise error
 

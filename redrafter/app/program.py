@@ -22,7 +22,7 @@ from functools import partial
 from io import TextIOBase, TextIOWrapper
 from typing import Any, NoReturn
 
-from redrafter.errors import ArgumentError, ReDrafterError, how_to_install
+from redrafter.errors import ArgumentError, ReDrafterError, ReDrafterWarning, how_to_install
 from redrafter.parallel.launched import launched_processes, process_rank
 
 SHARED_COMMANDS = ("generate", "serve", "bench")  # those that torchrun may start in several processes
@@ -89,7 +89,7 @@ def _show_own_messages_only() -> None:
 
     # Libraries warn about internals that users cannot change; show only warnings of this package.
     warnings.simplefilter("ignore")
-    warnings.filterwarnings("always", category=UserWarning, module=r"redrafter(\.|$)")
+    warnings.filterwarnings("always", category=ReDrafterWarning)
     warnings.showwarning = lambda message, *_, **__: print_message("warning", message)
 
 

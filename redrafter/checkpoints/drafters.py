@@ -1,6 +1,5 @@
 """Load drafters, and check that they were trained for the target."""
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from redrafter.checkpoints.mtp import holds_mtp, load_mtp
 from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel, check_draft_ids
 from redrafter.drafting.drafter_types import open_drafter_model
-from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
+from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError, warn
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, wrong_kind_error
 from redrafter.model.supported import config_width
 from redrafter.model.target import Target
@@ -64,7 +63,7 @@ def load_drafter(
     if base_embedding:
         drafter.share_embedding()
     elif message := foreign_embedding_warning(drafter, target):
-        warnings.warn(message, stacklevel=4)
+        warn(message)
     module = drafter.placed(target)
     hold_in_memory(module)  # an MTP layer is read from the files of its base
     if quantization is not None:

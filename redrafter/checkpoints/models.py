@@ -5,7 +5,6 @@ The parts follow transformers' tensor-parallel plan for the model.
 
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,10 +28,10 @@ from transformers.utils.hub import cached_file
 
 from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.drafting.estimates import LARGE_BYTES
-from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, did_you_mean, first_line
+from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, did_you_mean, first_line, warn
 from redrafter.features import FP8_WEIGHTS, GGUF_FILE, QUANTISED_WEIGHTS, TENSOR_PARALLELISM, FeatureSet
-from redrafter.files.checkpoint_kind import check_path, check_source, load_error, wrong_kind_error
-from redrafter.files.dtype_names import dtype_name
+from redrafter.files.checkpoint_kind import check_config, check_path, check_source, load_error, wrong_kind_error
+from redrafter.files.dtype_names import dtype_name, known_dtype
 from redrafter.files.gguf_file import SUFFIX, find_gguf, part_names, read_header, reading
 from redrafter.files.headers import read_headers, weight_files
 from redrafter.model.linear_layers import forward_bytes, is_quantized, quantize_linears
@@ -123,6 +122,8 @@ def load_model(
             return base_of(name) if device is None else base_of(name).to(device)
     # Before transformers, whose error for a missing directory speaks of hub ids.
     (check_path if kwargs.get("local_files_only") else check_source)(str(name))
+    check_config(Path(name))
+    dtype = known_dtype(dtype) if isinstance(dtype, str) else dtype
     _check_reserved_keywords(kwargs)
     if tp_size != 1:
         split_device(device)
@@ -170,7 +171,7 @@ def load_model(
         if model.device.type == "cpu":
             # transformers loads to the CPU unless it is given a device, so a GPU would be left idle without a word.
             if device is None and "device_map" not in kwargs and torch.cuda.is_available():
-                warnings.warn(f"{name} is on the CPU: device='cuda' decodes on the GPU", stacklevel=2)
+                warn(f"{name} is on the CPU: device='cuda' decodes on the GPU")
             elif as_saved and quantization is None and not is_quantized(model.config):
                 _recommend_dtype(model, str(name))
         return model
@@ -187,10 +188,9 @@ def _recommend_dtype(model: PreTrainedModel, name: str) -> None:
     slower = (torch.float32, torch.float16) if native else (torch.bfloat16, torch.float16)
     if model.dtype in slower and forward_bytes(model) >= LARGE_BYTES:
         faster_name = dtype_name(faster)
-        warnings.warn(
+        warn(
             f"{name} is decoded in {dtype_name(model.dtype)}, as it was saved, and this CPU verifies drafts faster in "
             f"{faster_name}: give dtype='{faster_name}' (--dtype {faster_name}), or the dtype that you want",
-            stacklevel=3,
         )
 
 
@@ -438,10 +438,9 @@ def quantize_model(model: Any, name: str, device: torch.device | str | None = No
     if not quantized:
         raise UnsupportedError(f"{name} has no linear layers to quantise: {FP8_WEIGHTS.remedy}")
     if 2 * quantized < count:
-        warnings.warn(
+        warn(
             f"only {quantized / count:.0%} of the weights of {name}, embedding and head apart, are in linear layers "
-            "and were quantised to FP8; the others, such as weights of experts, were not",
-            stacklevel=2,
+            "and were quantised to FP8; the others, such as weights of experts, were not"
         )
 
 

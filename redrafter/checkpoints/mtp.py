@@ -4,7 +4,6 @@ transformers drops these tensors when it loads the model.
 """
 
 import copy
-import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +18,7 @@ from redrafter.attention.tree_attention import replacement_for
 from redrafter.checkpoints.mtp_layer import FoundLayer, find_layer
 from redrafter.drafting.mtp import MTPConfig, MTPDrafter
 from redrafter.drafting.mtp_attention import ATTENTION_NAME, DraftedEntries, Past
-from redrafter.errors import CheckpointError, UnsupportedError, first_line
+from redrafter.errors import CheckpointError, UnsupportedError, first_line, warn
 from redrafter.files.checkpoint_kind import read_json
 from redrafter.files.gguf_file import SUFFIX
 from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE
@@ -59,10 +58,7 @@ def load_mtp(name: str, target: Target, revision: str | None = None) -> MTPDraft
     }
     if found.count > 1:
         # As vLLM does. Layers that draft further tokens each would read the outputs of those before them at all tokens.
-        warnings.warn(
-            f"{name} has {found.count} MTP layers: the first one drafts all tokens, the others are not used",
-            stacklevel=3,
-        )
+        warn(f"{name} has {found.count} MTP layers: the first one drafts all tokens, the others are not used")
     tensors = _read(name, revision, wanted, files)
     _widen_blocks(tensors)
     drafter = _make_drafter(name, target, found, tensors)

@@ -16,6 +16,7 @@ from redrafter.app.parser import Parser, add_json
 from redrafter.app.paths import check_file, check_paths
 from redrafter.app.program import import_libraries, run_command, run_rank
 from redrafter.bench.options import NOT_IN_COMPARE, BenchOptions, CompareOptions, ServerOptions, TuneOptions
+from redrafter.errors import did_you_mean
 from redrafter.parallel.launched import launched_processes
 from redrafter.version import __version__
 
@@ -52,6 +53,12 @@ def _run(argv: list[str]) -> int:
     if argv and argv[0] in SCRIPTS:
         return run_command(lambda: importlib.import_module(SCRIPTS[argv[0]][0]).main(argv[1:]))
     parser = build_parser()
+    if not argv:
+        parser.print_help(sys.stderr)
+        return 2
+    if not argv[0].startswith("-") and argv[0] not in parser.commands:
+        hint = did_you_mean(argv[0], parser.commands)
+        parser.error(f"there is no command {argv[0]}{hint or ': choose ' + ', '.join(parser.commands)}")
     args = parser.parse_args(argv)
 
     def command() -> int:

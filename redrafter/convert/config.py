@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
-from redrafter.app.flags import add_options, dtype_word, flag, read_options, yes_or_no
+from redrafter.app.flags import add_options, flag, read_options, yes_or_no
 from redrafter.app.parser import Parser
 from redrafter.app.paths import check_paths
 from redrafter.app.program import import_libraries, run_command
@@ -19,6 +19,7 @@ from redrafter.drafting.recurrent_form import RECURRENCES, SHORTLIST_RANK, check
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.files.atomic_folder import check_output_folder
 from redrafter.files.checkpoint_kind import kind_of
+from redrafter.files.headers import dtype_word
 from redrafter.options import option
 from redrafter.tree.sizes import TreeShape
 

@@ -26,7 +26,7 @@ from redrafter.convert.plan import possible_formats
 from redrafter.drafting.drafter_types import drafter_class
 from redrafter.drafting.mtp import MTPConfig
 from redrafter.engine.tuning import drafter_fingerprint, fingerprint_of_sizes, tuning_folder, tunings_of
-from redrafter.errors import ArgumentError, CheckpointError, MismatchError, ReDrafterError, first_line
+from redrafter.errors import ArgumentError, CheckpointError, MismatchError, ReDrafterError
 from redrafter.files.checkpoint_kind import check_path, kind_of
 from redrafter.files.dtype_names import dtype_name
 from redrafter.formats.sources import FOREIGN, SourceBase, SourceDrafter, is_pair, open_base, open_drafter, read_own
@@ -95,7 +95,9 @@ def _locate(name: str) -> Path:
         # `info` must work offline and not start a download of gigabytes.
         return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
     except Exception as error:
-        raise CheckpointError(f"{name} is no directory, and not in the download cache: {first_line(error)}") from error
+        raise CheckpointError(
+            f"{name} is no directory, and was not downloaded, which info never does: type `hf download {name}` first"
+        ) from error
 
 
 def _describe_model(base: SourceBase) -> ModelFacts:

@@ -5,7 +5,6 @@ call of FlexAttention serves all blocks of a sequence: its keys are the entries 
 blocks, and its kernels skip tiles that no query of a tile sees. Scores are never in memory.
 """
 
-import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from redrafter.errors import first_line
+from redrafter.errors import first_line, warn
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -155,6 +154,6 @@ def can_fuse(mask: "BlockMask", heads: int, key_heads: int, head_dim: int, dtype
             raise
         except Exception as error:  # of the compiler, of Triton or of the driver
             reason = f"FlexAttention cannot be compiled for it: {first_line(error)}"
-            warnings.warn(f"training computes attention with all scores in memory, slower: {reason}", stacklevel=2)
+            warn(f"training computes attention with all scores in memory, slower: {reason}")
             TRIED[shape] = False
     return TRIED[shape]

@@ -6,7 +6,6 @@ the token after it, and predicts the token after that one (Gloeckle et al. 2024,
 """
 
 import copy
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -33,7 +32,7 @@ from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.mtp_attention import RUNNING_PAST, DraftedEntries, Made, PagedMTPPast, Past, Recording
 from redrafter.drafting.paged_entries import PagedEntries, reads_pages, with_themselves
 from redrafter.drafting.proposer import SearchProposer, State
-from redrafter.errors import UnsupportedError, first_line
+from redrafter.errors import UnsupportedError, first_line, warn
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.patch import MODEL_ERRORS
 from redrafter.model.target import Target
@@ -168,7 +167,7 @@ class MTPDrafter(DrafterModel):
     def leave_uncompiled(self, why: str) -> None:
         """Run the layer as it is written from now on, and warn why."""
         self.is_compilable = False
-        warnings.warn(f"the MTP layer cannot be compiled ({why}): its drafts are slower", stacklevel=2)
+        warn(f"the MTP layer cannot be compiled ({why}): its drafts are slower")
 
     def remember(self, table: nn.Module, ids: Tensor, positions: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the keys and values that are stored of T tokens, `[T, H, d]` each.

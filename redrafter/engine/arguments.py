@@ -80,6 +80,12 @@ _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "trust_remote_code": ((None, False, True), "give it to from_pretrained"),
 }
 
+# Methods of models that an engine lacks: the argument of `from_pretrained` in their place.
+_AT_LOADING = {
+    **dict.fromkeys(("to", "cuda", "cpu"), "device=... and dtype=..."),
+    **dict.fromkeys(("half", "float", "bfloat16"), "dtype=..."),
+}
+
 # Inputs of the loop in transformers, which this library's loop does not need.
 _LOOP = frozenset({*CACHE_NAMES, "use_cache", "cache_position", "logits_to_keep"})
 
@@ -96,6 +102,20 @@ def check_parts(engine: type, parts: Sequence[object], keywords: Mapping[str, ob
             f"{engine.__name__}() takes parts that are loaded and bound: {error}; to load a model, write "
             f"{_loader(engine)}({', '.join(typed) or 'model'})"
         ) from None
+
+
+def missing_attribute(engine: str, name: str) -> str:
+    """Return the message for an attribute of models that an engine lacks, with what to write instead."""
+    instead = "for a pipeline, give engine.model and call it with custom_generate=engine.custom_generate()"
+    if name in _AT_LOADING:
+        instead = f"give {_AT_LOADING[name]} to from_pretrained"
+    elif name in ("eval", "train"):
+        instead = "leave the call out, as an engine never trains"
+    elif name == "tokenizer":
+        instead = "load one with AutoTokenizer.from_pretrained(model)"
+    elif name in ("config", "generation_config", "device", "dtype", "parameters", "save_pretrained"):
+        instead = f"write engine.model.{name}"
+    return f"{engine!r} object has no attribute {name!r}, since it is no model of transformers: {instead}"
 
 
 def check_bound(engine: type, given: object, kind: Any) -> None:
@@ -267,6 +287,12 @@ def check_shapes(input_ids: object, mask: object) -> Tensor:
     """Return the ids; `ArgumentError` unless they are integers `[B, P]`, at least one, and the mask has their shape."""
     if input_ids is None:
         raise ArgumentError("there is no prompt: pass input_ids")
+    if isinstance(input_ids, Mapping):
+        raise ArgumentError("write generate(**inputs): two stars pass what the tokenizer returned by name")
+    if isinstance(input_ids, str):
+        raise ArgumentError('pass ids in place of a text: engine.generate(**tokenizer(text, return_tensors="pt"))')
+    if isinstance(input_ids, list | tuple):
+        raise ArgumentError("pass input_ids as a tensor: torch.tensor([[...]]), one list for each row")
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(f"input_ids must be an integer tensor [batch, length], got {_shown(input_ids)}")
     if input_ids.numel() == 0:

@@ -3,7 +3,6 @@
 import gc
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from redrafter.engine.request import Request
-from redrafter.errors import ArgumentError, NotFiniteError
+from redrafter.errors import ArgumentError, NotFiniteError, warn
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SequenceDelta, Stats, TokenSequence
 
@@ -236,10 +235,9 @@ class GenerateCall:
         criteria = [type(c).__name__ for c in self.request.criteria if type(c) is not StopStringCriteria]
         for names, what in ((self.request.slow_processors, "node of the tree"), (criteria, "token")):
             if names:
-                warnings.warn(
+                warn(
                     f"{', '.join(names)}: your own code runs in Python once per {what}, which is slow; "
-                    "built-in generation arguments are vectorised",
-                    stacklevel=2,
+                    "built-in generation arguments are vectorised"
                 )
 
     def _warn_cut_short(self) -> None:
@@ -251,11 +249,10 @@ class GenerateCall:
         ]
         if cut_short:
             which = "the text" if len(self.rows) == 1 else f"{len(cut_short)} of {len(self.rows)} texts"
-            warnings.warn(
+            warn(
                 f"{which} ended at the target's context of {cut_short[0].max_length} tokens "
                 "(max_position_embeddings of its config), before the requested length; model.generate may continue "
-                "beyond what the model was made for: request fewer new tokens, or shorten the prompt",
-                stacklevel=2,
+                "beyond what the model was made for: request fewer new tokens, or shorten the prompt"
             )
 
 

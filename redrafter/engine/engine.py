@@ -3,7 +3,6 @@
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -30,6 +29,7 @@ from redrafter.engine.arguments import (
     check_modes,
     check_parts,
     check_shapes,
+    missing_attribute,
     read_arguments,
     separate_inputs,
     split_own,
@@ -51,7 +51,8 @@ from redrafter.engine.request import (
     read_request,
     row_adapters,
 )
-from redrafter.errors import ArgumentError, UnsupportedError, first_line
+from redrafter.errors import ArgumentError, UnsupportedError, first_line, warn
+from redrafter.files.dtype_names import dtype_name
 from redrafter.model.linear_layers import forward_bytes
 from redrafter.model.lora import LoraWeights
 from redrafter.model.supported import check_autocast
@@ -63,11 +64,6 @@ from redrafter.scheduler.waiting_queue import Limits
 
 Streamer = BaseStreamer | StepStreamer
 T = TypeVar("T")
-NO_MODEL = (
-    "{kind!r} object has no attribute {name!r}: it is no model of transformers. For a pipeline, give engine.model and "
-    "call it with custom_generate=engine.custom_generate()"
-)
-
 # Earlier releases warn of ids on the host for a model on another device.
 PREPARES_ON_HOST = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 20)
 
@@ -138,7 +134,13 @@ class Engine(Changeable, AsyncGeneration):
     if not TYPE_CHECKING:  # it would hide misspelt names from type checkers
 
         def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(NO_MODEL.format(kind=type(self).__name__, name=name))
+            raise AttributeError(missing_attribute(type(self).__name__, name))
+
+    def __repr__(self) -> str:
+        """Describe the target, its dtype and device, and the sizes of the proposer's tree."""
+        target, sizes = self.target, self.proposer.sizes or {}
+        parts = [target.name, dtype_name(target.dtype), target.device, *(f"{name}={sizes[name]}" for name in sizes)]
+        return f"{type(self).__name__}({', '.join(map(str, parts))})"
 
     def derive(self) -> None:
         """Forget the acceptance of drafts too, which other weights change."""
@@ -238,7 +240,7 @@ class Engine(Changeable, AsyncGeneration):
         reason = self.target.varlen.reason or (self._unpaged_draft if speculate and drafting.draft_model else None)
         if reason and self.target.device.type == "cuda" and not self._warned:
             self._warned = True
-            warnings.warn(f"{self.target.name} is decoded without CUDA graphs, slower: {reason}", stacklevel=6)
+            warn(f"{self.target.name} is decoded without CUDA graphs, slower: {reason}")
         memory = None if reason else self.shared_memory
         rows = min(len(request.lengths), most)
         limits = Limits(

@@ -1,6 +1,5 @@
 """ReDrafter: a Hugging Face model with its drafter."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions, split_keywords, takes_options
 from redrafter.engine.step_timing import measure_step_costs
 from redrafter.engine.tuning import Tuning, find_tuning
+from redrafter.errors import warn
 from redrafter.features import RECURRENT_STATES
 from redrafter.formats.sources import load_foreign
 from redrafter.model.target import Target
@@ -80,9 +80,9 @@ class ReDrafter(Engine):
         self._default = TreeShape(config.draft_beams, depth)
         shape = shape.over(self._default)
         if message := draft_length_warning(config, shape.draft_len_per_beam):
-            warnings.warn(message, stacklevel=3)
+            warn(message)
         if config.trained_draft_len == 0:
-            warnings.warn("the drafter has random weights and makes nothing faster: train it", stacklevel=3)
+            warn("the drafter has random weights and makes nothing faster: train it")
         # Before the cache layer below, whose width may depend on the hidden states that the drafter reads.
         target.read_aux_hidden(drafter.layers_read(target))
         compiled = target.device.type == "cuda" and (options or EngineOptions()).compile

@@ -36,6 +36,7 @@ def kind_of(directory: Path) -> str:
         return "merged checkpoint" if (directory / SHAPE_FILE).is_file() else "model"
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory: it does not exist")
+    check_config(directory)
     config = read_json(directory / "config.json")
     # The order matters: formats share keys, so the ones with the most specific keys are tried first.
     if str(config.get("model_type")) in drafter_kinds():
@@ -78,6 +79,12 @@ def check_source(name: str) -> None:
         check_hub(name)
 
 
+def check_config(path: Path) -> None:
+    """Check that a directory has a config.json, or a GGUF file. Raises `CheckpointError`."""
+    if path.is_dir() and find_gguf(path) is None and not (path / "config.json").is_file():
+        raise CheckpointError(f"{path} has no config.json; give the directory that save_pretrained wrote")
+
+
 def split_adapter(text: str) -> tuple[str, str]:
     """Return the name and the directory of an adapter that is typed as `name=path`, or as a path alone."""
     name, sign, path = text.partition("=")
@@ -92,8 +99,7 @@ def check_drafter(name: str | Path) -> None:
     path = Path(name)
     if not path.is_dir() and find_gguf(path) is None:
         return  # a hub id
-    if find_gguf(path) is None and not (path / "config.json").is_file():
-        raise CheckpointError(f"{path} has no config.json; give the directory that save_pretrained wrote")
+    check_config(path)
     if error := wrong_kind_error(path, "drafter"):
         raise error
 

@@ -1,10 +1,9 @@
 """The Hugging Face hub: whether it is reachable, and single files of a repository, without torch."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
-from redrafter.errors import CheckpointError, first_line
+from redrafter.errors import CheckpointError, first_line, warn
 from redrafter.files.regular_file import read_regular
 
 CARD_FILE = "README.md"  # the model card of a repository
@@ -42,10 +41,9 @@ def check_hub(name: str) -> None:
             f"{name} does not exist here, and {constants.ENDPOINT} cannot be reached to look for it as a hub id "
             f"({reason}): give the directory of a model, or HF_HOME with a downloaded one, and HF_HUB_OFFLINE=1"
         )
-    warnings.warn(
+    warn(
         f"{constants.ENDPOINT} cannot be reached ({reason}): what was downloaded of {name} is used, as with "
-        "HF_HUB_OFFLINE=1",
-        stacklevel=2,
+        "HF_HUB_OFFLINE=1"
     )
     constants.HF_HUB_OFFLINE = True
 

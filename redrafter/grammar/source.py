@@ -39,9 +39,13 @@ class GrammarSource(NamedTuple):
             try:
                 mapping = json.loads(spec)
             except (ValueError, RecursionError) as error:
-                raise ArgumentError(f"grammar: not JSON: {' '.join(str(error).split()):.300}") from error
+                raise ArgumentError(
+                    f"grammar: write {{'regex': ...}}, {{'lark': ...}} or {{'ebnf': ...}} around a text that is "
+                    f"not JSON: {' '.join(str(error).split()):.300}"
+                ) from error
         if not isinstance(mapping, Mapping) or len(mapping) != 1 or next(iter(mapping)) not in KINDS:
-            raise ArgumentError(f"grammar: one of {', '.join(KINDS)} and its value, got {_shorten(spec)}")
+            schema = ": write {'json_schema': ...} around a schema" if isinstance(mapping, Mapping) else ""
+            raise ArgumentError(f"grammar: one of {', '.join(KINDS)} and its value, got {_shorten(spec)}{schema}")
         [(kind, value)] = mapping.items()
         if kind == "json_object" and value is not True:
             raise ArgumentError(f"grammar: json_object is true or left out, got {_shorten(value)}")

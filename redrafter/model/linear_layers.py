@@ -12,7 +12,6 @@ Other quantisers' layers are computed by transformers and their own code; only t
 weights do not affect exactness. Quantised activations do if the tokens of one forward share a scale.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PretrainedConfig, PreTrainedModel
 
+from redrafter.errors import warn
 from redrafter.kernels.linear_operators import float8_linear, has_thin_kernel, thin_linear
 from redrafter.model.patch import ModelPatch, Running, has_hooks
 
@@ -316,10 +316,9 @@ def warn_of_rounding(config: PretrainedConfig, name: str, rounding: float) -> No
             f"by {rounding:.1g} of their spread"
         )
     if reason is not None:
-        warnings.warn(
+        warn(
             f"{name} {reason}. With drafts its output is as exact as in bfloat16: it may differ from undrafted "
             "decoding where two tokens are nearly tied (docs/quantization.md)",
-            stacklevel=2,
         )
 
 

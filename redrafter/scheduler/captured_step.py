@@ -3,7 +3,6 @@
 import atexit
 import gc
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from redrafter.cache.kv_cache import KVCache
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.cache.to_device import to_device
 from redrafter.drafting.proposer import Proposer, State
-from redrafter.errors import first_line
+from redrafter.errors import first_line, warn
 from redrafter.features import ADAPTERS, IMAGES
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.target import Target
@@ -225,10 +224,9 @@ class GraphCapturer:
             self._capturable = False
             # The failed capture may have left work in flight that must end before uncaptured steps use the buffers.
             torch.cuda.synchronize()
-            warnings.warn(
+            warn(
                 f"{self._target.name} cannot run in a CUDA graph ({first_line(error)}): its steps are launched one by "
-                "one, slower; where it has experts, experts_implementation='batched_mm' at loading may help",
-                stacklevel=2,
+                "one, slower; where it has experts, experts_implementation='batched_mm' at loading may help"
             )
 
 

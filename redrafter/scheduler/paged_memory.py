@@ -3,7 +3,6 @@
 import logging
 import threading
 import time
-import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +17,7 @@ from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.cache.states import RowStates
 from redrafter.drafting.proposer import SearchProposer
 from redrafter.drafting.vocabulary_map import DraftText
-from redrafter.errors import CacheFullError, UnsupportedError, first_line
+from redrafter.errors import CacheFullError, UnsupportedError, first_line, warn
 from redrafter.features import BATCH_INVARIANCE, OWNERS_HOOKS, FeatureSet
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.batch_invariance import check_rows
@@ -245,7 +244,7 @@ def _take_host_memory(target: Target, num_bytes: int, groups: Sequence[Sequence[
     elif not all(store.pools for store in stores):
         why = "it has only recurrent states, which stay on the device"
     if why is not None:
-        warnings.warn(f"kv_host_cache_gib is of no use to {target.name}: {why}", stacklevel=2)
+        warn(f"kv_host_cache_gib is of no use to {target.name}: {why}")
         return []
     return HostBlocks.of_size(num_bytes, groups)
 
@@ -273,10 +272,9 @@ def prepare(target: Target, store: KVCachePool, compile: bool, search: SearchPro
     if hooked := target.hooked:
         FeatureSet(f"{target.name} with a hook on {hooked}", *target.features).check(OWNERS_HOOKS)
         if target.device.type == "cuda":
-            warnings.warn(
+            warn(
                 f"{hooked} has a forward hook, so steps of {target.name} are neither compiled nor captured, slower: "
-                "remove the hook, or do what it does in the model's weights",
-                stacklevel=2,
+                "remove the hook, or do what it does in the model's weights"
             )
         compile = False
     target.varlen_forward.compile(compile)
@@ -298,10 +296,9 @@ def prepare(target: Target, store: KVCachePool, compile: bool, search: SearchPro
                 f"{target.name} cannot be batch-invariant: it cannot be compiled ({first_line(error)})"
             ) from error
         target.varlen_forward.compile(False)
-        warnings.warn(
+        warn(
             f"{target.name} cannot be compiled ({first_line(error)}): its steps are captured uncompiled, which is "
-            "slower; compile=False avoids this warning",
-            stacklevel=2,
+            "slower; compile=False avoids this warning"
         )
         return
     if BATCH_INVARIANCE in target.features:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from redrafter.app.config_file import check_object, convert_value, options_by_name, read_object
 from redrafter.app.flags import flag, names
 from redrafter.chat import thoughts
-from redrafter.errors import ArgumentError, how_to_install
+from redrafter.errors import ArgumentError, how_to_install, warn
 from redrafter.files.checkpoint_kind import check_source
 from redrafter.files.hub import find_model_file
 from redrafter.options import option
@@ -279,11 +278,10 @@ def read_config(files: Sequence[str], options: Sequence[type], only: Collection[
                 continue  # blocks found on the host are always copied to the GPU
             if spelt in _NO_MEANING or spelt in _PARTS:
                 reason = f": {_PARTS[spelt]}" if spelt in _PARTS else ""
-                warnings.warn(f"{file}: {key} means nothing here{reason}", stacklevel=2)
+                warn(f"{file}: {key} means nothing here{reason}")
             elif name in known and only is not None and name not in only:
-                warnings.warn(
-                    f"{file}: {key} cannot be set in a file of a model's directory: give it as a flag or with --config",
-                    stacklevel=2,
+                warn(
+                    f"{file}: {key} cannot be set in a file of a model's directory: give it as a flag or with --config"
                 )
             elif value is not None or name not in known:
                 values[name] = convert_value(file, key, value, known, _RUNTIME)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from redrafter.app import flags
 from redrafter.app.config_file import ConfigParser
-from redrafter.app.flags import add_options, dtype_word, flag, integers, names, read_options
+from redrafter.app.flags import add_options, flag, integers, names, read_options
 from redrafter.app.options import TemplateOptions
 from redrafter.app.paths import check_paths
 from redrafter.app.program import import_libraries, run_command
@@ -19,6 +19,7 @@ from redrafter.drafting.recurrent_form import (
     check_shortlist_rank,
 )
 from redrafter.errors import ArgumentError
+from redrafter.files.headers import dtype_word
 from redrafter.options import check_values, option
 from redrafter.parallel.launched import launched_processes
 from redrafter.train.output_folder import check_no_checkpoints, check_output

@@ -208,6 +208,7 @@ def test_a_warning_is_one_line(generate):
     ("args", "says"),
     [
         ("--file /nowhere/prompts.txt", "/nowhere/prompts.txt"),
+        ("ja --model /", "/ has no config.json; give the directory that save_pretrained wrote"),
         ("ja --num-beam 3", "did you mean --num-beams? (see redrafter generate --help)"),
         ("ja --temperature -1", "--temperature"),
         ("ja --temperature nan", "--temperature"),
@@ -231,6 +232,14 @@ def test_a_warning_is_one_line(generate):
 def test_mistakes_are_one_line_and_exit_2(folder, capsys, args, says):
     words = args.split() if isinstance(args, str) else args
     assert says in fails(capsys, "generate", "--model", str(folder / "merged"), *words)
+
+
+def test_a_missing_or_misspelt_command_is_answered_with_the_commands(capsys):
+    assert main([]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.startswith("usage: redrafter "), "regenerate" in err) == ("", True, True)
+    assert "there is no command generat; did you mean generate?" in fails(capsys, "generat", "ja")
+    assert "there is no command frob: choose generate, chat, " in fails(capsys, "frob")
 
 
 def test_a_missing_prompt_is_a_mistake(folder, capsys, monkeypatch, tmp_path):

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from redrafter.app.config_file import ConfigParser
-from redrafter.app.flags import add_options, dtype_word, floats, read_options
+from redrafter.app.flags import add_options, floats, read_options
 from redrafter.app.options import TemplateOptions, check_numbers
 from redrafter.app.paths import check_paths
 from redrafter.app.program import import_libraries, run_command
 from redrafter.errors import ArgumentError
+from redrafter.files.headers import dtype_word
 from redrafter.options import option
 
 
