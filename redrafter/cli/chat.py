@@ -47,8 +47,11 @@ def run_checked(args: argparse.Namespace) -> int:
         try:
             runs.append(decode(ids, options, streamer=printer))
             asked.append(ids)
+            if interactive:
+                print(f"({runs[-1].count} tokens, {runs[-1].tokens_per_second:.1f} tokens/s)", file=sys.stderr)
         except KeyboardInterrupt:  # keep the printed part as the answer
             printer.end()
+            print("(stopped)", file=sys.stderr)
             if not printer.texts[0]:
                 return
         history.turns.append((question, printer.texts[0]))
@@ -147,9 +150,9 @@ def _totals(runs: list[Run]) -> str:
         return "no answers yet"
     answers = RepeatedRuns([runs])
     total, seconds, tokens = answers.stats, answers.seconds[0], sum(run.count for run in runs)
-    shares = [f"{count / max(total.steps, 1):.2f}" for count in total.accepted_by_depth]
+    shares = [f"{count / max(total.steps, 1):.2f}" for count in total.accepted_by_depth if count]
     return (
-        f"{len(runs)} answers, {tokens} tokens in {seconds:.2f} s, "
+        f"{len(runs)} answer{'s' * (len(runs) != 1)}, {tokens} tokens in {seconds:.2f} s, "
         f"{tokens / seconds:.1f} tokens/s, {total.tokens_per_step:.2f} tokens per step"
         + (f"; share of steps that accepted 1, 2, ... drafts: {' '.join(shares)}" if shares else "")
     )

@@ -22,8 +22,9 @@ from redrafter.cli.printer import Printer, use_color
 from redrafter.data.prompts import turns_before_answer
 from redrafter.data.rows import Row
 from redrafter.errors import ArgumentError, first_line
+from redrafter.files.dtype_names import dtype_name
 from redrafter.files.gguf_file import is_gguf
-from redrafter.measure.differences import ROUNDS_INSIDE, first_difference
+from redrafter.measure.differences import ROUNDS_INSIDE, describe_cause, find_differences, first_difference
 from redrafter.measure.prompts import ROW_SUFFIXES, encode, read_prompts
 from redrafter.measure.report import conditions
 from redrafter.measure.run import Run, describe_stats
@@ -101,8 +102,20 @@ def run_checked(args: argparse.Namespace) -> int:
         plain = pair.run_batch(ids, replace(options, speculate=False), streamer=streamer, **extra | seeds)
         # Rejection sampling preserves the distribution, not the tokens.
         comparison = _compare(speculative, plain, tokens=not (pair.engine.rejection_sampling and options.sampling))
-        if comparison["first_difference"] is not None and pair.engine.target.rounding:
-            print(f"redrafter: note: {pair.name} {ROUNDS_INSIDE}", file=sys.stderr)
+        if (difference := comparison["first_difference"]) is not None:
+            row, _ = difference
+            arguments = pair.arguments(options) | {
+                name: extra[name] for name in extra if name != "num_return_sequences"
+            }
+            arguments["seed"] = None if stats.seeds is None else stats.seeds[row]
+            if isinstance(temperatures := arguments.get("temperature"), list):
+                arguments["temperature"] = temperatures[row]
+            texts_of_row = [plain.tokens[row]], [[speculative.tokens[row]]]
+            [judged] = find_differences(pair.engine, arguments, [ids[row // copies]], *texts_of_row)
+            print(describe_cause(judged, dtype_name(pair.engine.target.dtype)), file=sys.stderr)
+            comparison |= {"near_tie": judged.near_tie, "margin": judged.margin}
+            if pair.engine.target.rounding:
+                print(f"redrafter: note: {pair.name} {ROUNDS_INSIDE}", file=sys.stderr)
     if args.json:
         document = {
             "prompts": texts,  # of each output row, as all lists
@@ -123,7 +136,7 @@ def run_checked(args: argparse.Namespace) -> int:
     return 0
 
 
-def _compare(speculative: Run, plain: Run, *, tokens: bool) -> dict[str, object]:
+def _compare(speculative: Run, plain: Run, *, tokens: bool) -> dict[str, Any]:
     """Compare with plain decoding of the same prompts; compares tokens only if speculation guarantees them."""
     found = map(first_difference, speculative.tokens, plain.tokens) if tokens else ()
     difference = next(((row, index) for row, index in enumerate(found) if index is not None), None)

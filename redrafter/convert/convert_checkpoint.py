@@ -7,6 +7,7 @@ file system supports them, so that a merged checkpoint takes only the drafter's 
 weight files of either directory. Tensors are read a few rows at a time. The output appears only once it is complete.
 """
 
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -71,7 +72,8 @@ def plan_conversion(config: ConvertConfig) -> ConversionPlan:
     check_paths(config)
     opened_base = None if base is None or config.to == "apple" else open_base(base)
     plan = OUTPUT_PLANNERS[config.to](drafter, opened_base, config)
-    return replace(plan, copy=config.copy)
+    untrained = ("the drafter is not trained: its weights are random",) if drafter.config.trained_draft_len == 0 else ()
+    return replace(plan, copy=config.copy, notes=plan.notes + untrained)
 
 
 def convert(
@@ -95,6 +97,15 @@ def convert(
         log(note)
 
 
+def _next_command(config: ConvertConfig) -> str:
+    """Return the command that uses the output."""
+    output = str(config.output_dir)
+    if config.to == "trtllm":
+        return shlex.join(["trtllm-build", "--checkpoint_dir", output])
+    pair = ["--model", output] if config.to == "redrafter" else ["--model", "BASE", "--drafter", output]
+    return shlex.join(["redrafter", "generate", *pair, "--compare", "Once upon a time"])
+
+
 def run_checked(config: ConvertConfig) -> int:
     """Run the command with options validated by `main`. Returns its exit code."""
     if config.dry_run:
@@ -108,6 +119,7 @@ def run_checked(config: ConvertConfig) -> int:
         return 0
     convert(config, log=lambda line: print_message("note", line), show_progress=True)
     print(config.output_dir)
+    print(f"next: {_next_command(config)}", file=sys.stderr)
     return 0
 
 

@@ -5,6 +5,9 @@
 
 import contextlib
 import math
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from itertools import islice
@@ -44,6 +47,7 @@ def train(
     resumed: Checkpoint | None = None,
     log: Callable[[str], object] = print,
     progress: Callable[[Progress], object] | None = None,
+    refresh_seconds: float = math.inf,
 ) -> TrainingState:
     """Train `drafter` in place until `config.steps`, `config.minutes` or the batches end.
 
@@ -63,8 +67,11 @@ def train(
         resumed: The checkpoint that `drafter` was loaded from; `batches` must continue from its step.
         log: Prints a line of progress after the first step and every `config.log_every` steps.
         progress: Called with the progress instead of `log`.
+        refresh_seconds: In a single process `progress` is also called after the first step that ends this much later
+            than its last call.
 
-    Raises `NotFiniteLossError` if the loss of a step is not finite. Nothing is written after that step.
+    Raises `NotFiniteLossError` if the loss of a step is not finite. Nothing is written after that step. After Ctrl-C, a
+    single process with `checkpoints` completes its step, writes one, and raises `KeyboardInterrupt`.
     """
     accelerator = accelerator or new_accelerator(config)
     trainer = Trainer(model, drafter, config, accelerator, resumed)
@@ -72,7 +79,9 @@ def train(
     show_progress = progress or (lambda numbers: log(str(numbers)))
     clock, meter = trainer.clock, trainer.meter
     first_step: float | None = 0.0  # seconds of the first step, until its line is shown
-    with trainer.teacher:
+    alone = accelerator.num_processes == 1
+    last_shown, shown_at = 0, time.monotonic()
+    with trainer.teacher, _interrupts_noted(alone and checkpoints is not None) as interrupted:
         for group in trainer.time_waiting(_groups(batches, config.accumulate)):
             # Ask before the step, on every process: all must leave the loop at the same step, or collectives deadlock.
             fraction_done = clock.broadcast_fraction_done()
@@ -85,8 +94,11 @@ def train(
                 first_step = clock.seconds - clock.state.seconds
                 clock.start()
             due = clock.step % config.log_every == 0
-            if due or first_step is not None:  # always report the first step: the next due line may be minutes away
+            stale = alone and time.monotonic() - shown_at >= refresh_seconds
+            # Always report the first step: the next due line may be minutes away.
+            if due or stale or first_step is not None:
                 trainer.read_meter(reset=due)
+                last_shown, shown_at = clock.step, time.monotonic()
                 numbers = trainer.progress(first_step)
                 first_step = None
                 if due:
@@ -95,9 +107,14 @@ def train(
                     show_progress(numbers)
             if config.validate_every and clock.step % config.validate_every == 0:
                 trainer.run_validation()
-            if config.save_every and clock.step % config.save_every == 0:
+            ends = interrupted.is_set()
+            if ends or (config.save_every and clock.step % config.save_every == 0):
                 trainer.save()
+            if ends:
+                raise KeyboardInterrupt(f"step {clock.step} is saved; the same command with --resume continues")
     trainer.read_meter()
+    if last_shown != clock.step and accelerator.is_main_process:
+        show_progress(trainer.progress())
     # The last step may have been validated already.
     if clock.step not in clock.state.tokens_per_step:
         trainer.run_validation()
@@ -105,6 +122,25 @@ def train(
     trainer.gather_drafter()
     drafter.eval()
     return clock.state
+
+
+@contextlib.contextmanager
+def _interrupts_noted(noted: bool) -> Iterator[threading.Event]:
+    """Yield an event that the first Ctrl-C sets, instead of raising `KeyboardInterrupt`; the second one raises it."""
+    interrupted = threading.Event()
+    if not noted or threading.current_thread() is not threading.main_thread():
+        yield interrupted
+        return
+
+    def note(*_: object) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _groups(batches: Iterable[tuple[Tensor, ...]], size: int) -> Iterator[_Group]:

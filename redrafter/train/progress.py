@@ -248,6 +248,11 @@ class Console:
             form = "{percentage:3.0f}%|{bar:20}| {desc}"
             self._bar = tqdm(total=1.0, bar_format=form, dynamic_ncols=True)
 
+    @property
+    def refresh_seconds(self) -> float:
+        """Seconds between two updates of the bar; infinite without one."""
+        return math.inf if self._bar is None else 1.0
+
     def __enter__(self) -> "Console":
         return self
 

@@ -6,6 +6,7 @@
 `redrafter train` is equivalent. Programs with their own model and batches call `train`, the training loop.
 """
 
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -174,6 +175,7 @@ class TrainingSession:
                 checkpoints=self.checkpoints,
                 resumed=self.resumed,
                 progress=self.console.show_progress,
+                refresh_seconds=self.console.refresh_seconds,
             )
         except NotFiniteLossError as error:
             # The order of windows is deterministic, so the failed step's rows can be found again.
@@ -224,6 +226,8 @@ class TrainingSession:
         card = make_model_card(model, drafter, config, result, measured, prompts, facts)
         save_drafter(drafter, output, card, facts, getattr(torch, config.save_dtype), config.overwrite)
         self.console.print_line(f"saved {output}, the drafter of step {facts['saved_step']}")
+        pair = ["redrafter", "generate", "--model", str(config.model), "--drafter", str(output)]
+        self.console.print_line(f"to try it: {shlex.join(pair)} --compare 'Once upon a time'")
         self.console.print_line(f"to share it on the Hub: {upload_command(drafter.config, str(output))}")
 
     def _batch_arguments(self, step: int, process: int) -> tuple[int, int, int, int, int, int]:
@@ -300,10 +304,7 @@ def save_untrained(config: TrainConfig, windows: Windows) -> None:
         config.draft_len,
     )
     text = f"""{make_header(form, form.base_model, str(config.model), ["untrained"])}
-{make_introduction(form, form.base_model)}
-**This drafter is not trained**: its weights are random. It has the shapes of one that `redrafter train` makes, to try a
-pipeline with; train it before it is used.
-"""
+{make_introduction(form, form.base_model)}"""
     facts = {"command": shown_command(config), "saved_step": None, "steps": 0}
     save_drafter(drafter, Path(str(config.save)), text, facts, getattr(torch, config.save_dtype), config.overwrite)
 

@@ -123,6 +123,14 @@ def test_compare_tells_where_tokens_differ(generate, monkeypatch):
     monkeypatch.setattr(Pair, "run_batch", broken)
     _, err = generate("Zürich", "--compare")
     assert "OTHER TOKENS from token 7 of row 0 on" in err
+    assert re.search(
+        r"\nthe two tokens are [\d.]+ apart in logits, and rounding explains 0.0001: please report it\n", err
+    )
+    monkeypatch.setattr("redrafter.measure.differences.tolerance", lambda logits, dtype: 1e9)
+    document = json.loads(generate("Zürich", "--compare", "--json", "--dtype", "bfloat16")[0])
+    assert document["compare"]["near_tie"] is True
+    _, err = generate("Zürich", "--compare", "--dtype", "bfloat16")
+    assert "in logits, a near-tie of bfloat16; --dtype float32 or --batch-invariant is exact\n" in err
 
 
 def test_a_seed_gives_the_same_text_with_and_without_speculation(generate):
@@ -288,7 +296,7 @@ def test_an_interrupt_ends_with_130(folder, monkeypatch, capsys):
 
     monkeypatch.setattr(Pair, "run_batch", interrupted)
     assert main(["generate", "--model", str(folder / "merged"), "ja"]) == 130
-    assert capsys.readouterr().err == "\n"
+    assert capsys.readouterr().err == "\nredrafter: stopped\n"
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from redrafter.train.evaluate.explain import (
     count_misses,
     describe_drafts,
     explain_temperature,
+    mean_margin,
     trace_steps,
 )
 from redrafter.train.evaluate.options import EvaluateOptions, Search
@@ -232,11 +233,11 @@ def test_a_prompt_of_either_kind_is_made_in_both_forms(tmp_path, row, text):
 
 
 def test_both_forms_are_made_of_few_prompts_that_fit_and_need_a_template(tmp_path):
-    files = [write(tmp_path / "rows.jsonl", [{"prompt": "x" * n} for n in range(1, 40)])]
-    plain, templated = PromptSource(files, tiny_tokenizer()).in_both_forms(30)
+    files = [write(tmp_path / "rows.jsonl", [{"prompt": "x" * n} for n in range(1, 60)])]
+    plain, templated = PromptSource(files, tiny_tokenizer()).in_both_forms(50)
     assert len(plain) == len(templated) == texts_module.FORM_PROMPTS
-    assert max(map(len, templated)) <= 30
-    assert PromptSource(files, tiny_tokenizer(None)).in_both_forms(30) == ([], [])
+    assert max(map(len, templated)) <= 50
+    assert PromptSource(files, tiny_tokenizer(None)).in_both_forms(50) == ([], [])
 
 
 # Advice
@@ -255,21 +256,23 @@ def missed(**counts: int) -> dict:
 
 
 def form(per_step: float | None) -> dict:
-    return {"steps": 50, "tokens_per_step": per_step, "acceptance": [0.5]}
+    return {"steps": 50, "tokens_per_step": per_step, "margin": 0.25, "acceptance": [0.5]}
 
 
 def explanation(sampled: dict | None = None, **changes: object) -> dict:
     """Make an explanation that finds no cause, but for `sampled` at temperature 0.8, and `changes` of it all."""
     measured = {
-        "tokens_per_step": 2.0, "all_steps": missed(wrong_guess=100), "categories": {}, "best_guess": [0.5],
+        "tokens_per_step": 2.0, "margin": None, "all_steps": missed(wrong_guess=100), "categories": {},
+        "best_guess": [0.5],
         "by_probability": buckets(a=(200, 100), b=(200, 100), c=(200, 100)),
         "by_context": buckets(**{"up to 256": (200, 100), "up to 512": (200, 100), "above 8192": (9, 0)}),
     }  # fmt: skip
     return {
-        "tree": "2x1, 2 nodes", "beams": 2, "depth": 1, "nodes": 2, "lattice": 3, "head": 40, "vocabulary": 97,
+        "tree": "2x1, 2 nodes", "prompts": 30,
+        "beams": 2, "depth": 1, "nodes": 2, "lattice": 3, "head": 40, "vocabulary": 97,
         "temperatures": [measured | {"temperature": 0.0}, measured | {"temperature": 0.8} | (sampled or {})],
         "data": ["a.jsonl"], "best_guess_on_data": [0.5], "data_has_temperature": False, "data_temperature": 0.8,
-        "form_prompts": 8, "plain": form(2.0), "template": form(2.0),
+        "form_prompts": 30, "plain": form(2.0), "template": form(2.0),
     } | changes  # fmt: skip
 
 
@@ -308,9 +311,10 @@ def explanation(sampled: dict | None = None, **changes: object) -> dict:
         ({}, "50% of the data and 50% of the base's own text at temperature 0.8; it is not the cause"),
         ({"best_guess_on_data": None}, "redrafter evaluate --explain --data FILE"),
         ({"best_guess_on_data": [None]}, "training data: no text is long enough"),
-        ({"template": form(3.0)}, "3.00 after the same as a user's turn: send chats"),
+        ({"template": form(3.0)}, "3.00 ± 0.25 after the same as a user's turn: send chats"),
+        ({"template": form(2.4)}, "2.40 ± 0.25 after the same as a user's turn; it is not the cause"),
         ({"plain": form(3.0)}, "the drafter does not know chats: redrafter train --data chats.jsonl"),
-        ({}, "2.00 tokens per step after plain prompts, 2.00 after the same as a user's turn; it is not"),
+        ({}, "2.00 ± 0.25 tokens per step after plain prompts, 2.00 ± 0.25 after the same as a user's turn; it is not"),
         ({"plain": None, "template": None}, "chat template: not compared: the base has none"),
         ({"plain": form(None)}, "chat template: not compared: the base ended all texts at once"),
         ({"sampled": {"by_context": buckets(**{"up to 256": (200, 100), "up to 512": (100, 30)})}},
@@ -324,6 +328,20 @@ def test_each_cause_has_a_line_that_says_what_to_type(changes, said):
     assert any(said in line for line in advise(explanation(**changes))), list(advise(explanation(**changes)))
 
 
+def test_few_prompts_give_no_conclusion():
+    changes = {"best_guess_on_data": [0.9], "data_has_temperature": True, "plain": form(3.0)}
+    few = list(advise(explanation({"tokens_per_step": 1.0}, prompts=29, form_prompts=29, **changes)))
+    assert sum("29 prompts are too few to conclude, give 30 or more" in line for line in few) == 5
+    assert not any(verdict in line for line in few for verdict in ("memorised", "know chats", "not the cause"))
+
+
+def test_a_margin_is_of_texts_and_not_of_their_steps():
+    assert mean_margin([2, 2], [1, 1]) == 0
+    assert mean_margin([1, 3], [1, 1]) == pytest.approx(1.96)  # the standard error is 1
+    assert mean_margin([100, 300], [100, 100]) == pytest.approx(1.96)
+    assert mean_margin([3], [1]) is None
+
+
 def test_what_is_rare_gets_no_line():
     lines = list(advise(explanation({"all_steps": missed(wrong_guess=91, node_budget=9)})))
     assert not any("redrafter tune" in line or "accepted all" in line for line in lines)
@@ -332,6 +350,7 @@ def test_what_is_rare_gets_no_line():
 def test_texts_without_a_step_are_explained():
     counts = {"steps": 0, "all_accepted": 0, "text_ended": 0, "misses": [{}], "tried": [0], "accepted": [0]}
     none = {"temperature": 0.0, "tokens_per_step": None, "all_steps": counts, "by_context": [], "best_guess": [None]}
+    none["margin"] = None
     none["by_probability"] = buckets(a=(0, 0))
     changes = {"plain": None, "template": None, "form_prompts": 0, "data_temperature": 0.0}
     assert len(list(advise(explanation(temperatures=[none], **changes)))) == 5

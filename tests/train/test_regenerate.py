@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import threading
 import time
 from dataclasses import replace
@@ -536,6 +537,22 @@ def test_defaults_are_those_of_the_dataclass():
 
 
 @pytest.mark.slow
+def test_ctrl_c_says_that_the_same_command_continues(saved, tmp_path, monkeypatch, capsys):
+    decode, calls = AnswerWriter.decode, []
+
+    def interrupted(writer, batch):
+        calls.append(batch)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return decode(writer, batch)
+
+    monkeypatch.setattr(AnswerWriter, "decode", interrupted)
+    assert redrafter.cli.main(command(saved, tmp_path / "own.jsonl")) == 130
+    err = capsys.readouterr().err
+    assert re.search(r"^row 0/\d+ ", err, re.MULTILINE)
+    assert re.search(r"\nredrafter: stopped: \d+ rows are saved; the same command continues\n$", err)
+
+
 def test_killed_at_any_moment_the_same_command_goes_on(saved, tmp_path):
     whole, own = tmp_path / "whole.jsonl", tmp_path / "own.jsonl"
     assert redrafter.cli.main(command(saved, whole)) == 0

@@ -21,6 +21,7 @@ from redrafter.train import train_drafter
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, TrainingIdentity
 from redrafter.train.config import TrainConfig
 from redrafter.train.loop import train
+from redrafter.train.progress import Console, Progress
 from redrafter.train.train_drafter import main
 
 EVERY = ["--epochs", "6", "--save-every", "2", "--validate-every", "3", "--accumulate", "2", "--batch-size", "2"]
@@ -336,6 +337,25 @@ def largest_file(size: int):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_ctrl_c_saves_a_checkpoint_and_says_how_to_resume(tmp_path, capsys, monkeypatch):
+    arguments, shown = command(tmp_path, "--steps", "3"), Console.show_progress
+
+    def interrupt(console: Console, progress: Progress) -> None:
+        signal.raise_signal(signal.SIGINT)
+        shown(console, progress)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Console, "show_progress", interrupt)
+        assert main(arguments) == 130
+    said = "redrafter: stopped: step 1 is saved; the same command with --resume continues\n"
+    assert capsys.readouterr().err.endswith(said)
+    assert main([*arguments, "--resume"]) == 0
+    out = capsys.readouterr().out
+    assert "resuming from step 1" in out
+    assert "\nstep 3/3 " in out  # the last step, which no interval ends
+    assert f"to try it: redrafter generate --model {tmp_path / 'base'} --drafter {tmp_path / 'out'} --compare" in out
 
 
 @pytest.mark.parametrize("size", [100, 5000, 50_000])

@@ -9,6 +9,7 @@ from huggingface_hub import ModelCard
 from helpers.generation import same_undrafted
 from helpers.training import command, refused
 from redrafter import ReDrafter
+from redrafter.convert.config import main as convert
 from redrafter.drafting.drafter_types import open_drafter_model
 from redrafter.train.train_drafter import main
 
@@ -36,6 +37,17 @@ def test_a_dry_run_saves_an_untrained_drafter_that_says_so_and_drafts(form, tmp_
     assert json.loads((save / "training.json").read_text())["steps"] == 0
     with pytest.warns(UserWarning, match="random weights and makes nothing faster"):
         engine = ReDrafter.from_pretrained(tmp_path / "base", save)
+    card, merged = tmp_path / "dry" / "README.md", tmp_path / "merged"
+    card.unlink()  # the converted drafter's is new
+    for to, place in (("drafter", tmp_path / "again"), ("redrafter", merged)):
+        words = ["--drafter-model-dir", str(save), "--to", to, "--output-dir", str(place)]
+        words += ["--base-model-checkpoint-dir", str(tmp_path / "base")]
+        capsys.readouterr()
+        assert convert(words) == 0
+        assert "note: the drafter is not trained: its weights are random" in capsys.readouterr().err
+    assert "**This drafter is not trained**" in (tmp_path / "again" / "README.md").read_text()
+    with pytest.warns(UserWarning, match="random weights and makes nothing faster"):
+        ReDrafter.from_pretrained(merged)
     same_undrafted(engine, torch.tensor([[1, 30, 40]]), max_new_tokens=12, do_sample=False)
     assert main(command(tmp_path, "--drafter", str(save), "--steps", "1", "--overwrite")) == 0  # trained further
     assert open_drafter_model(tmp_path / "out").config.trained_draft_len == 3

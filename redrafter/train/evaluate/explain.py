@@ -61,6 +61,7 @@ class TemperatureExplanation(TypedDict):
 
     temperature: float  # 0 for greedy
     tokens_per_step: float | None
+    margin: float | None  # half of the 95 % confidence interval of `tokens_per_step`, over texts
     all_steps: StepCounts
     categories: dict[str, StepCounts]
     by_probability: list[Bucket]  # drafts by the base's probability of its own token
@@ -75,6 +76,7 @@ class FormResult(TypedDict):
 
     steps: int
     tokens_per_step: float | None
+    margin: float | None  # as in `TemperatureExplanation`
     acceptance: list[float | None]
 
 
@@ -82,6 +84,7 @@ class Explanation(TypedDict):
     """The entry `explanation` of the JSON document."""
 
     tree: str
+    prompts: int
     beams: int
     depth: int
     nodes: int | None  # verified nodes, including the root
@@ -145,6 +148,7 @@ def explain(
     )
     return {
         "tree": name_tree(shape),
+        "prompts": sum(categories.values()),
         "beams": shape.beams,
         "depth": shape.depth,
         "nodes": shape.node_budget,
@@ -171,11 +175,13 @@ def explain_temperature(
     category = torch.arange(len(sizes)).repeat_interleave(sizes)[steps.text]  # [S]
     probability, context, accepted = describe_drafts(steps, base_probabilities(target, texts), shape.depth)
     # A step at the end of a text cannot emit more tokens than are left.
-    emitted = int((steps.accepted + 1).minimum(steps.left).sum())
+    emitted = (steps.accepted + 1).minimum(steps.left)  # [S]
+    by_text = (steps.text.bincount(weights, len(texts.tokens)).tolist() for weights in (emitted.double(), None))
     bounds = torch.tensor(CONTEXTS) + 1
     return {
         "temperature": texts.temperature,
-        "tokens_per_step": emitted / len(category) if len(category) else None,
+        "tokens_per_step": float(emitted.double().mean()) if len(category) else None,
+        "margin": mean_margin(*by_text),
         "all_steps": _count_steps(steps, shape, category >= 0),
         "categories": {name: _count_steps(steps, shape, category == index) for index, name in enumerate(categories)},
         "by_probability": bucket_drafts(PROBABILITY_NAMES, probability, accepted, torch.tensor(PROBABILITIES)),
@@ -214,9 +220,24 @@ def _measure_form(
         batch_size=options.batch_size,
         options=engine.options,
     )
-    stats = ReplayStats.sum(shape, replay(drafter, engine.target, texts, [shape])[0])
+    by_text = replay(drafter, engine.target, texts, [shape])[0]
+    stats = ReplayStats.sum(shape, by_text)
+    margin = mean_margin([each.emitted for each in by_text], [each.steps for each in by_text])
     per_step = stats.tokens_per_step if stats.steps else None
-    return {"steps": stats.steps, "tokens_per_step": per_step, "acceptance": stats.acceptance}
+    return {"steps": stats.steps, "tokens_per_step": per_step, "margin": margin, "acceptance": stats.acceptance}
+
+
+def mean_margin(sums: Sequence[float], counts: Sequence[float]) -> float | None:
+    """Return half of the 95 % confidence interval of `sum(sums) / sum(counts)`; None for fewer than two texts.
+
+    The steps of one text are alike, so texts are the independent samples; entry i is of text i.
+    """
+    total, texts = sum(counts), len(counts)
+    if texts < 2 or not total:
+        return None
+    mean = sum(sums) / total
+    variance = sum((part - mean * count) ** 2 for part, count in zip(sums, counts, strict=True)) * texts / (texts - 1)
+    return 1.96 * variance**0.5 / total
 
 
 # Steps on texts, classified by the reason of their first missed draft

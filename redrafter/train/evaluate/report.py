@@ -22,6 +22,7 @@ BETTER_GUESSES = 0.05  # smaller differences of the fraction of correct guesses 
 MIN_DRAFTS = 100  # minimum size of a bucket whose acceptance is compared
 TRAIN = "redrafter regenerate --data {data} --output {output} ..., redrafter train --data {output} ..."
 NOT_THE_CAUSE = "it is not the cause"
+MIN_PROMPTS = 30  # fewest from which a cause is concluded
 
 REPEATED_TOKENS = 4  # length n of the n-grams whose repeats are counted
 MISS_NAMES = {
@@ -321,7 +322,8 @@ def advise(explanation: Explanation) -> Iterator[str]:
     last = max(measured, key=lambda one: one["temperature"])
     if last["all_steps"]["steps"]:
         yield from _advise_on_misses(explanation, last["all_steps"], last["temperature"])
-    yield _temperature(measured)
+    prompts = explanation["prompts"]
+    yield _temperature(measured, prompts)
     # Are the misses where the base itself was unsure?
     unsure, drafts = last["by_probability"][0], sum(one["drafts"] for one in last["by_probability"])
     missed = drafts - sum(one["accepted"] for one in last["by_probability"])
@@ -330,12 +332,21 @@ def advise(explanation: Explanation) -> Iterator[str]:
         found = f"the base gave its own token less than 0.5 at {unsure['drafts'] / drafts:.0%} of the drafts"
         known = share * drafts > BETTER * unsure["drafts"]
         mend = "no drafter guesses such tokens well, a lower --temperature draws fewer" if known else NOT_THE_CAUSE
-        yield f"certainty: {found}, where {share:.0%} of the misses are; {mend}"
+        yield f"certainty: {found}, where {share:.0%} of the misses are; {_conclusion(mend, prompts)}"
     else:
         yield "certainty: no draft was missed"
     yield _data(explanation)
-    yield _template(explanation["plain"], explanation["template"])
-    yield _context(last["by_context"])
+    yield _template(explanation["plain"], explanation["template"], explanation["form_prompts"])
+    yield _context(last["by_context"], prompts)
+
+
+def _conclusion(text: str, prompts: int) -> str:
+    """Return a conclusion, or that it takes more prompts."""
+    return text if prompts >= MIN_PROMPTS else f"{prompts} prompts are too few to conclude, give {MIN_PROMPTS} or more"
+
+
+def _interval(mean: float, margin: float | None) -> str:
+    return f"{mean:.2f}" if margin is None else f"{mean:.2f} ± {margin:.2f}"
 
 
 def _advise_on_misses(explanation: Explanation, counts: StepCounts, temperature: float) -> Iterator[str]:
@@ -365,16 +376,19 @@ def _advise_on_misses(explanation: Explanation, counts: StepCounts, temperature:
         )
 
 
-def _temperature(measured: Sequence[TemperatureExplanation]) -> str:
-    known = [(one["temperature"], speed) for one in measured if (speed := one["tokens_per_step"]) is not None]
-    greedy = [speed for temperature, speed in known if temperature == 0]
-    others = [(temperature, speed) for temperature, speed in known if temperature > 0]
+def _temperature(measured: Sequence[TemperatureExplanation], prompts: int) -> str:
+    known = [
+        (one["temperature"], speed, one["margin"]) for one in measured if (speed := one["tokens_per_step"]) is not None
+    ]
+    greedy = [(speed, margin) for temperature, speed, margin in known if temperature == 0]
+    others = [one for one in known if one[0] > 0]
     if not greedy or not others:
         return "temperature: only greedy texts were measured; to compare: redrafter evaluate --temperatures 0,1"
-    hottest, per_step = max(others)
-    found = f"greedy {greedy[0]:.2f} tokens per step, at {hottest:g} {per_step:.2f}"
+    hottest, per_step, margin = max(others)
+    found = f"greedy {_interval(*greedy[0])} tokens per step, at {hottest:g} {_interval(per_step, margin)}"
     mend = f"sampled tokens are harder to guess: --temperature {hottest / 2:g}"
-    return f"temperature: {found}; {NOT_THE_CAUSE if greedy[0] < BETTER * per_step else mend}"
+    verdict = NOT_THE_CAUSE if greedy[0][0] < BETTER * per_step else mend
+    return f"temperature: {found}; {_conclusion(verdict, prompts)}"
 
 
 def _data(explanation: Explanation) -> str:
@@ -393,6 +407,8 @@ def _data(explanation: Explanation) -> str:
     both = ", both" if explanation["data_has_temperature"] else ""
     found = f"first guesses are right for {trained:.0%} of the data and {own:.0%} of the base's own text"
     found += f"{both} at temperature {temperature:g}"
+    if explanation["prompts"] < MIN_PROMPTS:
+        return f"training data: {found}; {_conclusion('', explanation['prompts'])}"
     if trained < own + BETTER_GUESSES:
         return f"training data: {found}; {NOT_THE_CAUSE}"
     # An output must not be one of the files that the commands read.
@@ -404,13 +420,21 @@ def _data(explanation: Explanation) -> str:
     return f"training data: {found}: it memorised these rows, so add others: {more} {' '.join(data)} {output} ..."
 
 
-def _template(plain: FormResult | None, template: FormResult | None) -> str:
+def _template(plain: FormResult | None, template: FormResult | None, prompts: int) -> str:
     if plain is None or template is None:
         return "chat template: not compared: the base has none, or no prompt fits with it"
     without, within = plain["tokens_per_step"], template["tokens_per_step"]
     if without is None or within is None:
         return "chat template: not compared: the base ended all texts at once; to measure others: --prompts FILE"
-    found = f"{without:.2f} tokens per step after plain prompts, {within:.2f} after the same as a user's turn"
+    within_margin, without_margin = template["margin"] or 0.0, plain["margin"] or 0.0
+    found = (
+        f"{_interval(without, plain['margin'])} tokens per step after plain prompts, "
+        f"{_interval(within, template['margin'])} after the same as a user's turn"
+    )
+    if prompts < MIN_PROMPTS:
+        return f"chat template: {found}; {_conclusion('', prompts)}"
+    if abs(within - without) < within_margin + without_margin:
+        return f"chat template: {found}; {NOT_THE_CAUSE}"
     if within > BETTER * without:
         return f"chat template: {found}: send chats, such as rows of messages or redrafter generate --chat"
     if without > BETTER * within:
@@ -418,7 +442,7 @@ def _template(plain: FormResult | None, template: FormResult | None) -> str:
     return f"chat template: {found}; {NOT_THE_CAUSE}"
 
 
-def _context(buckets: Sequence[Bucket]) -> str:
+def _context(buckets: Sequence[Bucket], prompts: int) -> str:
     """Compare the acceptance after the shortest contexts with that after the longest ones."""
     rates = [(one["name"], one["accepted"] / one["drafts"]) for one in buckets if one["drafts"] >= MIN_DRAFTS]
     if len(rates) < 2:
@@ -428,6 +452,6 @@ def _context(buckets: Sequence[Bucket]) -> str:
         )
     (short, first), (long, last) = rates[0], rates[-1]
     found = f"acceptance is {first:.3f} after {short} tokens, {last:.3f} after {long}"
-    if first < BETTER * last:
-        return f"context: {found}; {NOT_THE_CAUSE}"
+    if first < BETTER * last or prompts < MIN_PROMPTS:
+        return f"context: {found}; {_conclusion(NOT_THE_CAUSE, prompts)}"
     return f"context: {found}: redrafter train --length N ..., with N as long as the served texts"

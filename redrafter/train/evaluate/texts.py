@@ -30,7 +30,7 @@ from redrafter.model.target import Target
 from redrafter.train.config import DEFAULT_LENGTH
 
 TRAINING_TEXTS = 64  # maximum number of rows of the data to read, and of their windows to measure
-FORM_PROMPTS = 8  # number of prompts measured both with and without the chat template
+FORM_PROMPTS = 30  # number of prompts measured both with and without the chat template
 
 DEFAULT_BATCH_SIZE = 32  # texts written at once
 # Settings of a generation config other than the temperature are disabled: measure the model's own distribution.
@@ -80,6 +80,7 @@ def write_texts(
     settings: dict[str, Any] = _NEUTRAL | ({"eos_token_id": ends} if ends else {}) | {"do_sample": temperature > 0}
     if temperature > 0:
         settings |= _NEUTRAL_SAMPLING | {"temperature": temperature}
+    report(0)
     for first in range(0, len(order), batch_size):
         indices = order[first : first + batch_size]
         # Seeds follow the prompt, not the batch, so that the batch size does not change texts.

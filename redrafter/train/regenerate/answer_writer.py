@@ -214,6 +214,14 @@ class AnswerWriter:
     def answer(self, rows: Iterable[Row]) -> None:
         """Answer all rows of this shard that are not in the journal."""
         coming = select_rows(rows, self.config)
+        self._log_progress()
+        try:
+            self._answer_batches(coming)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"{len(self.journal.done):,} rows are saved; the same command continues") from None
+        self._log_progress()
+
+    def _answer_batches(self, coming: Iterator[tuple[int, Row, bool]]) -> None:
         # Prompts of a later batch are tokenized while one is decoded: a tokenizer computes outside of the interpreter's
         # lock.
         with ThreadPoolExecutor(1, "redrafter-prompts") as thread:
@@ -224,7 +232,6 @@ class AnswerWriter:
                 made = thread.submit(self._make_tasks, coming, count)
                 self._answer_batch()
                 self._open_tasks(*made.result())
-        self._log_progress()
 
     def _make_tasks(
         self, coming: Iterator[tuple[int, Row, bool]], count: int

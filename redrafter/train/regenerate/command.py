@@ -7,6 +7,7 @@ generates questions. The output stores exact token ids. A drafter affects the sp
 resumes. With --shard, several processes share a data set, and `redrafter regenerate merge` combines their outputs.
 """
 
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
@@ -117,6 +118,8 @@ def run_checked(config: RegenerateConfig) -> int:
         f"{summary['skipped']} skipped; {summary['tokens']:,} tokens in {summary['seconds']:.0f} s, "
         f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['tokens_per_step']:.2f} tokens per step"
     )
+    train = ["redrafter", "train", "--model", str(config.model), "--data", str(config.output), "--output", "DRAFTER"]
+    print(f"to train a drafter on it: {shlex.join(train)}", file=sys.stderr)
     return 0
 
 
