@@ -15,7 +15,8 @@ from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel, check_draft_ids
 from redrafter.drafting.drafter_types import open_drafter_model
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError, warn
-from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, wrong_kind_error
+from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError, warn
+from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, check_config, wrong_kind_error
 from redrafter.model.supported import config_width
 from redrafter.model.target import Target
 from redrafter.model.weights import hold_in_memory
@@ -86,6 +87,7 @@ def check_pair(model: str | Path | PreTrainedModel, drafter: DrafterModel | None
     if not isinstance(model, str | Path):
         return
     if drafter is None:
+        check_config(Path(model))
         if Path(model).exists() and not holds_drafter(str(model)):
             raise wrong_kind_error(Path(model), "model") or _no_drafter(str(model))
         return

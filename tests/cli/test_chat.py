@@ -77,7 +77,9 @@ def test_a_terminal_is_shown_how_a_chat_ends_and_what_is_drafted(folder, capsys,
 
     out, err = on_terminal()
     assert out == f"> {answers('ja')}> "
-    assert err == "(loading the model)\n(type a question; Ctrl-D ends the talk)\n\n"
+    loading, hint, speed, end = err.splitlines()
+    assert (loading, hint, end) == ("(loading the model)", "(type a question; Ctrl-D ends the talk)", "")
+    assert re.fullmatch(r"\(8 tokens, [\d.]+ tokens/s\)", speed)
     assert "what was drafted is green" in on_terminal("--color", "always")[1]
     assert "green" not in on_terminal("--color", "always", "--no-speculate")[1]
 
@@ -117,7 +119,8 @@ def test_an_interrupt_stops_the_answer_and_not_the_talk(chat, answers, monkeypat
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Pair, "run_batch", interrupted)
-    out, _ = chat("ja\n10\n")
+    out, err = chat("ja\n10\n/stats\n")
+    assert err.startswith("(stopped)\n1 answer, ")
     assert out == "ach\n" + answers("10", head="u:ja\na:ach\n")
 
 
@@ -134,7 +137,7 @@ def test_chat_mistakes(folder, capsys, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("args", "shares"),
-    [(("--draft-model", "{small}", "--draft-len", "2"), 2 + 16), (("--prompt-lookup",), 4)],  # 16 are copied
+    [(("--draft-model", "{small}", "--draft-len", "2"), 2), (("--prompt-lookup",), 1)],  # the deepest accepted
 )
 def test_chat_with_a_draft_model(folder, chat, answers, args, shares):
     out, err = chat("ja\n10\n/stats\n", *(arg.format(small=folder / "small") for arg in args))
