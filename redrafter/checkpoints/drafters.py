@@ -15,7 +15,6 @@ from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel, check_draft_ids
 from redrafter.drafting.drafter_types import open_drafter_model
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError, warn
-from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError, warn
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, check_config, wrong_kind_error
 from redrafter.model.supported import config_width
 from redrafter.model.target import Target
