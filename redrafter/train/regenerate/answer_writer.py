@@ -27,7 +27,7 @@ from redrafter.errors import CacheFullError, CheckpointError, MismatchError, ReD
 from redrafter.measure.run import Run
 from redrafter.train.regenerate.config import RegenerateConfig, shard_numbers
 from redrafter.train.regenerate.journal import BatchCost, Journal, Record
-from redrafter.train.regenerate.parts import INVENTED, Part, split_row
+from redrafter.train.regenerate.parts import INVENTED, AnswerPrompt, split_row
 
 MIN_BEGINNING_TOKENS, MAX_BEGINNING_TOKENS = 16, 64  # range of the prompt length of a plain text
 # At temperature 1, a base of 135M parameters starts one question in five with gibberish.
@@ -75,7 +75,7 @@ class Task:
     row: Row
     seed: int  # seed of its answers
     temperature: float  # temperature of its answers
-    parts: list[Part]  # ids before each answer; of an invented conversation, before the question and the answer
+    parts: list[AnswerPrompt]  # ids before each answer; of an invented conversation, before the question and the answer
     invented: bool = False  # whether the base also generates the question, which is not trained on
     ids: list[int] = field(default_factory=list)  # all ids so far
     mask: list[bool] = field(default_factory=list)  # true for ids that the base generated

@@ -22,7 +22,7 @@ NO_ANSWER = [-1]  # ids that no answer ends with
 
 
 @dataclass(frozen=True)
-class Part:
+class AnswerPrompt:
     """Ids before an answer."""
 
     ids: list[int]
@@ -34,7 +34,9 @@ class Part:
         return not self.call or answer[-len(self.call) :] == self.call
 
 
-def split_row(row: Row, tokenizer: PreTrainedTokenizerBase, beginning: int, ends: Collection[int]) -> list[Part]:
+def split_row(
+    row: Row, tokenizer: PreTrainedTokenizerBase, beginning: int, ends: Collection[int]
+) -> list[AnswerPrompt]:
     """Return the ids before each answer; for a plain text, at most `beginning` tokens. `ends` are the end tokens.
 
     Raises:
@@ -46,15 +48,15 @@ def split_row(row: Row, tokenizer: PreTrainedTokenizerBase, beginning: int, ends
     if row.messages is not None:
         return _split_conversation(row, row.messages, tokenizer, ends)
     if row.prompt is not None:
-        return [Part(encode_prompt(row, tokenizer))]
+        return [AnswerPrompt(encode_prompt(row, tokenizer))]
     if row.text is not None:
-        return [Part(_beginning(tokenizer(row.text[:BEGINNING_CHARS])["input_ids"], beginning))]
+        return [AnswerPrompt(_beginning(tokenizer(row.text[:BEGINNING_CHARS])["input_ids"], beginning))]
     assert row.ids is not None
     check_tokenizer(row, tokenizer)
     mask = row.loss_mask or [True] * len(row.ids)
     if True not in mask:
         raise CheckpointError('nothing in "loss_mask" is true, so there is nothing to answer')
-    return [Part(row.ids[: mask.index(True)] or _beginning(row.ids, beginning))]
+    return [AnswerPrompt(row.ids[: mask.index(True)] or _beginning(row.ids, beginning))]
 
 
 def _beginning(ids: list[int], max_tokens: int) -> list[int]:
@@ -64,7 +66,7 @@ def _beginning(ids: list[int], max_tokens: int) -> list[int]:
 
 def _split_conversation(
     row: Row, messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
-) -> list[Part]:
+) -> list[AnswerPrompt]:
     """Return the ids before each assistant turn of a conversation; without such turns, after what asks for one."""
     if not any(turn["role"] == "user" for turn in messages):
         raise CheckpointError("no user turn, so there is nothing to answer")
@@ -73,7 +75,7 @@ def _split_conversation(
     # The marker must not occur in the conversation itself.
     while any(marker in turn["content"] for turn, answered in zip(messages, answers, strict=True) if not answered):
         marker += "Z"
-    answer, chat, parts = {"role": "assistant", "content": marker}, list[dict[str, Any]](), list[Part]()
+    answer, chat, parts = {"role": "assistant", "content": marker}, list[dict[str, Any]](), list[AnswerPrompt]()
     call = list[int]()  # with which the last answer has to end before the next turns of the chat
     for number, (turn, answered) in enumerate(zip(messages, answers, strict=True)):
         if not answered:
@@ -81,12 +83,12 @@ def _split_conversation(
             if any(answers) or not asks(messages, number):
                 continue
         try:
-            parts.append(Part(_render(row, chat, marker, tokenizer), call))
+            parts.append(AnswerPrompt(_render(row, chat, marker, tokenizer), call))
         except CheckpointError:
             # Templates may refuse a result after an answer without a call.
             if not call:
                 raise
-            return [*parts, Part([], NO_ANSWER)]
+            return [*parts, AnswerPrompt([], NO_ANSWER)]
         has_result = answered and any(following["role"] == "tool" for following in messages[number + 1 : number + 2])
         call = _call(row, chat, turn, tokenizer, ends) if has_result else []
         chat.append(answer)
@@ -116,14 +118,14 @@ def _call(
     return ids[: next((index for index, token in enumerate(ids) if token in ends), len(ids))] or NO_ANSWER
 
 
-def _split_invented(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[Part]:
+def _split_invented(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[AnswerPrompt]:
     """Return the ids before the content of a first user turn, and those between it and the assistant's answer."""
     text = apply_template(row, [{"role": "user", "content": MARKER}], tokenizer, add_generation_prompt=True)
     before, found, _ = text.partition(MARKER)
     if not found or not before:
         raise CheckpointError("the chat template puts nothing before a user's question, so the base cannot invent one")
     opening = list(tokenizer(before, add_special_tokens=False)["input_ids"])
-    return [Part(opening), Part(ids_after(text[len(before) :], len(MARKER), tokenizer))]
+    return [AnswerPrompt(opening), AnswerPrompt(ids_after(text[len(before) :], len(MARKER), tokenizer))]
 
 
 def _render(row: Row, chat: list[dict[str, Any]], marker: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
