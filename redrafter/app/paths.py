@@ -63,13 +63,6 @@ def _check_model(name: str, flag: str) -> None:
         raise error
 
 
-def _check_template(name: str, flag: str) -> None:
-    try:
-        check_file(name, flag)
-    except ArgumentError as error:
-        raise ArgumentError(f"{error}; `redrafter generate --chat` uses the model's own template") from error
-
-
 def _check_tuning(name: str, flag: str) -> None:
     if name not in ("auto", "none"):
         check_file(name, flag)
@@ -108,7 +101,7 @@ CHECKS: dict[str, Callable[[str, str], object]] = {
     "picture": _check_picture,
     "pictures": lambda name, flag: _check_picture(name, flag, folder=True),
     "prompts": lambda name, flag: check_prompts(name),
-    "template": _check_template,
+    "template": check_file,
     "suite": lambda name, flag: suite_files(name),
     "tokenizer": _check_tokenizer,
     "tuning": _check_tuning,

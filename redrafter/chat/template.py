@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import meta
+from jinja2 import meta, nodes
 
 from redrafter.chat.thoughts import SWITCHES, ThoughtMarks, thought_marks
 from redrafter.errors import ArgumentError, first_line
@@ -134,7 +134,8 @@ class ChatTemplate:
         undeclared: set[str] = set()
         for text in self._texts:
             environment = _compile_jinja_template(text).environment
-            undeclared |= meta.find_undeclared_variables(environment.parse(text)) - set(environment.globals)
+            tree = environment.parse(text)
+            undeclared |= meta.find_undeclared_variables(tree) - set(environment.globals) - _set_before_read(tree)
         supplied = set(inspect.signature(self._tokenizer.apply_chat_template).parameters) - {"documents"}
         return frozenset(undeclared - supplied - {"messages", *self._tokenizer.special_tokens_map})
 
@@ -220,6 +221,16 @@ def set_variables(tokenizer: "PreTrainedTokenizerBase", variables: Mapping[str, 
         tokenizer.chat_template = {name: f"{defaults}\n{text}" for name, text in template.items()}
     else:
         tokenizer.chat_template = f"{defaults}\n{template}"
+
+
+def _set_before_read(tree: nodes.Template) -> set[str]:
+    """Return the names that a template sets itself, in some branch at least, before it first reads them."""
+    first: dict[str, str] = {}
+    for node in tree.find_all((nodes.Assign, nodes.Name)):
+        # An assignment reads its value before it sets its target, which is the first of its names.
+        for name in [node] if isinstance(node, nodes.Name) else reversed([*node.find_all(nodes.Name)]):
+            first.setdefault(name.name, name.ctx)
+    return {name for name, use in first.items() if use != "load"}
 
 
 @lru_cache(maxsize=4)

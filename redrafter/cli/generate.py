@@ -50,9 +50,12 @@ def run_checked(args: argparse.Namespace) -> int:
             f"--temperature has {len(options.temperature)} values for {len(rows)} prompts: give one, or one for each"
         )
     load = read_options(LoadOptions, args)
+    chats = args.chat or any(row.messages for row in rows)
+    if not chats and (load.chat_template is not None or load.chat_template_kwargs):
+        raise ArgumentError("--chat-template and --chat-template-kwargs are of chats: add --chat, or leave them out")
     pair = Pair.load(load, read_options(DraftOptions, args), options.speculate)
     extra: dict[str, Any] = {"num_return_sequences": copies}  # arguments of `Engine.generate` in addition to the ids
-    chat = ChatEncoder(pair) if args.chat or any(row.messages for row in rows) else None
+    chat = ChatEncoder(pair) if chats else None
     if chat is not None:
         extra["eos_token_id"] = [*chat.eos, *options.stop_token_ids]
     if args.image:

@@ -14,7 +14,8 @@ from redrafter.errors import CheckpointError, first_line
 TURN_KEYS = ("messages", "conversations", "conversation")
 SYSTEM_KEYS = ("system", "system_prompt")
 # Next to one of these a prompt and its answer are turns of a conversation, and not plain text.
-CONVERSATION_KEYS = (*SYSTEM_KEYS, "history", "tools", "functions", "chat_template_kwargs", "documents")
+VARIABLE_KEYS = ("enable_thinking", "reasoning_effort", "documents")  # variables of templates, as columns
+CONVERSATION_KEYS = (*SYSTEM_KEYS, "history", "tools", "functions", "chat_template_kwargs", *VARIABLE_KEYS)
 # Of a prompt, and of an instruction, the columns that may hold its answer.
 PROMPT_ANSWERS, INSTRUCTION_ANSWERS = ("completion", "response", "chosen"), ("output", "response", "chosen")
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
@@ -64,8 +65,9 @@ def parse_conversation(entry: dict[str, Any], where: str) -> Conversation:
     messages = _with_system(list(_turns(entry, where)), entry, where)
     tools = _parse_tools(entry, where)
     variables = _parse_json(entry.get("chat_template_kwargs") or {}, (dict,), '"chat_template_kwargs"', where)
-    if documents := entry.get("documents"):
-        variables = variables | {"documents": _parse_json(documents, (list,), '"documents"', where)}
+    variables = {name: entry[name] for name in VARIABLE_KEYS if entry.get(name, "") not in ("", [])} | variables
+    if "documents" in variables:
+        variables |= {"documents": _parse_json(variables["documents"], (list,), '"documents"', where)}
     return Conversation(messages, tools or None, variables or None)
 
 

@@ -94,6 +94,16 @@ def test_a_turn_that_a_template_leaves_out_is_found():
     assert find_missing_turn(template(R1_DISTILL), [*lossy, ASKED], rendered + "Weather?") is None
 
 
+def test_names_that_a_template_sets_itself_are_no_variables():
+    text = """
+    {% macro show(part) %}{{ part }}{% endmacro %}
+    {% set mood = mood | default("calm") %}{% if unset is not defined %}{% set unset = 1 %}{% endif %}{{ unset }}
+    {% for m in messages %}{% if m.content %}{% set part = m.content %}{% else %}{% set own = "" %}{% endif %}
+    {{ show(part) }}{{ own }}{{ read }}{% endfor %}"""
+    assert template(text).variables == {"mood", "unset", "read"}
+    assert template(TEMPLATES["qwen3"]).variables == {"enable_thinking"}
+
+
 def test_defaults_of_variables_are_part_of_the_template_and_may_be_overridden():
     tokenizer = tiny_tokenizer("  {% if true %}\n{{ enable_thinking }}/{{ word }}\n{% endif %}\n\nend\n")
     plain = render_chat(chat_template_of(tokenizer), [ASKED])

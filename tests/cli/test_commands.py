@@ -195,6 +195,13 @@ def test_chat_template_makes_a_turn(generate, expected):
     assert generate("Zürich", "--chat")[0] == expected("u:Zürich\na:", templated=True) + "\n"
 
 
+def test_a_template_without_a_chat_is_refused(folder, tmp_path):
+    (tmp_path / "t.jinja").write_text("{{ messages[0].content ~ mood }}")
+    for given in (["--chat-template", str(tmp_path / "t.jinja")], ["--chat-template-kwargs", '{"mood": 1}']):
+        code, _, err = ran("generate", "--model", str(folder / "merged"), "x", *given)
+        assert (code, "are of chats: add --chat, or leave them out" in err) == (2, True)
+
+
 @pytest.mark.parametrize(("config", "ends"), [(None, [2]), (5, [2, 5]), ([5, 2], [2, 5])])
 def test_a_turn_also_ends_with_the_tokenizers_own_end(config, ends):
     model = types.SimpleNamespace(generation_config=types.SimpleNamespace(eos_token_id=config))

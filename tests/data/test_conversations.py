@@ -103,6 +103,10 @@ def test_variables_of_the_template_reach_the_row():
     variables = {"enable_thinking": False, "custom": None}
     row = parse_row({"messages": [ASK], "chat_template_kwargs": variables, "documents": [{"text": "x"}]}, "a:1")
     assert row.template_kwargs == {"enable_thinking": False, "documents": [{"text": "x"}]}
+    columns = {"enable_thinking": False, "reasoning_effort": "high", "documents": []}
+    for kind in ({"messages": [ASK]}, {"prompt": "Weather?"}):
+        row = parse_row(kind | columns, "a:1")
+        assert row.template_kwargs == {"enable_thinking": False, "reasoning_effort": "high"}
     assert parse_row({"messages": [ASK], "chat_template_kwargs": "{}", "tools": ""}, "a:1") == Row(
         "a:1", messages=[ASK]
     )
@@ -141,6 +145,9 @@ def test_nulls_that_arrow_adds_to_objects_are_dropped_at_every_depth(monkeypatch
         ({"prompt": "other", "chosen": [ASK, SAY]}, '"chosen" has turns of a user, but "prompt" is not among them'),
         ({"prompt": [ASK], "completion": [SAY], "chosen": [SAY]}, "both completion and chosen"),
         ({"messages": [ASK], "chat_template_kwargs": ["x"]}, '"chat_template_kwargs" must be an object'),
+        ({"prompt": "x", "completion": "y", "label": False}, '"label" is false, which marks an answer to avoid'),
+        ({"prompt": [ASK], "completion": [SAY], "label": False}, '"label" is false'),
+        ({"prompt": "x", "context": "y", "response": "z"}, 'a row has "prompt" or "context", and not both'),
     ],
 )
 def test_what_changes_the_context_and_cannot_be_read_is_refused_by_name(row, said):
