@@ -196,7 +196,7 @@ def test_an_adapter_that_is_unloaded_while_its_prompt_is_read_is_not_served_as_t
 
     service = Server(Engine(), AutoTokenizer.from_pretrained(boxed_pair()))
     read = service.prompts.encode_prompts
-    service.prompts.encode_prompts = lambda prompt: service.adapters.clear() or read(prompt)
+    service.prompts.encode_prompts = lambda *asked: service.adapters.clear() or read(*asked)
     with pytest.raises(ArgumentError):
         asyncio.run(service.completion(CompletionRequest(model="one", prompt=[5, 6]), {}))
     assert asked == ["one"]
