@@ -259,6 +259,15 @@ def test_a_body_that_is_refused_before_it_has_come_is_read_to_its_end(loop):
         connection.close()
 
 
+def test_a_connection_ends_with_an_answer_instead_of_100_continue(loop):
+    """The client sends no body then, so that its next request would be read as one."""
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 500\r\n\r\n"
+    with served(simple, loop=loop) as (_, port), connect_and_send(port, head) as connection:
+        connection.settimeout(10)
+        assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
+        assert connection.recv(1000) == b""
+
+
 def test_headers_after_a_body_are_dropped(loop):
     """Those of the request have been checked by then."""
     seen: list[Any] = []

@@ -67,6 +67,8 @@ class Connection(UvicornProtocol):
             piece, rest = bytes(rest[:room]), rest[room:]
             self._unparsed += len(piece)
             self.parse(piece)
+            if self.cycle is not None and self.cycle.waiting_for_100_continue:
+                self.cycle.keep_alive = False  # the body may never come, and the next request be read as one
         if self.answering and bytes(rest).strip(b"\r\n"):  # old clients end a body with an empty line
             self.cycle.keep_alive = False
 
