@@ -1,6 +1,7 @@
 """What is kept of drafts from call to call: their acceptance, and the budget that bounds the time that they lose."""
 
 from collections import defaultdict
+from copy import copy
 
 from redrafter.drafting.estimates import QUALITY, AcceptanceEstimator
 
@@ -115,4 +116,9 @@ class AcceptanceHistory:
 
     def budget_for(self, size: int) -> DraftLossBudget:
         """Return the loss budget of a batch size, which batch sizes up to the same power of two share."""
-        return self.budgets[(size - 1).bit_length()]
+        key, largest = (size - 1).bit_length(), MANY_ROWS.bit_length() - 1
+        if key not in self.budgets and (known := [each for each in self.budgets if max(each, key) <= largest]):
+            # Rows that end one by one pass through all sizes. With 3 steps lost at each, 8 rows were 0.83 times as
+            # fast as without drafts where a drafted step takes the time of 4, in the first call of 64 tokens.
+            self.budgets[key] = copy(self.budgets[min(known, key=lambda each: abs(each - key))])
+        return self.budgets[key]

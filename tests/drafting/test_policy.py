@@ -376,3 +376,10 @@ def test_a_drafter_that_guesses_badly_is_left_out_of_most_steps(llama, rows, how
     out = engine.generate(ids, mask, **settings)
     assert 0.5 < sum(taken) / len(taken) < 1
     assert torch.equal(out, engine.generate(ids, mask, speculate=False, **settings))
+
+
+def test_rows_that_end_one_by_one_lose_one_budget_and_not_one_at_each_batch_size():
+    history = AcceptanceHistory()
+    history.budget_for(8).observe(8, -loss_budget.ALLOWED, pays=False)
+    assert not any(history.budget_for(size).allows_drafts(size, 1.0) for size in (4, 2, 1))
+    assert history.budget_for(64).allows_drafts(64, 1.0), "many rows share steps whose drafts cost otherwise"
