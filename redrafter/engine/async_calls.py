@@ -21,8 +21,8 @@ from redrafter.engine.request import OwnArguments, Request, read_request, row_ad
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.features import ADAPTIVE_DRAFTS, ASYNC_CALLS, SERVING, FeatureSet
 from redrafter.model.supported import check_autocast
+from redrafter.scheduler.engine_change import Models
 from redrafter.scheduler.paged_memory import PagedMemory
-from redrafter.scheduler.running_batch import Models
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import check_draft_limit
 from redrafter.scheduler.waiting_queue import Limits

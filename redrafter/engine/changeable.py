@@ -1,17 +1,21 @@
-"""The part of an engine that an operator changes between two calls: weights, the drafter, and sleep."""
+"""The part of an engine that an operator changes between two calls: weights, the drafter, adapters, and sleep."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from torch import Tensor
 
+from redrafter.checkpoints.adapters import read_adapter
 from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.engine.changes import ChangeDrafter, Sleep, UpdateWeights, Wake
+from redrafter.engine.options import EngineOptions
 from redrafter.errors import ArgumentError
+from redrafter.model.lora import LoraWeights
 from redrafter.model.shared_model import SharedModel
 from redrafter.model.target import Target
 from redrafter.scheduler.engine_change import EngineChange
+from redrafter.scheduler.paged_memory import PagedMemory
 
 
 class Changeable:
@@ -21,6 +25,9 @@ class Changeable:
     """
 
     target: Target
+    options: EngineOptions
+    memory: PagedMemory | None
+    lender: "Changeable | None"
     draft_model: Target | None
     drafter: DrafterModel | None = None
     previous_drafter: Mapping[str, Tensor] | None = None
@@ -77,6 +84,47 @@ class Changeable:
         change = ChangeDrafter(self, drafter)
         self._make(change)
         return list(change.not_finite)
+
+    def load_adapter(self, name: str, path: str | Path | LoraWeights) -> None:
+        """Load a LoRA adapter of the model, for sequences that request it by name.
+
+        Engines on one target share its adapters. The proposer is unchanged, which affects no token: if an adapter
+        changes the output, fewer drafts are accepted.
+
+        Args:
+            name: Name of the adapter.
+            path: Directory that PEFT's `save_pretrained` wrote, or the result of `read_adapter`.
+
+        Raises:
+            ArgumentError: The name is taken, or `max_loras` or `max_lora_rank` is exceeded.
+            CheckpointError: The directory cannot be read.
+            MismatchError: The adapter was made for another model.
+            UnsupportedError: The adapter is more than LoRA on linear layers, or the engine is batch-invariant.
+        """
+        if not isinstance(name, str) or not name:
+            raise ArgumentError(f"the name of an adapter must be a non-empty string, got {name!r}")
+        weights = path if isinstance(path, LoraWeights) else read_adapter(path)
+        memory = (self.lender or self).memory
+        with nullcontext() if memory is None else memory.lock:  # so that no step is captured in the meantime
+            self.target.adapters.load(name, weights, self.options.max_loras, self.options.max_lora_rank)
+
+    def load_adapters(self, adapters: Mapping[str, str | Path] | None) -> None:
+        """Load LoRA adapters by name; None for none."""
+        for name, path in (adapters or {}).items():
+            self.load_adapter(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter. Sequences that use it continue.
+
+        Raises:
+            ArgumentError: There is no such adapter.
+        """
+        self.target.adapters.unload(name)
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the LoRA adapters that are loaded."""
+        return self.target.adapters.names
 
     def sleep(self) -> None:
         """Release memory until `wake`: the KV cache and, on a GPU, the weights, which move to the host.

@@ -4,9 +4,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -16,7 +15,6 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from redrafter.cache.to_device import made_on_host
-from redrafter.checkpoints.adapters import read_adapter
 from redrafter.drafting.estimates import StepCosts
 from redrafter.drafting.loss_budget import AcceptanceHistory
 from redrafter.drafting.policy import PRIOR_COPIED, DraftPolicy, FixedTreePolicy
@@ -54,11 +52,10 @@ from redrafter.engine.request import (
 from redrafter.errors import ArgumentError, UnsupportedError, first_line, warn
 from redrafter.files.dtype_names import dtype_name
 from redrafter.model.linear_layers import forward_bytes
-from redrafter.model.lora import LoraWeights
 from redrafter.model.supported import check_autocast
 from redrafter.model.target import Target
+from redrafter.scheduler.engine_change import Models
 from redrafter.scheduler.paged_memory import MOST_ROWS, PagedMemory
-from redrafter.scheduler.running_batch import Models
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.waiting_queue import Limits
 
@@ -281,47 +278,6 @@ class Engine(Changeable, AsyncGeneration):
         assert other.target is self.target
         assert other.draft_model is None or other.draft_model is self.draft_model
         other.lender = None if other is self else self
-
-    def load_adapter(self, name: str, path: str | Path | LoraWeights) -> None:
-        """Load a LoRA adapter of the model, for sequences that request it by name.
-
-        Engines on one target share its adapters. The proposer is unchanged, which affects no token: if an adapter
-        changes the output, fewer drafts are accepted.
-
-        Args:
-            name: Name of the adapter.
-            path: Directory that PEFT's `save_pretrained` wrote, or the result of `read_adapter`.
-
-        Raises:
-            ArgumentError: The name is taken, or `max_loras` or `max_lora_rank` is exceeded.
-            CheckpointError: The directory cannot be read.
-            MismatchError: The adapter was made for another model.
-            UnsupportedError: The adapter is more than LoRA on linear layers, or the engine is batch-invariant.
-        """
-        if not isinstance(name, str) or not name:
-            raise ArgumentError(f"the name of an adapter must be a non-empty string, got {name!r}")
-        weights = path if isinstance(path, LoraWeights) else read_adapter(path)
-        memory = (self.lender or self).memory
-        with nullcontext() if memory is None else memory.lock:  # so that no step is captured in the meantime
-            self.target.adapters.load(name, weights, self.options.max_loras, self.options.max_lora_rank)
-
-    def load_adapters(self, adapters: Mapping[str, str | Path] | None) -> None:
-        """Load LoRA adapters by name; None for none."""
-        for name, path in (adapters or {}).items():
-            self.load_adapter(name, path)
-
-    def unload_adapter(self, name: str) -> None:
-        """Forget a LoRA adapter. Sequences that use it continue.
-
-        Raises:
-            ArgumentError: There is no such adapter.
-        """
-        self.target.adapters.unload(name)
-
-    @property
-    def adapters(self) -> list[str]:
-        """Names of the LoRA adapters that are loaded."""
-        return self.target.adapters.names
 
     @property
     def model(self) -> Any:

@@ -6,9 +6,10 @@ from contextlib import contextmanager
 
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.captured_step import bucket
+from redrafter.scheduler.engine_change import Models
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.row_caches import DenseRows, PagedRows
-from redrafter.scheduler.running_batch import Models, RunningBatch
+from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.sampling_tensors import SamplingTensors
 
 Key = tuple[int, bool]  # its capacity, and whether it has rows of a draft model

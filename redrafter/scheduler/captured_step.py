@@ -3,11 +3,12 @@
 import atexit
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
+from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -97,6 +98,28 @@ class HostCopy:
         if self._copied is not None:
             self._copied.synchronize()
         return self._host
+
+
+class StepKey(NamedTuple):
+    """Key of a captured step.
+
+    Attributes:
+        rows: How many rows.
+        window: Positions of each row that it reads.
+        sampling: Key of the sampling operations, from `SamplingTensors.kind`.
+        proposer: Id of the proposer.
+        chunks: Number of prompt chunks that it has room for.
+        keeps_logits: Whether it keeps logits and scores, which are as large as the vocabulary.
+        adapters: Version of the adapters' stacks; 0 for no adapter.
+    """
+
+    rows: int
+    window: int
+    sampling: Hashable
+    proposer: int
+    chunks: int
+    keeps_logits: bool
+    adapters: int
 
 
 class CapturedStep:

@@ -13,6 +13,8 @@ from redrafter.drafting.policy import DraftPolicy
 from redrafter.features import RECURRENT_STATES
 from redrafter.model.forward_batch import Prompts
 from redrafter.model.target import Target
+from redrafter.scheduler.captured_step import CapturedStep
+from redrafter.scheduler.row_caches import DenseRows, RowCaches
 from redrafter.scheduler.sequence import TokenSequence
 
 
@@ -46,6 +48,17 @@ class DraftReader:
         for sequence, start in zip(sequences, prompts.starts, strict=True):
             if sequence.unread_from is None:
                 sequence.unread_from = start
+
+    def prepare_step(self, sequences: Sequence[TokenSequence], step: CapturedStep, caches: RowCaches) -> None:
+        """Read what steps without drafts have written, before a step that drafts; or record that this one does not."""
+        dense = isinstance(caches, DenseRows)
+        running = sequences if dense else [sequence for sequence in sequences if sequence.row is not None]
+        if step.proposer.model is None:
+            self.skip(running)
+        elif behind := [sequence for sequence in running if sequence.unread_from is not None]:
+            cache = step.draft_cache if dense else caches.of_prompts(behind).draft
+            assert cache is not None, "a draft model has a cache"
+            self.catch_up(behind, cache)
 
     def skip(self, sequences: Sequence[TokenSequence]) -> None:
         """Record that the next step of sequences is made without drafts, so that its tokens are not read."""

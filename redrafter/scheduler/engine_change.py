@@ -1,4 +1,4 @@
-"""Changes that an operator makes to a running engine between two steps, one object for each kind.
+"""An engine as its scheduler sees it: its models, and the changes that an operator makes to them between two steps.
 
 A change is checked when it is made, in any thread while sequences run, so that a refused change does not affect them.
 It is applied when no step is in flight. Running sequences are put back before it, and continue after it with the tokens
@@ -7,6 +7,40 @@ that they have: a sequence is never read by one set of weights and continued by 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Protocol
+
+from redrafter.drafting.policy import DraftPolicy
+from redrafter.drafting.proposer import Proposer
+from redrafter.drafting.vocabulary_map import VocabularyMap
+from redrafter.model.target import Target
+from redrafter.scheduler.paged_memory import PagedMemory
+
+
+class Models(Protocol):
+    """A target with its proposer. Engines implement this protocol."""
+
+    @property
+    def target(self) -> Target:
+        """The model that verifies."""
+
+    @property
+    def draft_model(self) -> Target | None:
+        """The model that drafts, or None."""
+
+    @property
+    def draft_vocabulary(self) -> VocabularyMap | None:
+        """Map from the target's tokens to the draft model's; None if their ids are equal."""
+
+    @property
+    def plain(self) -> Proposer:
+        """The proposer that drafts nothing."""
+
+    @property
+    def rejection_sampling(self) -> bool:
+        """Return whether sampled drafts are accepted by rejection sampling."""
+
+    def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
+        """Return the policy that chooses the drafts of steps of these batch sizes."""
 
 
 class EngineChange(ABC):

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,17 +20,17 @@ from torch import Tensor
 from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.kv_cache import KVCache
 from redrafter.cache.to_device import move_indices, to_device
-from redrafter.drafting.policy import DraftPolicy, FixedTreePolicy, StepRows
+from redrafter.drafting.policy import FixedTreePolicy, StepRows
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.drafting.proposer import Proposer, State, step_tokens
-from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.features import ADAPTERS
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.forward_batch import Prompts
 from redrafter.model.shared_model import Revision
 from redrafter.model.target import Target
-from redrafter.scheduler.captured_step import CapturedStep, HostCopy, LaunchedStep, Timer, bucket, new_state
+from redrafter.scheduler.captured_step import CapturedStep, HostCopy, LaunchedStep, StepKey, Timer, bucket, new_state
 from redrafter.scheduler.draft_reader import DraftReader
+from redrafter.scheduler.engine_change import Models
 from redrafter.scheduler.finished_texts import CopySource, write_pieces
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.prefill import NO_PROMPTS, ChunkBuffers, PrefilledRows, PromptStep
@@ -38,34 +38,6 @@ from redrafter.scheduler.row_caches import DenseRows, PagedRows, RowCaches
 from redrafter.scheduler.sampling_tensors import SamplingTensors
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.step import StepOutput, draw_first_tokens
-
-
-class Models(Protocol):
-    """A target with its proposer. Engines implement this protocol."""
-
-    @property
-    def target(self) -> Target:
-        """The model that verifies."""
-
-    @property
-    def draft_model(self) -> Target | None:
-        """The model that drafts, or None."""
-
-    @property
-    def draft_vocabulary(self) -> VocabularyMap | None:
-        """Map from the target's tokens to the draft model's; None if their ids are equal."""
-
-    @property
-    def plain(self) -> Proposer:
-        """The proposer that drafts nothing."""
-
-    @property
-    def rejection_sampling(self) -> bool:
-        """Return whether sampled drafts are accepted by rejection sampling."""
-
-    def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
-        """Return the policy that chooses the drafts of steps of these batch sizes."""
-
 
 # Positions that the buffers of each row and the window of a step have at least, by type of device.
 MIN_POSITIONS = {"cpu": 256, "cuda": 2048}
@@ -84,28 +56,6 @@ def overshoot(proposer: Proposer) -> int:
     by K + 1 more. Once ended, it is still drafted for K positions further.
     """
     return 3 * proposer.depth + 2
-
-
-class StepKey(NamedTuple):
-    """Key of a captured step.
-
-    Attributes:
-        rows: How many rows.
-        window: Positions of each row that it reads.
-        sampling: Key of the sampling operations, from `SamplingTensors.kind`.
-        proposer: Id of the proposer.
-        chunks: Number of prompt chunks that it has room for.
-        keeps_logits: Whether it keeps logits and scores, which are as large as the vocabulary.
-        adapters: Version of the adapters' stacks; 0 for no adapter.
-    """
-
-    rows: int
-    window: int
-    sampling: Hashable
-    proposer: int
-    chunks: int
-    keeps_logits: bool
-    adapters: int
 
 
 class BatchRequirements(NamedTuple):
@@ -413,7 +363,8 @@ class RunningBatch:
             state = step.state
             at_switch = (state.length == self.target.reread_from) & state.active
             self.target.reread(state.tokens, at_switch, step.cache, state.inputs)
-        self._let_draft_model_read(step)
+        if self._reader is not None and self.rows and self.target.device.type == "cpu":
+            self._reader.prepare_step(self.rows, step, self.caches)
         return step
 
     def read_drafts(self, sequences: Sequence[TokenSequence], prompts: Prompts, cache: KVCache | None) -> None:
@@ -426,19 +377,6 @@ class RunningBatch:
         unread = sum(prompts.ends) - sum(prompts.starts)
         step = StepRows(self._sizes[rows], rows, rows, sampled=sampled, unread=unread)
         self._reader.read_prompts(sequences, prompts, cache, wanted=self.policy.wants_prompts(step))
-
-    def _let_draft_model_read(self, step: CapturedStep) -> None:
-        """Let the draft model read what steps without drafts have written, before it drafts again."""
-        if self._reader is None or not self.rows or self.target.device.type != "cpu":
-            return
-        dense = isinstance(self.caches, DenseRows)
-        running = self.rows if dense else [sequence for sequence in self.rows if sequence.row is not None]
-        if step.proposer.model is None:
-            self._reader.skip(running)
-        elif behind := [sequence for sequence in running if sequence.unread_from is not None]:
-            cache = step.draft_cache if dense else self.caches.of_prompts(behind).draft
-            assert cache is not None, "a draft model has a cache"
-            self._reader.catch_up(behind, cache)
 
     def _combine_requirements(self) -> BatchRequirements:
         """Load the sequences of the rows into the sampling state, and combine their requirements."""

@@ -31,12 +31,12 @@ from redrafter.drafting.vocabulary_map import DraftText
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.captured_step import LaunchedForward, LaunchedStep, Timer, bucket
-from redrafter.scheduler.engine_change import EngineChange
+from redrafter.scheduler.engine_change import EngineChange, Models
 from redrafter.scheduler.finished_texts import PIECE, FinishedTexts
 from redrafter.scheduler.paged_memory import PagedMemory, SequenceBlocks
 from redrafter.scheduler.prefill import Chunk, PrefilledRows, Prefiller, padded_tokens
 from redrafter.scheduler.row_caches import PagedRows
-from redrafter.scheduler.running_batch import Models, RunningBatch
+from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.running_set import RunningSet
 from redrafter.scheduler.sampling_tensors import SamplingTensors
 from redrafter.scheduler.sequence import (
