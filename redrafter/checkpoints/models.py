@@ -35,6 +35,7 @@ from redrafter.files.dtype_names import dtype_name, known_dtype
 from redrafter.files.gguf_file import SUFFIX, find_gguf, part_names, read_header, reading
 from redrafter.files.headers import read_headers, weight_files
 from redrafter.model.linear_layers import forward_bytes, is_quantized, quantize_linears
+from redrafter.model.passed_tests import passed_tests, stamps_of_model
 from redrafter.model.supported import base_of
 from redrafter.model.target import Target
 from redrafter.model.weights import hold_in_memory
@@ -80,7 +81,11 @@ def bind(model: str | Path | PreTrainedModel | Target, **load: Any) -> Target:
         check_quantization(load.get("quantization"), model)
         _check_no_load_keywords({key: value for key, value in load.items() if key not in LOAD_ARGUMENTS})
         return model
-    return Target(load_model(model, **load))
+    if isinstance(model, PreTrainedModel):
+        return Target(load_model(model, **load))
+    before = stamps_of_model(model, load)
+    loaded = load_model(model, **load)
+    return Target(loaded, passed=passed_tests(loaded, before if before == stamps_of_model(model, load) else None, load))
 
 
 def load_model(

@@ -33,6 +33,7 @@ from redrafter.errors import CheckpointError, UnsupportedError, first_line
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.forward_batch import ForwardBatch, Prompts, decoder_stack
 from redrafter.model.linear_layers import has_float8_layers, is_quantized
+from redrafter.model.passed_tests import PassedTests
 from redrafter.model.patch import MODEL_ERRORS, ModelPatch, count_writes
 from redrafter.model.positions import masks_slots
 from redrafter.model.prompt_reader import PromptReader
@@ -439,22 +440,33 @@ class CacheSupport:
 
     Attributes:
         shapes: Shape of each layer on a dense cache.
+        rounding: The relative change of logits that `SelfTest` measured, above `ROUNDING`; 0 for a model without.
     """
 
-    def __init__(self, bound: BoundModel, reader: PromptReader):
+    def __init__(self, bound: BoundModel, reader: PromptReader, passed: PassedTests):
         """Run the self-test on dense caches, and choose the fastest correct way to use them.
 
         Args:
             bound: The model that is being bound.
             reader: Its reader of prompts, which is configured accordingly.
+            passed: The tests that it has passed before, which are not run again.
 
         Raises:
             UnsupportedError: The model is correct on no cache.
         """
-        self._bound, traits = bound, bound.traits
-        self._self_test = SelfTest(bound, reader)
+        self._bound, self._reader, self._passed, traits = bound, reader, passed, bound.traits
+        found = passed.find("dense", "masks", "contiguous")
+        if found is None:
+            output = self._self_test.output
+        else:
+            one = torch.zeros(1, 1, dtype=torch.long, device=bound.device)
+            output = bound.model(input_ids=one, use_cache=True, **_positions(bound.model, one))
         states = [state for mixer in traits.mixers for state in mixer.states]
-        self.shapes = stored_shapes(self._self_test.output, bound.config, bound.name, states)
+        self.shapes = stored_shapes(output, bound.config, bound.name, states)
+        if found is not None:
+            reader.masks_on_dense, self._contiguous, self.rounding = found["masks"], found["contiguous"], 0.0
+            return
+        self.rounding = self._self_test.rounding if self._self_test.rounding > ROUNDING else 0.0
         self._contiguous = False
         on_cpu = all(shape.device.type == "cpu" for shape in self.shapes)
         reader.masks_on_dense = not (traits.attention.kinds and on_cpu)
@@ -462,6 +474,8 @@ class CacheSupport:
         while True:
             try:
                 self._self_test.run_trials(self.shapes, self.new_dense)
+                if not self.rounding:  # which is to be reported at each load
+                    passed.keep("dense", masks=reader.masks_on_dense, contiguous=self._contiguous)
                 return
             except UnsupportedError as error:
                 if reader.reads_without_masks(self.new_dense(self.shapes, 1)):
@@ -471,17 +485,16 @@ class CacheSupport:
                 else:
                     raise
 
+    @cached_property
+    def _self_test(self) -> SelfTest:
+        return SelfTest(self._bound, self._reader)
+
     def new_dense(self, shapes: Sequence[LayerShape], rows: int, slots: int = 0) -> DenseCache:
         """Return an empty dense cache for layers with these shapes, for `rows` rows of this number of slots."""
         cache = DenseCache(shapes, rows, self._contiguous)
         if slots:
             cache.reserve(slots)
         return cache
-
-    @property
-    def rounding(self) -> float:
-        """The relative change of logits that `SelfTest` measured, above `ROUNDING`; 0 for a model without rounding."""
-        return self._self_test.rounding if self._self_test.rounding > ROUNDING else 0.0
 
     @cached_property
     def paged_shapes(self) -> list[LayerShape]:
@@ -514,12 +527,16 @@ class CacheSupport:
             return Support("what its layers see is not known")
         if masks_slots(self._bound.traits.slot_readers):  # in the model's own code
             return Support("its attention takes positions from slots of the cache")
+        if self._passed.find("paged") is not None:
+            return Support()
         try:
             with torch.no_grad():
                 stored = [replace(shape, source=None) for shape in self.paged_shapes]
                 self._self_test.run_trials(self.paged_shapes, self._new_paged, far=stored == self.shapes)
         except UnsupportedError as error:
             return Support(f"its attention cannot be replaced: {error}")
+        if not self.rounding:
+            self._passed.keep("paged")
         return Support()
 
     def _new_paged(self, shapes: Sequence[LayerShape], rows: int, slots: int) -> PagedCache:

@@ -34,6 +34,7 @@ from redrafter.model.forward_batch import DrafterLayer, ForwardBatch, ForwardOut
 from redrafter.model.images import ImageReader, image_arguments, token_type_arguments
 from redrafter.model.linear_layers import has_float8_layers, is_quantized, warn_of_rounding
 from redrafter.model.lora import AdapterSlots
+from redrafter.model.passed_tests import NONE_PASSED, PassedTests
 from redrafter.model.patch import MODEL_ERRORS, ModelPatch, ModelState, ModelWatch, hooked_module
 from redrafter.model.positions import find_dynamic_rope, find_switching_rope
 from redrafter.model.prompt_reader import PromptReader, ShowLogits
@@ -69,13 +70,14 @@ class Target(BoundModel):
     """
 
     @name_model_in_errors
-    def __init__(self, model: PreTrainedModel, name: str | None = None):
+    def __init__(self, model: PreTrainedModel, name: str | None = None, passed: PassedTests = NONE_PASSED):
         """Bind a model: learn what its layers attend to, and compare small trees with plain forwards.
 
         Args:
             model: A loaded causal LM with a language-modelling head. A `PeftModel` is served as the model in it, with
                 its adapters.
             name: Its name in messages; None for the name of its class.
+            passed: The self-tests that it has passed before.
 
         Raises:
             UnsupportedError: It is an encoder-decoder, keeps states where they cannot be found, has an attention
@@ -113,12 +115,12 @@ class Target(BoundModel):
         self._state = ModelState.from_model(model)
         with torch.no_grad(), made_on_host(), ModelPatch() as patch:
             patch.run_uncompiled(self._state.compiled)
-            self._bind()
+            self._bind(passed)
         warn_of_rounding(model.config, self.name, self.rounding)
         self._bound_as = self._facts()
         self.note_state()
 
-    def _bind(self) -> None:
+    def _bind(self, passed: PassedTests) -> None:
         """Make the forwards of the model, then run its self-test on the caches that it may be decoded on."""
         # Multiples of a prime are distinct and far apart, so no two tokens of the probe are alike.
         ids = torch.arange(8, device=self.device) * 7919 % self.vocab_size
@@ -137,7 +139,7 @@ class Target(BoundModel):
         self._padded_forward = PaddedForward(self)
         self.varlen_forward = VarlenForward(self)
         self.prompt_reader = PromptReader(self._padded_forward, self.varlen_forward)
-        self._caches = CacheSupport(self, self.prompt_reader)
+        self._caches = CacheSupport(self, self.prompt_reader, passed)
         self.rounding = self._caches.rounding
         self.features.add(INDEXED_ATTENTION, any(shape.extra_dim for shape in self._caches.shapes))
         self.varlen = Support("it is not on a GPU") if self.device.type != "cuda" else self.paged

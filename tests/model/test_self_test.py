@@ -1,11 +1,16 @@
 """The self-test of a model that is being bound: what it computes, and what it does not compute again."""
 
+import os
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from redrafter.model import self_test
+from redrafter import UnsupportedError
+from redrafter.checkpoints.models import bind, load_model
+from redrafter.files.home import HOME
+from redrafter.model import passed_tests, self_test
 
 
 class Counting(self_test.InFloat32):
@@ -45,3 +50,88 @@ def test_in_float32_no_more_memory_is_held_than_the_limit(monkeypatch, limit):
         for layer in layers * 2:
             layer(x)
     assert len(mode.shapes) == 4 - limit // 96
+
+
+@pytest.fixture
+def tests_run(monkeypatch, tmp_path):
+    """Return a list to which each self-test adds an entry, with a folder for results."""
+    monkeypatch.setenv(HOME, str(tmp_path / "home"))
+    run, trials = [], self_test.SelfTest.run_trials
+    monkeypatch.setattr(self_test.SelfTest, "run_trials", lambda *args, **kw: (run.append(1), trials(*args, **kw))[1])
+    return run
+
+
+def bound(folder, **load):
+    target = bind(folder, **{"dtype": "float32", "device": "cpu", "trust_remote_code": False} | load)
+    assert target.paged.ok
+    return target
+
+
+def test_a_model_that_passed_is_not_tested_again_until_a_file_or_the_dtype_or_a_version_changes(
+    llama, tmp_path, tests_run, monkeypatch
+):
+    llama.save_pretrained(tmp_path / "m")
+    first = bound(tmp_path / "m")
+    assert len(tests_run) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(self_test, "SelfTest", None)
+        again = bound(tmp_path / "m")
+    assert again.shapes == first.shapes
+    assert again.paged_shapes == first.paged_shapes
+    assert again.prompt_reader.masks_on_dense == first.prompt_reader.masks_on_dense
+    bound(tmp_path / "m", dtype="bfloat16")
+    bound(tmp_path / "m", attn_implementation="eager")
+    assert len(tests_run) == 6
+    (tmp_path / "site" / "kernels_of_tests-1.0.dist-info").mkdir(parents=True)  # another package, or another version
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    bound(tmp_path / "m")
+    assert len(tests_run) == 8
+    os.utime(tmp_path / "m" / "model.safetensors", ns=(1, 1))
+    bound(tmp_path / "m")
+    assert len(tests_run) == 10
+
+
+@pytest.mark.parametrize("content", ["", '{"masks": 1, "contiguous": false}'])
+def test_a_result_that_cannot_be_read_is_found_again(llama, tmp_path, tests_run, content):
+    llama.save_pretrained(tmp_path / "m")
+    bound(tmp_path / "m")
+    (result,) = (tmp_path / "home").rglob("*-dense.json")
+    result.write_text(content)
+    bound(tmp_path / "m")
+    assert len(tests_run) == 3
+    bound(tmp_path / "m")
+    assert len(tests_run) == 3
+
+
+def test_a_refusal_is_not_kept(llama, tmp_path, tests_run, monkeypatch):
+    llama.save_pretrained(tmp_path / "m")
+    for _ in range(2):
+        with monkeypatch.context() as patch, pytest.raises(UnsupportedError, match="other logits"):
+            patch.setattr(self_test, "_EXACT", (-1.0, -1.0))
+            bound(tmp_path / "m")
+    assert len(bound(tmp_path / "m").shapes)
+    assert len(tests_run) >= 6
+
+
+def test_what_files_do_not_decide_is_tested_each_time(llama, tmp_path, tests_run, monkeypatch):
+    llama.save_pretrained(tmp_path / "m")
+    model = load_model(tmp_path / "m", dtype="float32", device="cpu", trust_remote_code=False)
+    bound(model)
+    bound(model)
+    bound(tmp_path / "m", config=model.config)
+    bound(tmp_path / "m", config=model.config)
+    assert not (tmp_path / "home").exists()
+    forward = type(model.model.norm).forward
+    monkeypatch.setattr(type(model.model.norm), "forward", lambda self, x: forward(self, x))
+    bound(tmp_path / "m")
+    assert not (tmp_path / "home").exists()
+    assert len(tests_run) == 10
+
+
+def test_the_oldest_results_are_removed(monkeypatch, tmp_path):
+    monkeypatch.setenv(HOME, str(tmp_path))
+    monkeypatch.setattr(passed_tests, "MAX_RESULTS", 2)
+    for number, digest in enumerate("abc"):
+        passed_tests.PassedTests(digest).keep("paged")
+        os.utime(next(tmp_path.rglob(f"{digest}-*")), ns=(number, number))
+    assert sorted(file.name for file in tmp_path.rglob("*.json")) == ["b-paged.json", "c-paged.json"]
