@@ -285,6 +285,12 @@ def rename_part(folder):
     (folder / "m-00002-of-00002.gguf").unlink()
 
 
+def test_a_split_model_that_transformers_reads_from_one_file_is_refused_with_what_to_type(split, monkeypatch):
+    monkeypatch.setattr("transformers.integrations.gguf.GGUF_CONFIG_ARCHS", {"llama": None})
+    with pytest.raises(UnsupportedError, match=r"split\.count.* reads llama models from one: llama-gguf-split --merge"):
+        load_model(split / "m-00002-of-00002.gguf", **LOAD)
+
+
 def test_metadata_are_read_as_by_the_reader_of_gguf(models, monkeypatch):
     file = models / "file.gguf"
     with reading(file):
