@@ -19,9 +19,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter, functional
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
@@ -31,10 +28,11 @@ from redrafter.cache.kv_cache import KVCache, LayerShape, states_of
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.errors import CheckpointError, UnsupportedError, first_line
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.model.float32_mode import HALF, InFloat32
 from redrafter.model.forward_batch import ForwardBatch, Prompts, decoder_stack
 from redrafter.model.linear_layers import has_float8_layers, is_quantized
 from redrafter.model.passed_tests import PassedTests
-from redrafter.model.patch import MODEL_ERRORS, ModelPatch, count_writes
+from redrafter.model.patch import MODEL_ERRORS, ModelPatch
 from redrafter.model.positions import masks_slots
 from redrafter.model.prompt_reader import PromptReader
 from redrafter.model.supported import Support, stored_shapes
@@ -49,7 +47,6 @@ MIN_TOKENS_WITH_STATES = 10
 TRIAL_SLOTS = 8  # slots that a trial needs after a row's committed tokens
 MIN_FAR_LAYERS = 4  # minimum number of layers that a far trial computes
 MAX_FAR_BYTES = 1 << 30  # memory of keys and values in one far trial; longer trials are omitted
-MAX_HELD_BYTES = 2 << 30  # memory of weights in float32 on a CPU
 # Names of config entries whose numbers limit what a position sees.
 POSITION_LIMITS = re.compile("window|chunk|original_max|floor|local|keep|block|stride|span|topk")
 
@@ -63,8 +60,6 @@ NewCache: TypeAlias = Callable[[Sequence[LayerShape], int, int], KVCache]
 
 _Tolerance: TypeAlias = tuple[float, float]
 """Maximum errors of logits, relative to the spread of a node's logits: at any node, and at half of the nodes."""
-
-_HALF = (torch.float16, torch.bfloat16)
 
 # Computed in float32, a half-precision model may still round activations between layers, and a GPU may use TF32. Random
 # keys and values, as in far trials, make scores large, and rounding errors with them: 0.002 on Gemma 2; a wrong scale
@@ -136,11 +131,11 @@ class SelfTest:
         # Where layers round their inputs, rounding may amplify the smallest difference.
         rounds_inputs = self.rounding > ROUNDING or is_quantized(target.model.config) or has_float8_layers(target.model)
         # The dtype in which the model computes may differ from the dtype of its logits.
-        tolerance = _QUANTIZED if rounds_inputs else _NARROW if target.dtype in _HALF else _EXACT
+        tolerance = _QUANTIZED if rounds_inputs else _NARROW if target.dtype in HALF else _EXACT
         self._native_tolerance = max(tolerance, _RECURRENT if self._decoded else _EXACT)
         self._wide_tolerance = _RECURRENT_WIDENED if self._decoded else _WIDENED
         # Weights that are gathered for each layer would be widened while they are gathered.
-        self._test_in_float32 = target.dtype in _HALF and not rounds_inputs and not _is_spread(target.model)
+        self._test_in_float32 = target.dtype in HALF and not rounds_inputs and not _is_spread(target.model)
 
     def run_trials(self, shapes: Sequence[LayerShape], new_cache: NewCache, *, far: bool = True) -> None:
         """Run every trial on caches of one kind.
@@ -378,55 +373,6 @@ def _at_nodes(logits: Tensor) -> Tensor:
     """Pick the logits at root, a, b, c, d and e, `[6, V]`, from those along the two paths, `[2, 4, V]`."""
     in_a, in_b = logits
     return torch.stack([in_b[0], in_a[1], in_b[1], in_a[2], in_b[2], in_b[3]])
-
-
-_NOT_WIDENED = frozenset({"__get__", "__set__", "__setitem__"})  # functions that refer to the tensor object itself
-
-_EMBEDDING: Any = functional.embedding
-
-
-class InFloat32(TorchFunctionMode):
-    """Converts every half-precision argument of torch's functions to float32, so weights need no permanent copy.
-
-    Copies of weights in the host's memory are kept until the mode ends, `MAX_HELD_BYTES` of them: of a model of 0.5B on
-    a CPU, making them again in each of 18 forwards took half of the time.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._held: dict[int, tuple[Tensor, Tensor, int]] = {}  # by id: a weight, its copy, and its count of writes
-        self._free_bytes = MAX_HELD_BYTES
-
-    def __torch_function__(
-        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> object:
-        name = getattr(func, "__name__", "")
-        if name in _NOT_WIDENED or (name.endswith("_") and not name.endswith("__")):  # in-place functions
-            return func(*args, **(kwargs or {}))
-        # Without the mode, or the conversion would call this function again.
-        with torch._C.DisableTorchFunction():
-            if func is _EMBEDDING:  # only the rows that are read, of what may be half of a small model
-                return self._widened(func(*args, **(kwargs or {})))
-            wide = [self._widened(x) for x in args]
-            named = {key: self._widened(x) for key, x in (kwargs or {}).items()}
-        return func(*wide, **named)
-
-    def _widened(self, x: object) -> object:
-        if isinstance(x, Tensor):
-            if x.dtype not in _HALF:
-                return x
-            return self._widened_weight(x) if isinstance(x, Parameter) and x.device.type == "cpu" else x.float()
-        # Only for what may hold tensors: it takes longer than most functions that the mode is called for.
-        return tree_map(self._widened, x) if type(x) in (tuple, list, dict) else x
-
-    def _widened_weight(self, weight: Tensor) -> Tensor:
-        _, wide, version = self._held.get(id(weight), (None, None, None))
-        if wide is None or count_writes(wide) != version:  # code that converts a weight may write to the result
-            wide = weight.float()
-            if wide.nbytes <= self._free_bytes:
-                self._free_bytes -= wide.nbytes
-                self._held[id(weight)] = weight, wide, count_writes(wide)
-        return wide
 
 
 def _is_spread(model: object) -> bool:

@@ -10,10 +10,11 @@ from torch.nn import functional
 from redrafter import UnsupportedError
 from redrafter.checkpoints.models import bind, load_model
 from redrafter.files.home import HOME
-from redrafter.model import passed_tests, self_test
+from redrafter.model import float32_mode, passed_tests, self_test
+from redrafter.model.float32_mode import InFloat32
 
 
-class Counting(self_test.InFloat32):
+class Counting(InFloat32):
     """Records the shape of every tensor that is converted."""
 
     def __init__(self, monkeypatch):
@@ -44,7 +45,7 @@ def test_in_float32_a_weight_is_converted_once_unless_the_copy_was_written_to(mo
 
 @pytest.mark.parametrize("limit", [0, 4 * 24])
 def test_in_float32_no_more_memory_is_held_than_the_limit(monkeypatch, limit):
-    monkeypatch.setattr(self_test, "MAX_HELD_BYTES", limit)
+    monkeypatch.setattr(float32_mode, "MAX_HELD_BYTES", limit)
     layers, x = [nn.Linear(4, 6, bias=False, dtype=torch.bfloat16) for _ in range(2)], torch.ones(1, 4)
     with torch.no_grad(), Counting(monkeypatch) as mode:
         for layer in layers * 2:
