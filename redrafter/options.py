@@ -9,6 +9,14 @@ from redrafter.errors import ArgumentError
 Check = Callable[[object], str | None]
 """Returns what a value must be, such as "a positive integer", for an invalid value; None for a valid one."""
 
+_DTYPE_WORDS = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
+
+
+def dtype_word(text: str) -> str:
+    """Return the name of a number format without torch's prefix: `float16` for `half`, `fp16` and `torch.float16`."""
+    word = text.strip().lower().removeprefix("torch.")
+    return _DTYPE_WORDS.get(word, word)
+
 
 def option(default: object, help: str, **argument: object) -> Any:
     """Declare a dataclass field that is also a command-line flag and a key of config files.

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from redrafter.app.flags import biases, flag, format_value, integers
 from redrafter.engine.options import EngineOptions
 from redrafter.errors import ArgumentError
-from redrafter.files.headers import dtype_word
-from redrafter.options import option
+from redrafter.options import dtype_word, option
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -9,12 +9,11 @@ from functools import cached_property, lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import meta, nodes
-
 from redrafter.chat.thoughts import SWITCHES, ThoughtMarks, thought_marks
 from redrafter.errors import ArgumentError, first_line
 
 if TYPE_CHECKING:
+    from jinja2.nodes import Template
     from transformers import PreTrainedTokenizerBase
 
 _PROBE = "a text to look for"
@@ -129,6 +128,8 @@ class ChatTemplate:
     @cached_property
     def variables(self) -> frozenset[str]:
         """Variables that the template reads, except messages, tools and variables that the tokenizer supplies."""
+        # Imported late: commands check paths of data before they import libraries.
+        from jinja2 import meta
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         undeclared: set[str] = set()
@@ -156,7 +157,7 @@ class ChatTemplate:
 
     def render(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, **variables: Any) -> str:
         """Render messages that `prepare_chat` has returned; raise `ChatError` if the template rejects them."""
-        # Imported late: commands check paths of data before they import transformers.
+        # Imported late, as above.
         from transformers import PreTrainedTokenizerBase
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -223,8 +224,10 @@ def set_variables(tokenizer: "PreTrainedTokenizerBase", variables: Mapping[str, 
         tokenizer.chat_template = f"{defaults}\n{template}"
 
 
-def _set_before_read(tree: nodes.Template) -> set[str]:
+def _set_before_read(tree: "Template") -> set[str]:
     """Return the names that a template sets itself, in some branch at least, before it first reads them."""
+    from jinja2 import nodes
+
     first: dict[str, str] = {}
     for node in tree.find_all((nodes.Assign, nodes.Name)):
         # An assignment reads its value before it sets its target, which is the first of its names.

@@ -19,8 +19,7 @@ from redrafter.drafting.recurrent_form import RECURRENCES, SHORTLIST_RANK, check
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.files.atomic_folder import check_output_folder
 from redrafter.files.checkpoint_kind import kind_of
-from redrafter.files.headers import dtype_word
-from redrafter.options import option
+from redrafter.options import dtype_word, option
 from redrafter.tree.sizes import TreeShape
 
 OUTPUT_FORMATS = ("redrafter", "trtllm", "apple", "drafter", "speculators")

@@ -21,7 +21,7 @@ from redrafter.app.program import print_message
 from redrafter.convert.config import ConvertConfig, check_output, main
 from redrafter.convert.plan import OUTPUT_PLANNERS, ConversionPlan, add_shortlist
 from redrafter.files.atomic_folder import write_folder
-from redrafter.formats.sources import is_pair, open_base, open_drafter
+from redrafter.formats.sources import check_whole, is_pair, open_base, open_drafter
 from redrafter.tree.sizes import TreeShape
 
 
@@ -71,6 +71,8 @@ def plan_conversion(config: ConvertConfig) -> ConversionPlan:
         base = directory
     check_paths(config)
     opened_base = None if base is None or config.to == "apple" else open_base(base)
+    if opened_base is not None:
+        check_whole(opened_base)
     plan = OUTPUT_PLANNERS[config.to](drafter, opened_base, config)
     untrained = ("the drafter is not trained: its weights are random",) if drafter.config.trained_draft_len == 0 else ()
     return replace(plan, copy=config.copy, notes=plan.notes + untrained)

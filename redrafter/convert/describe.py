@@ -29,7 +29,16 @@ from redrafter.engine.tuning import drafter_fingerprint, fingerprint_of_sizes, t
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, ReDrafterError
 from redrafter.files.checkpoint_kind import check_path, kind_of
 from redrafter.files.dtype_names import dtype_name
-from redrafter.formats.sources import FOREIGN, SourceBase, SourceDrafter, is_pair, open_base, open_drafter, read_own
+from redrafter.formats.sources import (
+    FOREIGN,
+    SourceBase,
+    SourceDrafter,
+    check_whole,
+    is_pair,
+    open_base,
+    open_drafter,
+    read_own,
+)
 from redrafter.formats.tensors import LazyTensor
 from redrafter.model.recurrent_layers import layer_tensors
 from redrafter.model.supported import check_states_found, check_supported, config_width, stored_shapes
@@ -62,6 +71,8 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, object]:
         return document | {"drafter": _describe_drafter(drafter), "converts_to": possible_formats(drafter)}
     base = open_base(directory)
     document["model"] = model = _describe_model(base)
+    if not str(model.get("target")).startswith("no:"):  # what is no target anyway has no class to check it by
+        check_whole(base)
     if drafter_name is not None:
         drafter = open_drafter(_locate(drafter_name))
     elif is_pair(kind):

@@ -80,8 +80,9 @@ def check_source(name: str) -> None:
 
 
 def check_config(path: Path) -> None:
-    """Check that a directory has a config.json, or a GGUF file. Raises `CheckpointError`."""
-    if path.is_dir() and find_gguf(path) is None and not (path / "config.json").is_file():
+    """Check that a directory has a config.json, a GGUF file or an adapter. Raises `CheckpointError`."""
+    named = ("config.json", "adapter_config.json")
+    if path.is_dir() and find_gguf(path) is None and not any((path / name).is_file() for name in named):
         raise CheckpointError(f"{path} has no config.json; give the directory that save_pretrained wrote")
 
 

@@ -3,7 +3,8 @@
 import torch
 
 from redrafter.errors import ArgumentError
-from redrafter.files.headers import DTYPE_NAMES, dtype_word
+from redrafter.files.headers import DTYPE_NAMES
+from redrafter.options import dtype_word
 
 SAFETENSORS_DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in DTYPE_NAMES.items()}
 SAFETENSORS_CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}

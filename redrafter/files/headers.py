@@ -28,13 +28,6 @@ DTYPE_NAMES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-_DTYPE_WORDS = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
-
-
-def dtype_word(text: str) -> str:
-    """Return the name of a number format without torch's prefix: `float16` for `half`, `fp16` and `torch.float16`."""
-    word = text.strip().lower().removeprefix("torch.")
-    return _DTYPE_WORDS.get(word, word)
 
 
 class Header(NamedTuple):

@@ -159,18 +159,18 @@ def open_base(directory: Path) -> SourceBase:
     with config_errors(directory, "model"):
         # Conversion needs no code of the model.
         hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    tensors = open_directory(directory)
-    _check_whole(directory, hf_config, tensors)
-    return SourceBase(directory, hf_config, tensors)
+    return SourceBase(directory, hf_config, open_directory(directory))
 
 
-def _check_whole(directory: Path, config: PretrainedConfig, tensors: Mapping[str, LazyTensor]) -> None:
+def check_whole(base: SourceBase) -> None:
     """Raise `CheckpointError` if a model's files lack weights of its class, or have them in other shapes.
 
     transformers alone knows by which names a class finds its weights, so it loads tensors without memory. Models whose
-    code comes with them, and quantised ones, are not checked.
+    code comes with them, quantised ones, and those in other formats are not checked.
     """
-    if hasattr(config, "auto_map") or getattr(config, "quantization_config", None) is not None:
+    directory, config = base.directory, base.config
+    other = base.trtllm_config is not None or base.gguf is not None or hasattr(config, "auto_map")
+    if other or base.quantization_method is not None:
         return
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # it reports what is missing, in a table
@@ -181,7 +181,7 @@ def _check_whole(directory: Path, config: PretrainedConfig, tensors: Mapping[str
         _, found = kind.from_pretrained(
             None,
             config=config,
-            state_dict={name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in tensors.items()},
+            state_dict={name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in base.tensors.items()},
             device_map={"": "meta"},
             ignore_mismatched_sizes=True,
             output_loading_info=True,

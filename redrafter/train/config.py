@@ -19,8 +19,7 @@ from redrafter.drafting.recurrent_form import (
     check_shortlist_rank,
 )
 from redrafter.errors import ArgumentError
-from redrafter.files.headers import dtype_word
-from redrafter.options import check_values, option
+from redrafter.options import check_values, dtype_word, option
 from redrafter.parallel.launched import launched_processes
 from redrafter.train.output_folder import check_no_checkpoints, check_output
 from redrafter.train.recipes import RECIPES

@@ -126,7 +126,7 @@ def test_compare_tells_where_tokens_differ(generate, monkeypatch):
     assert re.search(
         r"\nthe two tokens are [\d.]+ apart in logits, and rounding explains 0.0001: please report it\n", err
     )
-    monkeypatch.setattr("redrafter.measure.differences.tolerance", lambda logits, dtype: 1e9)
+    monkeypatch.setattr("redrafter.measure.differences.tolerance", lambda *_: 1e9)
     document = json.loads(generate("Zürich", "--compare", "--json", "--dtype", "bfloat16")[0])
     assert document["compare"]["near_tie"] is True
     _, err = generate("Zürich", "--compare", "--dtype", "bfloat16")

@@ -216,7 +216,8 @@ def test_tied_weights_may_be_given_once_and_not_with_two_values():
         engine.update_weights(weights | {"lm_head.weight": weights["lm_head.weight"] + 1})
     nan = torch.full_like(weights["lm_head.weight"], torch.nan)
     tied = {"lm_head.weight": nan, "model.embed_tokens.weight": nan.clone()}
-    assert set(drafting(tiny_model("llama", tie_word_embeddings=True)).update_weights(weights | tied)) == tied.keys()
+    with pytest.raises(NotFiniteError, match="2 tensors"):
+        drafting(tiny_model("llama", tie_word_embeddings=True)).update_weights(weights | tied)
     del weights["lm_head.weight"]
     engine.update_weights(weights)
     check_writes_as(engine, new)

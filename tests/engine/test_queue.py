@@ -75,7 +75,7 @@ def test_no_step_has_more_rows_than_allowed_and_none_of_a_row_that_has_ended(lla
 
 
 def test_prompts_are_read_together_while_others_are_decoded(llama, monkeypatch):
-    sizes = noted(monkeypatch, Prefiller, "forward", lambda read, prefiller, chunks, caches: len(chunks))
+    sizes = noted(monkeypatch, Prefiller, "forward", lambda read, prefiller, chunks, *_: len(chunks))
     ids, mask = uneven_batch(rows=21)
     engine_of(llama, 8).generate(ids, mask, max_new_tokens=30, eos_token_id=ENDS, do_sample=False)
     assert sizes[0] == 8

@@ -46,7 +46,7 @@ def begin_beside(served: Scheduler, rows: int, prompts: list[list[int]], params:
 @pytest.fixture
 def forwards(monkeypatch) -> list[int]:
     """The numbers of prompts of all forwards over prompts alone."""
-    return noted(monkeypatch, Prefiller, "forward", lambda read, prefiller, chunks, caches: len(chunks))
+    return noted(monkeypatch, Prefiller, "forward", lambda read, prefiller, chunks, *_: len(chunks))
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 64])
@@ -273,7 +273,7 @@ def test_the_pace_follows_the_machine():
 def test_no_round_reads_more_than_its_pace(engine, monkeypatch):
     served = scheduler(engine)
     served.mixed_prefill = False
-    chunks = noted(monkeypatch, served.prefiller, "forward", lambda read, chosen, _: max(count for _, count in chosen))
+    chunks = noted(monkeypatch, served.prefiller, "forward", lambda read, chosen, *_: max(count for _, count in chosen))
     monkeypatch.setattr(PrefillPace, "measure", lambda self, tokens, seconds: None)
     served.prefiller.pace.tokens = 2 * BLOCK_SIZE
     run_as_alone(served, [make_sequence([3 + n % 50 for n in range(75)], 4, GREEDY)])

@@ -12,8 +12,7 @@ from redrafter.app.options import TemplateOptions, check_numbers
 from redrafter.app.paths import check_paths
 from redrafter.app.program import import_libraries, run_command
 from redrafter.errors import ArgumentError
-from redrafter.files.headers import dtype_word
-from redrafter.options import option
+from redrafter.options import dtype_word, option
 
 
 @dataclass(frozen=True)
