@@ -379,8 +379,8 @@ def test_short_memory_halves_the_batch_and_a_row_that_never_fits_fails(pair, con
     config = replace(config, batch_size=8, overwrite=True)
     summary = regenerate(pair, ROWS, config, log=said.append)
     assert lines(config.output) == [row for row in plain if row["row"] != 6]
-    assert "out of memory with" in said[0]
-    assert "--batch-size" in said[0]
+    assert "out of memory with" in said[1]
+    assert "--batch-size" in said[1]
     assert summary["errors"] == 1
     assert "out of memory" in lines(config.output + ".errors.jsonl")[0]["error"]
 
