@@ -22,7 +22,7 @@ from redrafter.app.engines import (
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.app.templates import load_chat_tokenizer
 from redrafter.chat.messages import render_chat
-from redrafter.chat.template import chat_template_of
+from redrafter.chat.template import HOW_TO_GIVE_ONE, chat_template_of
 from redrafter.checkpoints.adapters import read_adapter
 from redrafter.checkpoints.merged import boxed_pair
 from redrafter.checkpoints.models import device_error
@@ -183,8 +183,7 @@ class ChatEncoder:
         self._tokenizer = pair.tokenizer
         if not self._tokenizer.chat_template:
             raise CheckpointError(
-                f"{pair.name} has no chat template: give one with --chat-template FILE, or use `redrafter generate` "
-                "without --chat"
+                f"{pair.name} has no chat template: {HOW_TO_GIVE_ONE}, or use `redrafter generate` without --chat"
             )
         self.eos = end_tokens(pair.engine.model, self._tokenizer)
 

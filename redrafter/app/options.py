@@ -44,6 +44,9 @@ class TemplateOptions:
     chat_template: str | None = option(
         None, "chat template in Jinja (default: the model's own)", metavar="FILE", path=True, names="template"
     )
+    plain_chat_template: bool = option(
+        False, "render chats of a model without a chat template as plain text: each turn after its role"
+    )
     chat_template_kwargs: Mapping[str, Any] | None = option(
         None,
         "variables of the chat template, such as '{\"enable_thinking\": false}'; a row of data or a request may set "

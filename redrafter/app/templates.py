@@ -3,8 +3,8 @@
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.app.options import TemplateOptions
-from redrafter.chat.template import set_variables
-from redrafter.checkpoints.chat_templates import read_template
+from redrafter.chat.template import HOW_TO_GIVE_ONE, set_variables
+from redrafter.checkpoints.chat_templates import PLAIN_TEMPLATE, read_template
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.errors import ArgumentError
 
@@ -20,6 +20,10 @@ def load_chat_tokenizer(
     tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
     if template is not None:
         tokenizer.chat_template = template
+    if options.plain_chat_template:
+        if tokenizer.chat_template:
+            raise ArgumentError(f"--plain-chat-template is for models without a chat template, and {name} has one")
+        tokenizer.chat_template = PLAIN_TEMPLATE
     if options.chat_template_kwargs:
         set_variables(tokenizer, options.chat_template_kwargs, "--chat-template-kwargs")
     return tokenizer
@@ -28,6 +32,4 @@ def load_chat_tokenizer(
 def require_template(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
     """Raise `ArgumentError` if the tokenizer of a model has no chat template, for a suite's questions."""
     if not tokenizer.chat_template:
-        raise ArgumentError(
-            f"{model} has no chat template, through which a suite's turns are asked: give one with --chat-template FILE"
-        )
+        raise ArgumentError(f"{model} has no chat template, through which a suite's turns are asked: {HOW_TO_GIVE_ONE}")

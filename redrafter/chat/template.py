@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jinja2.nodes import Template
     from transformers import PreTrainedTokenizerBase
 
+HOW_TO_GIVE_ONE = "give one with --chat-template FILE, or --plain-chat-template"
 _PROBE = "a text to look for"
 _TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {"type": "object"}}}
 
@@ -201,7 +202,7 @@ def chat_template_of(tokenizer: "PreTrainedTokenizerBase") -> ChatTemplate:
     """Return the chat template of a tokenizer; raise `ChatError` if it has none."""
     if not getattr(tokenizer, "chat_template", None):
         name = tokenizer.name_or_path or type(tokenizer).__name__
-        raise ChatError(f"the tokenizer of {name} has no chat template: give one with --chat-template FILE")
+        raise ChatError(f"the tokenizer of {name} has no chat template: {HOW_TO_GIVE_ONE}")
     return _template_of(tokenizer, str(tokenizer.chat_template))
 
 

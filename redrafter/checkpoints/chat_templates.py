@@ -10,6 +10,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from redrafter.errors import ArgumentError
 from redrafter.files.hub import find_model_file
 
+PLAIN_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m['role'] | capitalize }}: {{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
 # Template files in a model's directory that transformers does not load; it loads chat_template.jinja itself.
 _EXTRA_TEMPLATE_FILES = ("chat_template.j2", "chat_template.json")
 

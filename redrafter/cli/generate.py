@@ -51,8 +51,8 @@ def run_checked(args: argparse.Namespace) -> int:
         )
     load = read_options(LoadOptions, args)
     chats = args.chat or any(row.messages for row in rows)
-    if not chats and (load.chat_template is not None or load.chat_template_kwargs):
-        raise ArgumentError("--chat-template and --chat-template-kwargs are of chats: add --chat, or leave them out")
+    if not chats and (load.chat_template is not None or load.chat_template_kwargs or load.plain_chat_template):
+        raise ArgumentError("options of the chat template are for chats: add --chat, or leave them out")
     pair = Pair.load(load, read_options(DraftOptions, args), options.speculate)
     extra: dict[str, Any] = {"num_return_sequences": copies}  # arguments of `Engine.generate` in addition to the ids
     chat = ChatEncoder(pair) if chats else None

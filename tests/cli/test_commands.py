@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -199,7 +200,17 @@ def test_a_template_without_a_chat_is_refused(folder, tmp_path):
     (tmp_path / "t.jinja").write_text("{{ messages[0].content ~ mood }}")
     for given in (["--chat-template", str(tmp_path / "t.jinja")], ["--chat-template-kwargs", '{"mood": 1}']):
         code, _, err = ran("generate", "--model", str(folder / "merged"), "x", *given)
-        assert (code, "are of chats: add --chat, or leave them out" in err) == (2, True)
+        assert (code, "are for chats: add --chat, or leave them out" in err) == (2, True)
+
+
+def test_a_model_without_a_template_takes_a_plain_one(folder, tmp_path, capsys):
+    shutil.copytree(folder / "merged", tmp_path / "bare")
+    (tmp_path / "bare" / "chat_template.jinja").unlink()
+    chat = ["generate", "Zürich", "--chat", "--max-new-tokens", "4", "--model"]
+    assert "--plain-chat-template" in fails(capsys, *chat, str(tmp_path / "bare"))
+    same = ran("generate", "User: Zürich\nAssistant:", "--max-new-tokens", "4", "--model", str(tmp_path / "bare"))
+    assert ran(*chat, str(tmp_path / "bare"), "--plain-chat-template")[1] == same[1]
+    assert "has one" in fails(capsys, *chat, str(folder / "merged"), "--plain-chat-template")
 
 
 @pytest.mark.parametrize(("config", "ends"), [(None, [2]), (5, [2, 5]), ([5, 2], [2, 5])])

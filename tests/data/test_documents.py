@@ -289,7 +289,10 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (None, "has no chat template: give one with --chat-template FILE, or use rows of text"),
+        (
+            None,
+            "has no chat template: give one with --chat-template FILE, or --plain-chat-template, or use rows of text",
+        ),
         ("{{ nobody() }}", "template refuses"),
         (
             LLAMA_LIKE.replace("{{ '<|assistant|>\n' }}", "Answer:"),
