@@ -285,7 +285,7 @@ def test_a_tune_whose_time_ends_early_writes_no_table(home, monkeypatch, capsys)
     code, out, err = ran(*args)
     assert (code, out) == (2, "")
     assert "--seconds 2 ended after 1 trees, before all were measured, so no table is written" in err
-    assert not list(home.rglob("*.json"))
+    assert not [file for file in home.rglob("*.json") if file.parent.name != "passed-tests"]
     assert "more than 0" in fails(capsys, "tune", "--seconds", "0")
 
 
