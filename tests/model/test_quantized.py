@@ -140,7 +140,11 @@ def test_one_warning_names_the_scheme_whose_scales_tokens_share(merged, name):
         warnings.simplefilter("always")
         engine = ReDrafter.from_pretrained(folder)
     ours = [each for each in caught if each.category is ReDrafterWarning]  # so that the program shows it
-    assert len(ours) == SCHEMES[name]
+    # A scheme whose scales are of single tokens may round inside its layers, which has a warning of its own.
+    assert len(ours) <= 1
+    assert ["per-tensor" in str(each.message) for each in ours if "rounds numbers" not in str(each.message)] == (
+        [True] if SCHEMES[name] else []
+    )
     if SCHEMES[name]:
         library = "compressed-tensors" if name in COMPRESSED else "torchao"
         assert ours[0].filename == __file__
