@@ -113,7 +113,7 @@ def missing_attribute(engine: str, name: str) -> str:
         instead = "leave the call out, as an engine never trains"
     elif name == "tokenizer":
         instead = "load one with AutoTokenizer.from_pretrained(model)"
-    elif name in ("config", "generation_config", "device", "dtype", "parameters", "save_pretrained"):
+    elif name in ("config", "generation_config", "dtype", "parameters", "save_pretrained"):
         instead = f"write engine.model.{name}"
     return f"{engine!r} object has no attribute {name!r}, since it is no model of transformers: {instead}"
 
