@@ -80,10 +80,9 @@ def limit_threads(device_type: str) -> None:
     """
     if "OMP_NUM_THREADS" in os.environ:
         return
-    quota = cpu_quota()
     if device_type == "cuda":
         torch.set_num_threads(1)
-    elif quota is not None and torch.get_num_threads() > (threads := max(int(quota), 1)):
+    elif (quota := cpu_quota()) is not None and torch.get_num_threads() > (threads := max(int(quota), 1)):
         torch.set_num_threads(threads)
         print(
             f"redrafter: note: this container may use {quota:g} CPU cores, so torch uses {threads} of "

@@ -1,1 +1,1 @@
-"""From messages to text: one way for training, measuring, commands and the server."""
+"""Turn messages into text, in one way for training, measuring, commands and the server."""

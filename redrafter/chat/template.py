@@ -83,13 +83,13 @@ class ChatTemplate:
 
     @cached_property
     def reads_parts(self) -> bool:
-        """Whether the template reads content only as a list of parts, and drops a plain string."""
+        """Return whether the template reads content only as a list of parts, and drops a plain string."""
         written = self._try([{"role": "user", "content": _PROBE}], add_generation_prompt=True)
         return written is not None and _PROBE not in written
 
     @cached_property
     def reads_tools(self) -> bool:
-        """Whether the template describes tools to the model, and so determines the format of calls."""
+        """Return whether the template describes tools to the model, and so determines the format of calls."""
         talk = [{"role": role, "content": self.content("a text")} for role in ("system", "user")]
         for messages in (talk[1:], talk):
             with_tools, without = self._try(messages, [_TOOL]), self._try(messages)
@@ -116,7 +116,7 @@ class ChatTemplate:
 
     @cached_property
     def places_system_messages(self) -> bool:
-        """Whether the template renders a later system message at its position."""
+        """Return whether the template renders a later system message at its position."""
         roles = ("system", "user", "assistant", "system", "user")
         texts = [f"the text number {number} to look for" for number in range(len(roles))]
         # Some templates move or drop system messages after the first, which only rendering shows.
