@@ -33,6 +33,10 @@ def keys_of(node: ast.AST) -> Iterator[tuple[ast.expr, int]]:
             is_environment(value)
         ):
             yield ast.Constant(f"{prefix}*"), 1
+        case ast.comprehension(iter=ast.Call(func=ast.Attribute(value=value)), ifs=[ast.Call(args=[prefixes])]) if (
+            is_environment(value)
+        ):
+            yield ast.Starred(prefixes), 1
 
 
 def variables_of(file: Path) -> set[str]:
@@ -47,12 +51,14 @@ def variables_of(file: Path) -> set[str]:
     used, found = 0, set()
     for key, count in (each for node in ast.walk(tree) for each in keys_of(node)):
         used += count
+        prefixes = isinstance(key, ast.Starred)
+        key = key.value if isinstance(key, ast.Starred) else key
         if isinstance(key, ast.Name):
             module = importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
             value = getattr(module, getattr(loops.get(key.id, key), "id", ""))
         else:
             value = ast.literal_eval(key)
-        found |= {value} if isinstance(value, str) else {*value}
+        found |= {f"{name}*" if prefixes else name for name in ([value] if isinstance(value, str) else value)}
     assert used == sum(map(is_environment, ast.walk(tree))), f"{file}: a use of os.environ is not understood here"
     assert not re.search(r"os\.getenv|from os import", file.read_text(encoding="utf-8")), f"{file}: write os.environ"
     return found

@@ -30,7 +30,7 @@ MAX_RESULTS = 256  # files that are kept; the ones that were written first are r
 # Arguments of loading that the digest covers, by their values. Others, such as a config or a device map, are objects.
 _COVERED = {"attn_implementation": str, "device": object, "dtype": object, "quantization": str, "caller": object}
 _OF_NO_EFFECT = {"trust_remote_code": (False,), "tp_size": (1,)}  # where they have these values
-_ENVIRONMENT = ("ATEN", "DNNL", "KMP", "MKL", "ONEDNN", "PYTORCH", "REDRAFTER", "TORCH", "TRANSFORMERS", "TRITON")
+_ENVIRONMENT = ("ATEN", "DNNL", "KMP", "MKL", "ONEDNN", "PYTORCH", "TORCH", "TRANSFORMERS", "TRITON")
 _OWN_CODE = ("redrafter.", "torch.", "transformers.")
 
 _Stamp: TypeAlias = tuple[str, int, int, int, int]
