@@ -25,6 +25,9 @@ from redrafter.sandbox.frames import FrameSocket, receive_frame, send_frame
 # may indent forever otherwise.
 WHITESPACE = r"( |\r?\n[ \t]{0,40})"
 _LISTED_LINES = re.compile(r"\n\s*\d+ \| ")
+# llguidance's names for the error that no token may follow, as in `start: start`, a rule that only refers to itself.
+_DEAD_ENDS = ("NoExtension", "NoExtensionBias")
+_NO_TEXT = "no text of this vocabulary follows it"
 _POSITION_OF_SCHEMA = re.compile(r"at \d+\(\d+\): (?=failed to compile JSON schema)")
 
 
@@ -80,7 +83,7 @@ class CompiledGrammar:
             if probe.is_error():
                 raise _error(probe.get_error())
             if not mask:
-                raise _error("no text of this vocabulary follows it")
+                raise _error(_NO_TEXT)
             # The lowest allowed id.
             probe.try_consume_tokens([(mask & -mask).bit_length() - 1])
         return first
@@ -154,6 +157,8 @@ def one_line(message: str) -> str:
     for mark in ("<state>", "<backtrace>"):
         message = message.split(mark)[0]
     message = _POSITION_OF_SCHEMA.sub("", _LISTED_LINES.split(message)[0])
+    if message.strip() in _DEAD_ENDS:
+        return _NO_TEXT
     return f"{' '.join(message.split()):.300}"
 
 

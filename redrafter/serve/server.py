@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -39,8 +39,6 @@ from redrafter.serve.answers.formats import (
     raise_cuts_as_errors,
     stream_answer,
 )
-from redrafter.serve.answers.lark import LarkWriter
-from redrafter.serve.answers.reader import ChatReader
 from redrafter.serve.capture import Capture
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.control_tokens import ControlTokens
@@ -54,7 +52,7 @@ from redrafter.serve.network.api_keys import KEY_VARIABLE, ApiKeys
 from redrafter.serve.prompts import PromptEncoder
 from redrafter.serve.protocol.fields import MAX_PROMPTS, SMALL_BODY_BYTES, StreamOptions
 from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest, Message, TooManyTokensError
-from redrafter.serve.tools import forced_tools, strict_tools
+from redrafter.serve.request_grammar import chat_grammar, content_grammar
 
 if TYPE_CHECKING:
     from redrafter.serve.traces import Traces
@@ -211,7 +209,7 @@ class Server:
         copies, kept = request.copies, request.n or 1
         # With `best_of`, more sequences are generated, and selected by their log-probabilities.
         logprobs = 0 if copies > kept and request.logprobs is None else request.logprobs
-        grammar = _grammar_source(request)
+        grammar = content_grammar(request)
         params = self._sampling_params(request, logprobs, request.prompt_count, grammar)
         if len(prompts) * copies > MAX_PROMPTS:
             raise ApiError(400, f"{len(prompts) * copies} texts in one request; at most {MAX_PROMPTS}", "n")
@@ -235,8 +233,8 @@ class Server:
 
         def encode(request: ChatRequest, decoder: SandboxedProcess | None) -> tuple[Any, ...]:
             ids, thinking, images = self.prompts.encode_chat(request, decoder)
-            content = _grammar_source(request)
-            grammar = _chat_grammar(request, content, form, template.unspelled, marks, thinking)
+            content = content_grammar(request)
+            grammar = chat_grammar(request, content, form, template.unspelled, marks, thinking)
             return ids, thinking, images, content is None, grammar
 
         encoded = await self.encode(encode, request, request.messages, facts)
@@ -357,14 +355,18 @@ class Server:
             raise
 
         async def all_parts() -> AsyncIterator[dict[str, Any]]:
+            unfinished = "left"
             try:
                 yield first
                 async for part in raise_cuts_as_errors(parts):
                     yield part
+            except ApiError:
+                unfinished = "error"
+                raise
             finally:
                 await parts.aclose()  # type: ignore[attr-defined]
                 await deltas.aclose()
-                facts.update(summarize(choices))
+                facts.update(summarize(choices, unfinished))
 
         return all_parts()
 
@@ -478,42 +480,3 @@ def load_server(
         traces = Traces(options.otlp_traces_endpoint)
     engine = EngineClient(process.channel, facts, process)
     return Server(engine, tokenizer, options, keys, operators or ApiKeys(), images, traces, control)
-
-
-def _grammar_source(request: AnyRequest) -> GrammarSource | None:
-    spec: dict[str, Any] | None = None
-    if request.structured_outputs is not None:
-        [(kind, value)] = ((name, value) for name, value in request.structured_outputs if value is not None)
-        spec = {"json_schema" if kind == "json_" else kind: value}
-    elif isinstance(request, ChatRequest):
-        form = request.response_format
-        if form is not None and form.json_schema is not None:
-            spec = {"json_schema": form.json_schema.schema_}
-        elif form is not None and form.type != "text":
-            spec = {"json_object": True} if form.lark_grammar is None else {"lark": form.lark_grammar}
-    return None if spec is None else GrammarSource.from_spec(spec)
-
-
-def _chat_grammar(
-    request: ChatRequest,
-    grammar: GrammarSource | None,
-    form: type[ChatReader],
-    special: Mapping[str, int],
-    marks: ThoughtMarks | None,
-    thinking: Thinking,
-) -> GrammarSource | None:
-    """Return the grammar of a chat's whole output: a thought, then a call or the content.
-
-    `grammar` constrains only the content; None leaves it free.
-    """
-    lark = LarkWriter(special, form.parsers[0])
-    if forced := forced_tools(request):
-        return lark.source(form.after_thought(lark, marks, thinking, form.write_forced(lark, forced)))
-    # A requested format already constrains the text, so strict calls do not apply.
-    if grammar is None and (strict := strict_tools(request)):
-        text = form.write_text(lark, strict, several=request.parallel_tool_calls is not False)
-        return lark.source(form.after_thought(lark, marks, thinking, text))
-    if grammar is None:
-        return None
-    around = form.after_thought(lark, marks, thinking, form.write_answer(lark, "@answer"))
-    return grammar if around == "@answer" else grammar._replace(around=lark.text(around))

@@ -352,6 +352,14 @@ def test_a_stream_that_is_cut_off_says_so(error, status_kind):
 
 # Bodies
 
+
+def test_an_integer_of_too_many_digits_is_refused_with_the_limit():
+    body = b'{"prompt": "a", "seed": ' + b"1" * 4301 + b"}"
+    answer = asked(create_app(Service()), "POST", COMPLETIONS, content=body, headers=JSON)
+    assert answer.status_code == 400
+    assert "an integer of more than 4300 digits" in answer.json()["error"]["message"]
+
+
 LONGEST = 1280  # bytes: 160 commas, 40 brackets and colons, 10 exponents
 
 

@@ -44,6 +44,8 @@ def test_an_engine_that_is_killed_ends_its_streams_and_the_server(mortal):
     assert "the engine's process was ended by SIGKILL" in last["error"]["message"]
     assert mortal.process.wait(timeout=300) == 2
     assert soon(lambda: "error: the engine's process was ended by SIGKILL" in mortal.log[-1])
+    [logged] = [line for line in mortal.log if "POST /v1/completions" in line]
+    assert "finish=error" in logged  # and not as of a client that left
 
 
 @pytest.mark.slow

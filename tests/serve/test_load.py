@@ -30,7 +30,7 @@ from redrafter.serve.answers.lark import LarkWriter
 from redrafter.serve.answers.reader import ChatReader
 from redrafter.serve.protocol.answers import ChatAnswer, CompletionAnswer
 from redrafter.serve.protocol.requests import ChatRequest
-from redrafter.serve.tools import forced_tools
+from redrafter.serve.request_grammar import forced_tools
 from redrafter.train.config import TrainConfig
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import train

@@ -27,9 +27,9 @@ from redrafter.serve.answers.formats import ChatChoice
 from redrafter.serve.answers.lark import LarkWriter
 from redrafter.serve.answers.reader import ChatReader
 from redrafter.serve.protocol.requests import ChatRequest
+from redrafter.serve.request_grammar import forced_tools
 from redrafter.serve.routes.app import server_app
 from redrafter.serve.server import Server
-from redrafter.serve.tools import forced_tools
 
 FORM = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
 TOOL = {"type": "function", "function": {"name": "find", "parameters": SCHEMA}}

@@ -23,7 +23,7 @@ from redrafter.serve.answers.formats import ChatChoice
 from redrafter.serve.answers.lark import LarkWriter
 from redrafter.serve.answers.reader import ChatReader
 from redrafter.serve.protocol.requests import ChatRequest
-from redrafter.serve.tools import forced_tools
+from redrafter.serve.request_grammar import forced_tools
 
 THINK = THOUGHTS["qwen3"]
 TALK = [{"role": "user", "content": "Hello"}]

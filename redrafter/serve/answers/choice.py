@@ -215,8 +215,11 @@ def count_usage(choices: Sequence[Choice], prompts: Collection[Choice]) -> dict[
     }
 
 
-def summarize(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Return the facts to log about an answer, or about the part generated before the client disconnected."""
+def summarize(choices: Sequence[Choice], unfinished: str = "left") -> dict[str, Any]:
+    """Return the facts to log about an answer, or about the part of it that was generated before it was cut off.
+
+    `unfinished` is logged as the finish reason of choices without one; `left` means that the client disconnected.
+    """
     if not any(choice.begun for choice in choices):
         return {}
     told = usage_and_metrics(choices)
@@ -228,7 +231,7 @@ def summarize(choices: Sequence[Choice]) -> dict[str, Any]:
         "completion_tokens": usage["completion_tokens"],
         "first_token_seconds": round(min(waits), 4) if waits else None,
         "tokens_per_step": round(speculation["mean_acceptance_length"], 3),
-        "finish": ",".join(choice.finish or "left" for choice in choices),
+        "finish": ",".join(choice.finish or unfinished for choice in choices),
     }
 
 

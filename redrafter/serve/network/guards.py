@@ -9,6 +9,7 @@ import asyncio
 import json
 import math
 import re
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -393,7 +394,9 @@ def _loads(body: bytes) -> Any:
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
     except ValueError:  # Python limits the digits of an integer
-        raise ApiError(400, "the body holds a number of too many digits") from None
+        most = sys.get_int_max_str_digits()
+        what = f"the body holds an integer of more than {most} digits, the most that are read: send it as a string"
+        raise ApiError(400, what) from None
 
 
 class JsonRoute(APIRoute):
