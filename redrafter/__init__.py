@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from redrafter.drafting.drafter import RecurrentDrafter
     from redrafter.drafting.drafter_config import DrafterConfig, EagleConfig
     from redrafter.drafting.eagle import EagleDrafter
-    from redrafter.drafting.parallel import ParallelDrafter
-    from redrafter.drafting.parallel_config import ParallelConfig
     from redrafter.engine.call import GenerateOutput, GenerateStats, StepStreamer
     from redrafter.engine.draft_target import DraftTarget
     from redrafter.engine.engine import Engine
@@ -64,8 +62,6 @@ __all__ = [
     "Grammar",
     "MismatchError",
     "NotFiniteError",
-    "ParallelConfig",
-    "ParallelDrafter",
     "PromptLookup",
     "ReDrafter",
     "ReDrafterError",
@@ -92,8 +88,6 @@ _MODULES = {
     "GenerateOutput": "engine.call",
     "GenerateStats": "engine.call",
     "Grammar": "grammar.grammar",
-    "ParallelConfig": "drafting.parallel_config",
-    "ParallelDrafter": "drafting.parallel",
     "PromptLookup": "engine.prompt_lookup",
     "ReDrafter": "engine.redrafter",
     "RecurrentDrafter": "drafting.drafter",
@@ -115,7 +109,7 @@ def __getattr__(name: str) -> Any:
 # `AutoConfig` knows our configs once their modules are imported, which the first use of a public name does. Where
 # transformers is there already, that costs nothing; and it must not be imported for them.
 if "transformers.models.auto.configuration_auto" in sys.modules:
-    importlib.import_module(f"{__name__}.drafting.parallel_config")  # and those of the other drafters with it
+    importlib.import_module(f"{__name__}.drafting.dflash_config")  # and those of the other drafters with it
 
 
 def __dir__() -> list[str]:

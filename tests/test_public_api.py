@@ -41,8 +41,6 @@ def test_public_names_are_exactly_those_listed():
         "Grammar",
         "MismatchError",
         "NotFiniteError",
-        "ParallelConfig",
-        "ParallelDrafter",
         "PromptLookup",
         "ReDrafter",
         "ReDrafterError",

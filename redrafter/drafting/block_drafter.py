@@ -7,7 +7,7 @@ stored as heads of one layer, and to the block itself. A subclass defines what e
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -67,12 +67,10 @@ class BlockDrafter(TrainableDrafter):
     """The layers of a drafter of blocks.
 
     Attributes:
-        first_entry: The first token of a sequence that blocks attend to: 1 where entries read the token before theirs.
         layers: The decoder layers, in order.
         norm: The norm after them.
     """
 
-    first_entry: ClassVar[int] = 0
     config: BlockConfig
     layers: nn.ModuleList
     norm: nn.RMSNorm
@@ -122,25 +120,15 @@ class BlockDrafter(TrainableDrafter):
         keys, values = (torch.cat(side, dim=-2) for side in sides)
         return keys, values
 
-    def remember_sequences(self, hidden: Tensor, embedding: Tensor, position: Tensor | Sines) -> tuple[Tensor, Tensor]:
-        """Compute keys and values of all tokens of sequences, `[B, T, L H, d]` each; see `remember`.
-
-        Those of tokens before `first_entry` are undefined. `embedding` is the target's of the tokens, `[B, T, D]`.
-        """
-        return self.remember(hidden, position)
-
     def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> ReadAt:
         """Return a function that reads the keys and values before positions of sequences."""
         position, heads = torch.arange(tokens.shape[1], device=tokens.device), self.config.num_key_value_heads
-        keys, values = self.remember_sequences(
-            self.fuse_hidden(hidden), embedding, position.expand_as(tokens)
-        )  # [B, T, L H, d]
-        seen = position.masked_fill(position < self.first_entry, -1)
+        keys, values = self.remember(self.fuse_hidden(hidden), position.expand_as(tokens))  # [B, T, L H, d]
 
         def at(row: Tensor, length: Tensor) -> BlockContext:
             def read_layer(layer: int) -> LayerContext:
                 part = slice(layer * heads, (layer + 1) * heads)
-                return LayerContext(keys[row, :, part], values[row, :, part], seen.expand(len(row), -1))
+                return LayerContext(keys[row, :, part], values[row, :, part], position.expand(len(row), -1))
 
             return BlockContext(length, read_layer)
 
@@ -170,7 +158,7 @@ class BlockDrafter(TrainableDrafter):
         tokens, (rows, length) = texts.tokens, texts.tokens.shape
         index, device = torch.arange(length, device=tokens.device), tokens.device
         sines = Sines.at(index, *rope_of(self.config, device))
-        keys, values = self.remember_sequences(fused, texts.embedding, sines)  # [B, T, L H, d]
+        keys, values = self.remember(fused, sines)  # [B, T, L H, d]
         starts = self._find_starts(texts)
         # Blocks are filled at the same columns of all rows. Finding those with an anchor would make the host wait for a
         # GPU, where most columns have one.
@@ -201,7 +189,7 @@ class BlockDrafter(TrainableDrafter):
             opens = pad(texts.segment[:, 1:] != texts.segment[:, :-1], (1, 0))
             index = torch.arange(texts.tokens.shape[1], device=starts.device)
             starts = torch.where(opens, index, starts).cummax(dim=1).values
-        return starts + self.first_entry
+        return starts
 
     def _split_fused(self, columns: Tensor, starts: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, "Masks | None"]]:
         """Split columns `[P]` into parts whose attention is fused, with their masks; an empty list if it cannot be.
@@ -341,7 +329,7 @@ class BlockProposer(SearchProposer[BlockContext]):
         """Return the keys and values of the rows' committed tokens where they are, or a function that copies them."""
         if reads_pages(cache):
             later = any(layer.self_attn.sees_later for layer in self.drafter.stack)
-            whole = PagedEntries.from_cache(cache, state.length, first=self.drafter.first_entry, sees_later=later)
+            whole = PagedEntries.from_cache(cache, state.length, first=0, sees_later=later)
             heads = self.drafter.config.num_key_value_heads
             sides = zip(*(x.split(heads, dim=2) for x in (whole.keys, whole.values)), strict=True)
             return BlockContext(state.length, tuple(whole._replace(keys=k, values=v) for k, v in sides))
@@ -366,8 +354,7 @@ class BlockProposer(SearchProposer[BlockContext]):
         if size < cache.window:
             position = position + (length - size)[:, None]
         part = slice(layer * heads, (layer + 1) * heads)
-        seen = position.masked_fill(position < self.drafter.first_entry, -1)
-        return LayerContext(*cache.read_drafter_layer(position.clamp(min=0), part), seen)
+        return LayerContext(*cache.read_drafter_layer(position.clamp(min=0), part), position)
 
 
 def _fill(

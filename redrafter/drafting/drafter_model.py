@@ -273,18 +273,17 @@ def drafter_layer(
     carry: Callable[[Tensor, Tensor], Tensor] | None = None,
     extra_dim: int = 0,
     *,
-    reads_own: bool = False,
     compiled: bool = False,
 ) -> DrafterLayer:
     """Return the layer of `heads` keys and values that `remember` computes of every token of a target.
 
-    `carry`, `extra_dim` and `reads_own` say what a token leaves for that of the next one, as in `DrafterLayer`. Where
-    both functions are `compiled`, neither is called with one token alone.
+    `carry` and `extra_dim` say what a token leaves for that of the next one, as in `DrafterLayer`. Where both functions
+    are `compiled`, neither is called with one token alone.
     """
     if compiled:
         remember, carry = of_several_tokens(remember), None if carry is None else of_several_tokens(carry)
     shape = LayerShape(heads, width, width, target.dtype, target.device, of_drafter=True, extra_dim=extra_dim)
-    return DrafterLayer(drafter, shape, remember, carry, reads_own)
+    return DrafterLayer(drafter, shape, remember, carry)
 
 
 def of_several_tokens(compute: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from redrafter.errors import ArgumentError
 
 RECURRENCES = ("apple", "trtllm", "gated")
-HEADS = ("recurrent", "markov", "none")  # of a drafter with a parallel backbone
 CONTEXT_HEADS, CONTEXT_KV_HEADS, CONTEXT_HEAD_DIM = 4, 1, 64  # defaults of a drafter with context attention
 SHORTLIST_RANK = 128  # default rank of the rough scores of a head in two stages
 

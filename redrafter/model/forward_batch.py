@@ -189,17 +189,14 @@ class DrafterLayer:
         shape: Shape of the keys and values that it stores for a token.
         remember: Computes keys and values `[T, H, d]` of tokens, from their ids `[T]`, their positions `[T]` and the
             hidden states that the drafter reads, `[T, F]`: their own, or, where the shape has a third vector
-            (`extra_dim`), the vector of the token before each, `[T, X]`, and with `reads_own` what `carry` computed.
-        carry: Computes the third vectors, `[T, X]`, from ids and hidden states, and with `reads_own` further columns,
-            which are not stored; None to store the hidden states.
-        reads_own: Whether `remember` reads a token's own result of `carry` in addition to the vector of the one before.
+            (`extra_dim`), the vector of the token before each, `[T, X]`.
+        carry: Computes the third vectors, `[T, X]`, from ids and hidden states; None to store the hidden states.
     """
 
     owner: object
     shape: LayerShape
     remember: Callable[..., tuple[Tensor, Tensor]]
     carry: Callable[[Tensor, Tensor], Tensor] | None = None
-    reads_own: bool = False
 
     def write(
         self,
@@ -218,11 +215,11 @@ class DrafterLayer:
             return  # the cache was made before the drafter was loaded
         # A NaN would stay in the cache, as no mask hides one from the drafter. Its drafts do not change the output.
         stores, hidden = cache.stores(-1), hidden.nan_to_num(0, 0, 0)
-        states = [hidden]
+        state = hidden
         if self.shape.extra_dim:
             # The token before may be in this forward or an earlier one, or in a block that was reused from a prefix.
             carried = hidden if self.carry is None else self.carry(ids, hidden).nan_to_num(0, 0, 0)
-            stores[2].index_copy_(0, slots, carried[:, None, : self.shape.extra_dim])
-            states = [stores[2].index_select(0, before())[:, 0], *([carried] if self.reads_own else ())]
-        for store, side in zip(stores[:2], self.remember(ids, positions, *states), strict=True):
+            stores[2].index_copy_(0, slots, carried[:, None])
+            state = stores[2].index_select(0, before())[:, 0]
+        for store, side in zip(stores[:2], self.remember(ids, positions, state), strict=True):
             store.index_copy_(0, slots, side.nan_to_num(0, 0, 0))

@@ -13,7 +13,6 @@ from redrafter.app.paths import check_paths
 from redrafter.app.program import import_libraries, run_command
 from redrafter.drafting.recurrent_form import (
     CONTEXT_HEAD_DIM,
-    HEADS,
     SHORTLIST_RANK,
     check_context_heads,
     check_shortlist_rank,
@@ -66,17 +65,11 @@ SIZED_OPTIONS = (
 FORM_OPTIONS = (
     *SIZED_OPTIONS,
     *("form", "rnn", "draft_vocab_size", "context_head_dim", "head_shortlist", "head_shortlist_rank"),
-    *("head", "causal"),
 )
-# Options that only some of the forms below have.
-PARALLEL_OPTIONS, RANK_OPTIONS = ("head", "causal"), ("markov_rank", "selector_rank")
+RANK_OPTIONS = ("markov_rank", "selector_rank")  # which only some of the forms below have
 # The options that each form supports. A selector knows all ids.
 FORMS = {
-    "recurrent": tuple(name for name in FORM_OPTIONS if name not in (*PARALLEL_OPTIONS, *RANK_OPTIONS)),
-    "parallel": (
-        *("form", "num_layers", "target_layers", "context_window", "head_rank", "head_shortlist", "draft_vocab_size"),
-        *PARALLEL_OPTIONS,
-    ),
+    "recurrent": tuple(name for name in FORM_OPTIONS if name not in RANK_OPTIONS),
     "eagle3": ("form", "target_layers", "draft_vocab_size"),
     "dflash": ("form", "num_layers", "target_layers", "draft_vocab_size"),
     "dspark": ("form", "num_layers", "target_layers", "draft_vocab_size", "markov_rank"),
@@ -148,9 +141,9 @@ class TrainConfig(TemplateOptions):
     save_dtype: str = option("float32", "dtype of the saved drafter", choices=DTYPES, type=dtype_word)
     form: str = option(
         "recurrent",
-        "form of a new drafter: recurrent, this project's; parallel, which computes all drafts in one pass, with a "
-        "recurrent head; eagle3, an EAGLE-3 head; or dflash, dspark or dflash2, which fill a block of --draft-len "
-        "tokens in one pass. Other engines serve the last four too. Except for recurrent, layers have the base's "
+        "form of a new drafter: recurrent, this project's; eagle3, an EAGLE-3 head; or dflash, dspark or dflash2, "
+        "which fill a block of --draft-len tokens in one pass. Other engines serve the last four too; their layers "
+        "have the base's "
         "sizes, and of the options of a form eagle3 and blocks take --target-layers and --draft-vocab-size (not "
         "dflash2), blocks also --num-layers",
         choices=tuple(FORMS),
@@ -163,17 +156,7 @@ class TrainConfig(TemplateOptions):
     )
     num_layers: int | None = option(
         None,
-        "residual layers of a new drafter (default: 3; published form: 2), or decoder layers of one that computes all "
-        "drafts in one pass (default: 2 for parallel, 3 for blocks)",
-    )
-    head: str = option(
-        "recurrent",
-        "what a draft of a parallel drafter depends on, in addition to its position: recurrent, all drafts before it; "
-        "markov, the one before it; none, nothing",
-        choices=HEADS,
-    )
-    causal: bool = option(
-        True, "let positions of a parallel drafter see only earlier ones, so that shorter drafts cost less"
+        "residual layers of a new drafter (default: 3; published form: 2), or decoder layers of blocks (default: 3)",
     )
     exit_dim: int | None = option(
         None, "width of a new drafter's layers and head (default: twice the base's hidden size, at most 8192)"
@@ -191,8 +174,7 @@ class TrainConfig(TemplateOptions):
     context_window: int | None = option(
         None,
         "pairs of a token of the text and the one after it that a new drafter attends to at each draft step, the "
-        "nearest ones; 0 for none (default: 512, or --length, if that is less; published form: 0); of a parallel one, "
-        "the positions that its layers see (default: all)",
+        "nearest ones; 0 for none (default: 512, or --length, if that is less; published form: 0)",
     )
     context_heads: int | None = option(
         None, "query heads of that attention (default: one for every 256 of the hidden size, at least 4)"

@@ -24,10 +24,7 @@ from redrafter.drafting.drafter_config import (
 )
 from redrafter.drafting.drafter_types import make_drafter
 from redrafter.drafting.eagle import EagleDrafter
-from redrafter.drafting.parallel import ParallelDrafter
-from redrafter.drafting.parallel_config import ParallelConfig
 from redrafter.drafting.recurrent_form import CONTEXT_HEADS, CONTEXT_KV_HEADS
-from redrafter.drafting.shortlist import low_rank_factors
 from redrafter.drafting.text_drafters import TrainableDrafter, require
 from redrafter.errors import ArgumentError
 from redrafter.model.supported import config_width
@@ -35,7 +32,6 @@ from redrafter.model.target import context_of
 from redrafter.train.config import TrainConfig
 from redrafter.train.sharding import gather_tensor
 
-FIRST_SHARE = 0.25  # of the base's logits in the first ones of a parallel drafter, whose positions are random at first
 MAX_EXIT_DIM = 8192  # a residual layer of 16,384 would have 268M parameters
 # Of block drafters: the ranks that DSpark and DFlash2 were published with, and DFlash2's convolutions and candidates.
 MAX_TOKEN_RANK, CONV_TAPS, CONV_GROUP, CANDIDATES = 256, 2, 16, 16
@@ -187,6 +183,14 @@ def _recurrent_options(drafter: DrafterConfig) -> dict[str, Any]:
     return form
 
 
+def _embedding_rms(model: PreTrainedModel) -> float:
+    """Return the root mean square of some of a base's embeddings, which are often far smaller than hidden states."""
+    ids = torch.arange(min(1024, model.config.get_text_config(decoder=True).vocab_size))
+    with torch.no_grad():
+        embeddings = model.get_input_embeddings()(ids.to(model.device)).float()  # the module, which may scale them
+        return float(embeddings.square().mean().sqrt().clamp(min=1e-6))
+
+
 def _set_to_zero(linear: Any) -> None:
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
@@ -265,83 +269,6 @@ def _eagle_options(drafter: EagleConfig) -> dict[str, Any]:
     return {"form": "eagle3", "target_layers": tuple(drafter.target_layers or ())}
 
 
-# Parallel drafters
-
-
-def _size_parallel(base: PretrainedConfig, config: TrainConfig) -> dict[str, Any]:
-    width, depth = config_width(base), getattr(base, "num_hidden_layers", 0)
-    rank = min(max(width // 4, 512), 1024, width)
-    return {"num_layers": 2, "target_layers": _spread_layers(depth) or (0,), "head_rank": rank}
-
-
-def _parallel_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None) -> ParallelConfig:
-    """Return the architecture of a drafter whose layers have the base's sizes."""
-    assert config.num_layers is not None, "size_form chose it"
-    assert config.target_layers is not None, "size_form chose it"
-    assert config.head_rank is not None, "size_form chose it"
-    for name in ("context_window", "num_layers", "head_rank"):
-        if getattr(config, name) == 0:
-            raise ArgumentError(f"{flag(name)} must be at least 1 with --form parallel: leave it out for the default")
-    if not config.target_layers:
-        raise ArgumentError("--target-layers none is not for --form parallel, which reads one layer at least")
-    return ParallelConfig(
-        **_layer_sizes(base),
-        num_layers=config.num_layers,
-        block_size=config.draft_len,
-        target_layers=config.target_layers,
-        sliding_layers=() if config.context_window is None else tuple(range(config.num_layers)),
-        sliding_window=None if config.context_window is None else config.context_window + 1,
-        causal="all" if config.causal else "none",
-        head=config.head,
-        head_rank=config.head_rank,
-        head_shortlist=config.head_shortlist,
-        draft_vocab_size=draft_vocab_size,
-        draft_len_per_beam=config.draft_len,
-    )
-
-
-def _prepare_parallel(drafter: ParallelDrafter, model: PreTrainedModel, draft_ids: Tensor | None) -> None:
-    """Initialise a new drafter to score positions by the base's head. Collective if the base is sharded."""
-    _set_to_zero(drafter.fuse)  # start with the last hidden state only
-    nn.init.normal_(drafter.slots, std=0.5)
-    for layer in drafter.stack:
-        for product in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            product.weight *= 0.1  # keep random outputs small compared with the residual
-    head = drafter.head
-    if head.kind != "none":
-        width = drafter.config.hidden_size
-        head.gate.weight[:, :width] *= 1 / _embedding_rms(model)
-        for product in (head.state_proj, head.inner_proj):
-            product.weight *= 0.1
-    scores, rank = gather_tensor(model.get_output_embeddings().weight), drafter.config.head_rank
-    if scores.shape == (drafter.config.vocab_size, drafter.config.hidden_size) and scores.dtype.itemsize > 1:
-        ids = slice(None) if draft_ids is None else draft_ids.to(scores.device)
-        project, weight = low_rank_factors(scores[ids].float(), min(rank, scores.shape[1]))
-        head.position_proj.weight[: len(project)] = FIRST_SHARE * project  # a higher rank than the base's stays random
-        drafter.lm_head.weight[:, : len(project)] = weight
-
-
-def _embedding_rms(model: PreTrainedModel) -> float:
-    """Return the root mean square of some of a base's embeddings, which are often far smaller than hidden states."""
-    ids = torch.arange(min(1024, model.config.get_text_config(decoder=True).vocab_size))
-    with torch.no_grad():
-        embeddings = model.get_input_embeddings()(ids.to(model.device)).float()  # the module, which may scale them
-        return float(embeddings.square().mean().sqrt().clamp(min=1e-6))
-
-
-def _parallel_options(drafter: ParallelConfig) -> dict[str, Any]:
-    window = drafter.sliding_window
-    return {
-        "form": "parallel",
-        "num_layers": drafter.num_layers,
-        "target_layers": tuple(drafter.target_layers),
-        "head_rank": drafter.head_rank,
-        "context_window": None if window is None else window - 1,
-        "head": drafter.head,
-        "causal": drafter.causal == "all",
-    }
-
-
 # Drafters of blocks
 
 
@@ -411,7 +338,6 @@ def _blocks_options(drafter: DFlashConfig) -> dict[str, Any]:
 _BLOCKS = Form(DFlashConfig, _size_blocks, _blocks_config, _prepare_blocks, _blocks_options)
 FORMS = {
     "recurrent": Form(DrafterConfig, _size_recurrent, _recurrent_config, _prepare_recurrent, _recurrent_options),
-    "parallel": Form(ParallelConfig, _size_parallel, _parallel_config, _prepare_parallel, _parallel_options),
     "eagle3": Form(EagleConfig, _size_eagle, _eagle_config, _prepare_eagle, _eagle_options),
     **dict.fromkeys(("dflash", "dspark", "dflash2"), _BLOCKS),
 }

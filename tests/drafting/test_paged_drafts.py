@@ -17,16 +17,14 @@ from helpers.features import pair, written_alone
 from helpers.generation import noted, same_as_model, same_undrafted
 from helpers.models import DRAFTER_ALONE, paged, prompts_of, tiny_model, with_tree
 from helpers.mtp import FORMS, checked_layers, mtp_tensors, random_mtp
-from helpers.parallel import PARALLEL_FORMS, random_parallel_drafter
 from helpers.right_drafts import RightDrafts
 from helpers.scheduling import run, scheduler
-from redrafter import DFlashDrafter, ParallelDrafter, ReDrafter, kernels
+from redrafter import DFlashDrafter, ReDrafter, kernels
 from redrafter.cache import block_manager
 from redrafter.cache.paged import PagedCache
-from redrafter.drafting import block_drafter, mtp, paged_entries, parallel
+from redrafter.drafting import block_drafter, mtp, paged_entries
 from redrafter.drafting.dflash import DFlashProposer
 from redrafter.drafting.mtp import MTPProposer
-from redrafter.drafting.parallel import ParallelProposer
 from redrafter.kernels.attention_inputs import AttentionInputs
 from redrafter.model.target import Target
 from redrafter.tree.sizes import TreeShape
@@ -113,16 +111,9 @@ def test_a_search_has_slots_for_all_entries_that_it_makes():
     assert slots == [1 + 3 * 3, 5, 13]
 
 
-@pytest.mark.parametrize(
-    ("make", "form"),
-    [
-        *((random_block_drafter, DFLASH_FORMS[form]) for form in ("DFlash", "speculators'", "DFlash2")),
-        *((random_parallel_drafter, PARALLEL_FORMS[form]) for form in ("recurrent", "sliding", "bidirectional")),
-    ],
-    ids=["DFlash", "speculators'", "DFlash2", "recurrent", "sliding", "bidirectional"],
-)
-def test_blocks_draft_by_the_kernel_what_they_draft_over_copies(make, form, kernel):
-    drafter = make(**form)
+@pytest.mark.parametrize("form", ["DFlash", "speculators'", "DFlash2"])
+def test_blocks_draft_by_the_kernel_what_they_draft_over_copies(form, kernel):
+    drafter = random_block_drafter(**DFLASH_FORMS[form])
     engine = with_tree(tiny_model("llama"), drafter, 3, 3)
     copies = drafted(engine, drafter.proposer_class)
     assert not kernel
@@ -134,7 +125,7 @@ def test_blocks_draft_by_the_kernel_what_they_draft_over_copies(make, form, kern
 @pytest.fixture
 def compiled(pages, monkeypatch):
     """Let drafts and entries be compiled, as on a GPU: by Dynamo alone, which must trace each function whole."""
-    for drafter in (DFlashDrafter, ParallelDrafter, mtp.MTPDrafter):
+    for drafter in (DFlashDrafter, mtp.MTPDrafter):
         proposer, layer = drafter.proposer, drafter.stored_layer
         monkeypatch.setattr(drafter, "proposer", lambda *given, made=proposer: made(*given[:-1], True))
         monkeypatch.setattr(drafter, "stored_layer", lambda self, target, _, made=layer: made(self, target, True))
@@ -146,8 +137,7 @@ def compiled(pages, monkeypatch):
 
     monkeypatch.setattr(mtp, "compile_once", traced)
     monkeypatch.setattr(block_drafter, "_compiled_fill", lambda: traced(vars(block_drafter)["_fill_paged"]))
-    for module in (block_drafter, parallel):
-        monkeypatch.setattr(module, "compile_once", traced)
+    monkeypatch.setattr(block_drafter, "compile_once", traced)
     return calls
 
 
@@ -155,8 +145,6 @@ def engine_with(name: str) -> tuple[ReDrafter, type]:
     """Return an engine that drafts trees of some kind, and the class of its proposer."""
     if name in DFLASH_FORMS:
         return with_tree(tiny_model("llama"), random_block_drafter(**DFLASH_FORMS[name]), 3, 3), DFlashProposer
-    if name == "parallel":
-        return with_tree(tiny_model("llama"), random_parallel_drafter(), 3, 3), ParallelProposer
     target = Target(FORMS[name].model())
     target.model.generation_config.eos_token_id = None
     return ReDrafter(target, random_mtp(target, FORMS[name]), TreeShape(3, 3, 10), options=DRAFTER_ALONE), MTPProposer
@@ -167,18 +155,15 @@ def engine_with(name: str) -> tuple[ReDrafter, type]:
     [
         "mimo",
         "DFlash",
-        "parallel",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "DFlash2")),
     ],
 )
 def test_a_compiler_traces_drafts_and_entries_whole(name, compiled):
     engine, proposer = engine_with(name)
     copies = drafted(engine, proposer)
-    entries = {"_carry", "_finish"} if name == "parallel" else {"_remember"}
-    head = {"_fuse", "_begin", "_advance"} if name == "parallel" else set()  # which reads no entries
-    assert set(compiled) == entries | head  # only where drafts read pages, the rest is compiled
+    assert set(compiled) == {"_remember"}  # only where drafts read pages, the rest is compiled
     pages = drafted(paged(engine), proposer)
-    assert len(set(compiled)) == len(entries | head) + 1
+    assert len(set(compiled)) == 2
     assert all(torch.equal(*trees) for trees in zip(pages, copies, strict=True))
 
 

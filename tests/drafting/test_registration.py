@@ -92,6 +92,14 @@ def test_what_a_drafter_of_another_package_lacks_is_refused_by_its_kind(place):
         require(TrainableDrafter, open_drafter_model(place))
 
 
+def test_a_drafter_of_a_removed_form_is_refused_by_name(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "redrafter_parallel"}))
+    with pytest.raises(CheckpointError, match="is a parallel drafter, a form that this version no longer has"):
+        open_drafter_model(tmp_path)
+    assert command(["info", str(tmp_path)]) == 2
+    assert "is a parallel drafter" in capsys.readouterr().err
+
+
 def test_the_source_of_this_package_declares_all_that_its_modules_register():
     for module in iter_modules(drafting.__path__, "redrafter.drafting."):
         import_module(module.name)

@@ -9,7 +9,6 @@ from helpers.dflash import random_block_drafter
 from helpers.eagle import random_head
 from helpers.models import DRAFTER_ALONE, paged, prompts_of, tiny_drafter, tiny_model
 from helpers.mtp import FORMS, random_mtp
-from helpers.parallel import random_parallel_drafter
 from redrafter import ReDrafter
 from redrafter.drafting import drafter_model
 from redrafter.model.target import Target
@@ -20,11 +19,10 @@ from redrafter.model.target import Target
     [
         (random_head, {"_finish", "_carry"}),
         (random_block_drafter, {"_remember"}),
-        (random_parallel_drafter, {"_finish", "_carry"}),
         (lambda: tiny_drafter(context_window=4), {"_remember"}),
         (None, {"_remember"}),
     ],
-    ids=["EAGLE-3", "DFlash", "parallel", "recurrent", "MTP"],
+    ids=["EAGLE-3", "DFlash", "recurrent", "MTP"],
 )
 def test_one_compilation_stores_any_number_of_tokens(make, functions, monkeypatch):
     target = Target(FORMS["mimo"].model() if make is None else tiny_model("llama"))

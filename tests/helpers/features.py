@@ -24,7 +24,6 @@ from helpers.dflash import DFLASH_FORMS, checked_blocks, random_block_drafter
 from helpers.eagle import EAGLE_FORMS, checked_drafts, random_head
 from helpers.models import CHUNKED, script_of_rows, tiny_drafter, tiny_model, uneven_batch
 from helpers.mtp import checked_layers, random_mtp
-from helpers.parallel import PARALLEL_FORMS, random_parallel_drafter
 from helpers.recurrent import generated_alone, recurrent_model
 from helpers.scheduling import KINDS, alone, make_sequence, seeing_sequence
 from helpers.seeing_models import UNEVEN, prompts_with_images, tiny_seeing_model
@@ -180,10 +179,6 @@ def blocks(form: str, model: PreTrainedModel) -> Any:
     return random_block_drafter(**DFLASH_FORMS[form], **sized(model))
 
 
-def parallel(form: str, model: PreTrainedModel) -> Any:
-    return random_parallel_drafter(**PARALLEL_FORMS[form], **sized(model))
-
-
 def with_mtp(model: PreTrainedModel, options: EngineOptions, shape: TreeShape) -> ReDrafter:
     target = Target(model)
     return ReDrafter(target, random_mtp(target), shape, options=options)
@@ -204,8 +199,6 @@ ENGINES: dict[str, Callable[[PreTrainedModel, EngineOptions], Engine]] = {
     "DFlash": lambda model, options: recurrent(model, options, TreeShape(4, 3, 999), blocks("DFlash", model)),
     "DSpark": lambda model, options: recurrent(model, options, TreeShape(4, 3, 999), blocks("DSpark", model)),
     "DFlash2": lambda model, options: sharing(model, options, blocks("DFlash2", model)),
-    "parallel": lambda model, options: recurrent(model, options, TreeShape(4, 3, 999), parallel("recurrent", model)),
-    "parallel's shared nodes": lambda model, options: sharing(model, options, parallel("shortlist", model)),
     "MTP": lambda model, options: with_mtp(model, options, TreeShape(4, 3, 999)),
     "MTP and text": lambda model, options: beside_text(with_mtp(model, options, TreeShape(1, 3, 999))),
     "draft model": draft_target,

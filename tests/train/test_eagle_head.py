@@ -123,8 +123,7 @@ def test_a_training_that_goes_on_ends_bit_for_bit_where_it_would_have(tmp_path, 
 @pytest.mark.parametrize("option", ["--recurrence apple", "--exit-dim 8", "--context-window 4", "--no-rnn"])
 def test_options_of_recurrent_drafters_are_refused_by_name(capsys, tmp_path, option):
     words = command(tmp_path, "--form", "eagle3", *option.split())
-    forms = "recurrent or parallel" if "--context-window" in option else "recurrent"
-    assert f" is for --form {forms}: leave it out with --form eagle3" in refused(capsys, words)
+    assert " is for --form recurrent: leave it out with --form eagle3" in refused(capsys, words)
 
 
 def test_other_drafters_are_refused_by_name_and_blocks_are_measured(capsys, tmp_path):

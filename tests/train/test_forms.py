@@ -18,20 +18,17 @@ from redrafter.train.train_drafter import main
 
 FORMS: dict[str, dict[str, Any]] = {
     "recurrent": {"head_shortlist": 128},
-    "parallel": {"form": "parallel", "head_rank": 16},
-    "shortlist": {"form": "parallel", "head_rank": 16, "head": "markov", "head_shortlist": 16},
-    "independent": {"form": "parallel", "head_rank": 16, "head": "none"},
     "eagle3": {"form": "eagle3"},
     "dflash": {"form": "dflash", "num_layers": 1},
     "dspark": {"form": "dspark", "num_layers": 1, "markov_rank": 8},
     "dflash2": {"form": "dflash2", "num_layers": 1, "selector_rank": 8},
 }
-# Parts of names of matrices with a row for each id or position.
-ROWS = ("lm_head", "embed_tokens", "slots", "shortlist.head", "markov_w1", "markov_w2", "codebook")
+# Parts of names of matrices with a row for each id.
+ROWS = ("lm_head", "embed_tokens", "shortlist.head", "markov_w1", "markov_w2", "codebook")
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_muon_takes_matrices_whose_rows_are_neither_ids_nor_positions(form):
+def test_muon_takes_matrices_whose_rows_are_not_ids(form):
     drafter = new_drafter(tiny_model(), TrainConfig(draft_len=3, **FORMS[form]))
     names = {weight: name for name, weight in drafter.named_parameters()}
     matrices = {name for weight, name in names.items() if weight.dim() == 2}
@@ -73,7 +70,7 @@ def test_muon_is_refused_for_a_drafter_without_hidden_matrices():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["parallel", "dflash2"])
+@pytest.mark.parametrize("form", ["dflash", "dflash2"])
 def test_the_command_trains_with_muon_compiled_and_in_bfloat16(form, tmp_path, capsys):
     more = ["--form", form, "--num-layers", "1", "--steps", "2", "--validate-prompts", "1"]
     objective = ["--loss", "lk-alpha", "--reach", "0.5", "--reach-by", "dpace", "--rejected", "0.5"]

@@ -10,7 +10,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from helpers.dflash import random_block_drafter
 from helpers.models import assert_close_by_scale, tiny_model
-from helpers.parallel import PARALLEL_FORMS, random_parallel_drafter
 from helpers.training import known_text
 from redrafter.drafting import anchor_attention, block_drafter
 from redrafter.drafting.anchor_attention import SeenRanges
@@ -21,11 +20,11 @@ from redrafter.train.teacher import Teacher
 
 DEPTH, LENGTH = 3, 22
 DRAFTERS = {
-    **{name: (random_parallel_drafter, changes) for name, changes in PARALLEL_FORMS.items()},
-    "DFlash": (random_block_drafter, {}),
-    "DSpark": (random_block_drafter, {"markov_rank": 6, "causal": "sliding", "sliding_layers": [1]}),
-    "DFlash2": (random_block_drafter, {"conv_kernel_size": 2, "conv_group_size": 4}),
-    "narrower than a block": (random_block_drafter, {"sliding_layers": [1], "sliding_window": 2}),
+    "DFlash": {},
+    "DSpark": {"markov_rank": 6, "causal": "sliding", "sliding_layers": [1]},
+    "DFlash2": {"conv_kernel_size": 2, "conv_group_size": 4},
+    "causal": {"causal": "all"},
+    "narrower than a block": {"sliding_layers": [1], "sliding_window": 2},
 }
 
 
@@ -63,8 +62,10 @@ def fused(monkeypatch):
 @pytest.mark.parametrize("packed", [False, True], ids=["one text in float32", "packed in float64"])
 @pytest.mark.parametrize("form", DRAFTERS)
 def test_fused_attention_learns_what_the_reference_learns(form, packed, fused, monkeypatch):
-    make, changes = DRAFTERS[form]
-    drafter, model = make(**changes).to(torch.float64 if packed else torch.float32), tiny_model("llama")
+    drafter, model = (
+        random_block_drafter(**DRAFTERS[form]).to(torch.float64 if packed else torch.float32),
+        tiny_model("llama"),
+    )
     # Small parts, of which the last is filled up.
     monkeypatch.setattr(block_drafter, "SCORES_AT_ONCE", 1 << 11)
     found = learnt(drafter, model, packed)
@@ -115,7 +116,7 @@ def test_where_flex_attention_cannot_be_compiled_one_warning_names_the_reason(fu
     def refuse() -> None:
         raise RuntimeError("no compiler here\nand more")
 
-    drafter, model = random_parallel_drafter(), tiny_model("llama")
+    drafter, model = random_block_drafter(), tiny_model("llama")
     monkeypatch.setattr(anchor_attention, "compiled_attention", refuse)
     with pytest.warns(UserWarning, match="cannot be compiled for it: no compiler here$") as warned:
         found = [learnt(drafter, model, packed=False) for _ in range(2)]
@@ -128,8 +129,7 @@ def test_where_flex_attention_cannot_be_compiled_one_warning_names_the_reason(fu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("form", DRAFTERS)
 def test_a_gpu_that_fuses_attention_learns_what_a_cpu_learns(form, monkeypatch):
-    make, changes = DRAFTERS[form]
-    drafter, model = make(**changes, head_dim=16), tiny_model("llama")
+    drafter, model = random_block_drafter(**DRAFTERS[form], head_dim=16), tiny_model("llama")
     monkeypatch.setattr(anchor_attention, "TRIED", {})
     found = learnt(drafter, model, packed=True, device="cuda")
     assert all(anchor_attention.TRIED.values())
