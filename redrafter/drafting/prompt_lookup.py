@@ -1,7 +1,7 @@
 """Drafts copied from the text itself: the tokens that followed an earlier occurrence of its last tokens.
 
-`PromptLookupProposer` drafts nothing else. `TextBeside` adds such a chain to the tree of any other proposer, as further
-nodes. Since a draft counts only if the target draws it, any union of drafts is as exact as each of them.
+`PromptLookupProposer` drafts nothing else. `WithPromptLookup` adds such a chain to the tree of any other proposer, as
+further nodes. Since a draft counts only if the target draws it, any union of drafts is as exact as each of them.
 """
 
 from collections.abc import Sequence
@@ -59,33 +59,14 @@ class Repeats:
     def __init__(self) -> None:
         """Begin before any token was read."""
         self._seen: set[tuple[int, ...]] = set()  # each run of LEAST_MATCH tokens that has a next token
-        self._piece: Sequence[int] | None = None  # the last piece whose runs were added
         self._read = LEAST_MATCH  # where the next run ends
 
-    def has_match(self, tokens: Sequence[int], piece: Sequence[int] | None = None) -> bool:
-        """Return whether the last LEAST_MATCH tokens of a text occur earlier in it, or in a piece of another one.
-
-        Args:
-            tokens: The text, which begins with the text of earlier calls.
-            piece: Tokens of another sequence. Earlier pieces are kept, as a search without a match is still correct.
-        """
-        if piece is not None and piece is not self._piece:
-            self._piece = piece
-            self._seen.update(zip(*(piece[i:] for i in range(LEAST_MATCH)), strict=False))
+    def has_match(self, tokens: Sequence[int]) -> bool:
+        """Return whether the last LEAST_MATCH tokens of a sequence, which continues earlier calls', occur before."""
         for end in range(self._read, len(tokens)):
             self._seen.add(tuple(tokens[end - LEAST_MATCH : end]))
         self._read = max(self._read, len(tokens))
         return tuple(tokens[-LEAST_MATCH:]) in self._seen
-
-
-def searched(state: State) -> tuple[Tensor, Tensor]:
-    """Return the tokens that each row may copy, and the position of its pending token, `[B, R + T]` and `[B]` int64.
-
-    The tokens are a piece of an earlier sequence, followed by the row's own.
-    """
-    if state.pieces is None:
-        return state.tokens, state.length
-    return torch.cat([state.pieces, state.tokens], dim=1), state.length + state.pieces.shape[1]
 
 
 def copy_from(tokens: Tensor, length: Tensor, start: Tensor, count: int) -> Tensor:
@@ -142,14 +123,13 @@ class PromptLookupProposer:
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
     ) -> Tree:
         """Copy drafts from each row's own sequence."""
-        tokens, length = searched(state)
-        start, _ = latest_match(tokens, length, self.ngram)
-        drafts = copy_from(tokens, length, start, self.draft_len)  # [B, K]
+        start, _ = latest_match(state.tokens, state.length, self.ngram)
+        drafts = copy_from(state.tokens, state.length, start, self.draft_len)  # [B, K]
         return chain(torch.cat([state.pending, drafts], dim=1))
 
 
 @dataclass(frozen=True)
-class TextBeside:
+class WithPromptLookup:
     """Adds a chain that is copied from the text to another proposer's drafts.
 
     Attributes:
@@ -196,8 +176,7 @@ class TextBeside:
         A GPU always verifies all L nodes, as a captured step has one shape, and a few more nodes cost hardly any time.
         """
         tree = self.without_text.propose(state, sampler, noise, cache, draft_cache)
-        tokens, length = searched(state)
-        start, matched = latest_match(tokens, length, MATCH_TOKENS)
+        start, matched = latest_match(state.tokens, state.length, MATCH_TOKENS)
         count = self.draft_len
         if not matched.is_cuda:
             longest = int(matched.where(state.active[:, None], 0).max())
@@ -205,7 +184,7 @@ class TextBeside:
                 return tree
             # On a CPU each node takes time, and the longer a match is, the longer it tends to continue.
             count = min(count, DRAFTS_PER_MATCHED * longest)
-        return graft(tree, copy_from(tokens, length, start, tree.levels + count))
+        return graft(tree, copy_from(state.tokens, state.length, start, tree.levels + count))
 
 
 def graft(tree: Tree, drafts: Tensor) -> Tree:

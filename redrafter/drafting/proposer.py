@@ -30,8 +30,6 @@ class State:
         hidden: The target's hidden state that produced the pending token, `[B, F]`.
         active: Rows that a step advances, `[B]` bool; others are unchanged.
         inputs: The number of each row that a feature of the target reads, as in `ForwardBatch`.
-        pieces: A piece of an earlier sequence that each row may copy, `[B, R]` int64, 0 for none; None if no earlier
-            sequences are stored.
     """
 
     tokens: Tensor
@@ -39,7 +37,6 @@ class State:
     hidden: Tensor
     active: Tensor
     inputs: Mapping[Feature, Tensor] = field(default_factory=dict)
-    pieces: Tensor | None = None
 
     @property
     def pending(self) -> Tensor:
@@ -49,21 +46,18 @@ class State:
     def at(self, rows: Tensor | slice) -> "State":
         """Return the state of rows `rows`, `[B']` int64 or a slice, alone."""
         inputs = {feature: x[rows] for feature, x in self.inputs.items()}
-        pieces = None if self.pieces is None else self.pieces[rows]
         return State(
             tokens=self.tokens[rows],
             length=self.length[rows],
             hidden=self.hidden[rows],
             active=self.active[rows],
             inputs=inputs,
-            pieces=pieces,
         )
 
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors, whose first dimension is that of the rows."""
-        pieces = [] if self.pieces is None else [self.pieces]
-        return [self.tokens, self.length, self.hidden, self.active, *self.inputs.values(), *pieces]
+        return [self.tokens, self.length, self.hidden, self.active, *self.inputs.values()]
 
     def with_active(self, active: Tensor) -> "State":
         """Return the same state with the rows marked in `active` `[B]` bool active."""

@@ -12,7 +12,7 @@ from redrafter.checkpoints.models import bind, check_quantization, locate_gguf
 from redrafter.checkpoints.vocabularies import Tokenizer, map_unlike_vocabularies
 from redrafter.drafting.draft_model import DraftModelProposer
 from redrafter.drafting.policy import CostPolicy, DraftLengthPolicy, DraftPolicy, text_nodes
-from redrafter.drafting.prompt_lookup import TextBeside
+from redrafter.drafting.prompt_lookup import WithPromptLookup
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.arguments import check_bound
@@ -110,7 +110,7 @@ class DraftTarget(Engine):
             for length in sorted(lengths)
         }
         super().__init__(target, self._by_length[draft_len], options)
-        self._with_text: dict[int, TextBeside] = {}
+        self._with_text: dict[int, WithPromptLookup] = {}
 
     def proposer_for(self, rows: int) -> Proposer:
         """Return the proposer for a batch of `rows` rows, with drafts copied from the sequence where allowed."""
@@ -130,7 +130,7 @@ class DraftTarget(Engine):
         if not count:
             return proposer
         # If copies were accepted, the last draft of the model may follow them, and it has not been read either.
-        return self._with_text.setdefault(count, TextBeside(replace(proposer, reread=1 + count), count))
+        return self._with_text.setdefault(count, WithPromptLookup(replace(proposer, reread=1 + count), count))
 
     @classmethod
     @takes_options

@@ -12,7 +12,7 @@ from redrafter.drafting.drafter_model import DrafterModel, check_draft_ids
 from redrafter.drafting.drafter_types import open_drafter_model
 from redrafter.drafting.estimates import QUALITIES, QUALITY, SHARING_ROWS, StepCosts, best_trees, time_at
 from redrafter.drafting.policy import CostPolicy, DraftPolicy, text_nodes
-from redrafter.drafting.prompt_lookup import TextBeside
+from redrafter.drafting.prompt_lookup import WithPromptLookup
 from redrafter.drafting.proposer import Proposer, SearchProposer, step_tokens
 from redrafter.engine.arguments import check_bound
 from redrafter.engine.engine import Engine
@@ -92,7 +92,7 @@ class ReDrafter(Engine):
         self._measured: StepCosts | None = None
         self._best: dict[tuple[StepCosts, int, bool, tuple[float, ...]], list[TreeShape]] = {}
         self._proposers: dict[TreeShape, SearchProposer] = {}
-        self._with_text: dict[tuple[int, int], TextBeside] = {}
+        self._with_text: dict[tuple[int, int], WithPromptLookup] = {}
         self._compiled = compiled
         drafter.prepare(target)
         super().__init__(target, self._propose(target, shape), options)
@@ -270,7 +270,7 @@ class ReDrafter(Engine):
         count = text_nodes(bucket(rows), proposer.nodes, self.target.device.type, costs) if copies else 0
         if not count:
             return proposer
-        return self._with_text.setdefault((id(proposer), count), TextBeside(proposer, count))
+        return self._with_text.setdefault((id(proposer), count), WithPromptLookup(proposer, count))
 
     def _propose(self, target: Target, shape: TreeShape) -> SearchProposer:
         """Return the proposer of a shape, always the same object, since captured steps are keyed by it."""

@@ -189,8 +189,8 @@ class CapturedStep:
         return HostCopy(self.packed)
 
 
-def new_state(target: Target, rows: int, width: int, piece: int = 0) -> State:
-    """Return inactive rows, with room for sequences of `width` tokens and for `piece` tokens of earlier ones."""
+def new_state(target: Target, rows: int, width: int) -> State:
+    """Return inactive rows, with room for sequences of `width` tokens."""
     # A row is inactive until `RunningBatch.add` writes it, so zeros are never read as a sequence.
     with target.device:
         tokens = torch.zeros(rows, width, dtype=torch.long)
@@ -199,8 +199,7 @@ def new_state(target: Target, rows: int, width: int, piece: int = 0) -> State:
         features = (ADAPTERS, IMAGES) if target.images.ok else (ADAPTERS,)
         inputs = {feature: torch.zeros_like(length) for feature in features}
         active = torch.zeros(rows, dtype=torch.bool)
-        pieces = torch.zeros(rows, piece, dtype=torch.long) if piece else None
-        return State(tokens=tokens, length=length, hidden=hidden, active=active, inputs=inputs, pieces=pieces)
+        return State(tokens=tokens, length=length, hidden=hidden, active=active, inputs=inputs)
 
 
 def inactive_step(target: Target, store: KVCachePool, proposer: Proposer, rows: int) -> CapturedStep:

@@ -66,7 +66,7 @@ class DraftReader:
         lag = 0 if RECURRENT_STATES in self.model.features else 1
         for sequence in sequences:
             if sequence.unread_from is None:
-                sequence.unread_from = max(len(sequence.tokens) - 1 - lag - sequence.copying.unread, 0)
+                sequence.unread_from = max(len(sequence.tokens) - 1 - lag - sequence.unread_copies, 0)
                 if sequence.draft is not None:
                     sequence.draft.prefilled = sequence.draft_length(sequence.unread_from)
 

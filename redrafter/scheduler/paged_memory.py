@@ -526,6 +526,6 @@ class SequenceBlocks:
         if not sequence.params.speculate:
             return min(len(sequence.tokens) - 2, len(sequence.prompt))  # the draft model may have read no more
         # The draft model may have proposed the last one and not read it, nor the drafts that a step has copied.
-        cached = len(sequence.tokens) - 2 - sequence.copying.unread
+        cached = len(sequence.tokens) - 2 - sequence.unread_copies
         # A prompt is shared even where the draft model has not read it: its drafts get worse, the tokens do not change.
         return cached if sequence.unread_from is None else min(cached, max(sequence.unread_from, len(sequence.prompt)))

@@ -31,7 +31,6 @@ from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import CapturedStep, HostCopy, LaunchedStep, StepKey, Timer, bucket, new_state
 from redrafter.scheduler.draft_reader import DraftReader
 from redrafter.scheduler.engine_change import Models
-from redrafter.scheduler.finished_texts import CopySource, write_pieces
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.prefill import NO_PROMPTS, ChunkBuffers, PrefilledRows, PromptStep
 from redrafter.scheduler.row_caches import DenseRows, PagedRows, RowCaches
@@ -98,15 +97,10 @@ class RunningBatch:
         rows: int,
         caches: RowCaches,
         memory: PagedMemory | None = None,
-        piece: int = 0,
     ):
-        """Make an empty batch of at most `rows` rows. Without `memory`, its steps run uncaptured.
-
-        Each row has room for `piece` tokens of a finished sequence.
-        """
+        """Make an empty batch of at most `rows` rows. Without `memory`, its steps run uncaptured."""
         self.target, self.sampling, self.caches, self._all_rows = target, sampling, caches, rows
-        self._memory, self._piece = memory, piece
-        self._given: dict[TokenSequence, CopySource] = {}  # pieces that are not in the rows yet
+        self._memory = memory
         self.rows: list[TokenSequence] = []
         self._empty: list[int] = []
         self.captured_steps: dict[StepKey, CapturedStep] = {}
@@ -227,17 +221,8 @@ class RunningBatch:
         state.length[rows], state.hidden[rows], state.active[rows] = read.lengths, read.hidden, True
         for feature, buffer in state.inputs.items():
             buffer[rows] = to_device([sequence.inputs[feature] for sequence in sequences], buffer.device, torch.long)
-        if state.pieces is not None:
-            state.pieces[rows] = 0  # the row's last sequence may have had a piece of another salt
-            for sequence in sequences:
-                sequence.copying.source = None
         self.sampling.write(first, sequences)
         self.caches.add(first, sequences, read.caches, read.rows)
-
-    def give(self, sequence: TokenSequence, piece: CopySource) -> None:
-        """Let a row repeat a piece of an earlier text from its next step on."""
-        if sequence.row is not None:
-            sequence.copying.source = self._given[sequence] = piece
 
     def update_block_tables(self, sequences: Sequence[TokenSequence]) -> None:
         """Copy the ids of blocks into the rows of sequences, after these were given some."""
@@ -317,9 +302,6 @@ class RunningBatch:
         chunks = prompts.chunks
         if chunks:
             self.reserve(max(sequence.max_length for sequence, _ in chunks))
-        if self._given:
-            write_pieces(self.state.pieces, {s.row: each for s, each in self._given.items() if s.row is not None})
-            self._given.clear()
         requirements = self._requirements or self._combine_requirements()
         # Without sequences, the step has one inactive row.
         rows, proposer = self._sizes[max(len(self.rows), 1)], self._choose_proposer(requirements, prompts.tokens)
@@ -396,7 +378,7 @@ class RunningBatch:
             return self._plain
         match = None
         if self._knows_matches:  # a CPU's step is read before the next one, so all tokens are known
-            match = any(row.params.speculate and row.copying.has_match(row.tokens) for row in self.rows)
+            match = any(row.params.speculate and row.repeats.has_match(row.tokens) for row in self.rows)
         step = StepRows(
             self._sizes[len(self.rows)],
             len(self.rows),
@@ -451,7 +433,7 @@ class RunningBatch:
         # Clear first: if an allocation below fails, captured steps would not fit the partly grown buffers.
         self.captured_steps.clear()
         self._chunk_buffers = None
-        larger = new_state(self.target, self._all_rows, size, self._piece)
+        larger = new_state(self.target, self._all_rows, size)
         if self._state is not None:
             larger.tokens[:, : self._state.tokens.shape[1]] = self._state.tokens
             # The other tensors of the state have the same shape for all lengths.

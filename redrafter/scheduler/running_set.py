@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 
 from redrafter.errors import CacheFullError
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.scheduler.finished_texts import FinishedTexts
 from redrafter.scheduler.paged_memory import SequenceBlocks
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.sequence import SequenceDelta, Stats, TokenSequence
@@ -40,23 +39,15 @@ class RunningSet:
         preempted: Number of preemptions so far.
     """
 
-    def __init__(
-        self,
-        batch: RunningBatch,
-        blocks: SequenceBlocks | None,
-        finished: FinishedTexts | None = None,
-        *,
-        bulk: bool = False,
-    ):
+    def __init__(self, batch: RunningBatch, blocks: SequenceBlocks | None, *, bulk: bool = False):
         """Begin without sequences.
 
         Args:
             batch: The rows of the sequences that step.
             blocks: The blocks of the cache; None for a dense one, which has room for every slot.
-            finished: Store of finished sequences to draft from, or None.
             bulk: Whether rows of ended sequences are freed in groups, as `Limits.bulk` defines.
         """
-        self._batch, self._blocks, self._finished, self._bulk = batch, blocks, finished, bulk
+        self._batch, self._blocks, self._bulk = batch, blocks, bulk
         self.prefilling: dict[TokenSequence, None] = {}
         self._lock = threading.Lock()  # of the queue and of the cancelled sequences
         self._queue = WaitingQueue()
@@ -336,8 +327,6 @@ class RunningSet:
                 self._blocks.withdraw(sequence)
         self._take_back([sequence for sequence, _ in ended], keep, bulk=self._bulk)
         for sequence, delta in ended:
-            if self._finished is not None and keep and sequence.written:
-                self._finished.add(sequence.prefix_salt, sequence.prompt, sequence.tokens[len(sequence.prompt) :])
             with self._lock:
                 if sequence in held:
                     self._queue.end(sequence)

@@ -32,7 +32,6 @@ from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.captured_step import LaunchedForward, LaunchedStep, Timer, bucket
 from redrafter.scheduler.engine_change import EngineChange, Models
-from redrafter.scheduler.finished_texts import PIECE, FinishedTexts
 from redrafter.scheduler.paged_memory import PagedMemory, SequenceBlocks
 from redrafter.scheduler.prefill import Chunk, PrefilledRows, Prefiller, padded_tokens
 from redrafter.scheduler.row_caches import PagedRows
@@ -68,7 +67,6 @@ class Scheduler:
             synchronously, as a CPU does.
         mixed_prefill: Whether steps read chunks of prompts too. It gains nothing where the time of a forward grows with
             each token, as on a CPU.
-        finished: Finished sequences to draft from; None if none are kept.
         asleep: Whether the engine sleeps: nothing is computed, and sequences wait.
         on_failure: Called with an exception that ended sequences, and their number.
     """
@@ -80,7 +78,6 @@ class Scheduler:
         limits: Limits,
         speculate: bool = True,
         batch: RunningBatch | None = None,
-        finished: FinishedTexts | None = None,
     ):
         """Make a scheduler without sequences.
 
@@ -91,7 +88,6 @@ class Scheduler:
             limits: Limits of the sequences that run and wait.
             speculate: Whether any row verifies drafts.
             batch: An empty running batch; None for one of sequences of any kind.
-            finished: Store of finished sequences to draft from, or None. Only without `batch`.
 
         Raises:
             UnsupportedError: Sequences of any kind need a paged cache, and a model cannot run on one, or the two are on
@@ -106,15 +102,12 @@ class Scheduler:
             rows = bucket(limits.max_batch_size)
             sampling = SamplingTensors(rows, engine.target.vocab_size, engine.target.device)
             caches = PagedRows(memory, draft_model is not None, self._draft_vocabulary)
-            batch = RunningBatch(
-                engine.target, sampling, rows, caches, memory=memory, piece=0 if finished is None else PIECE
-            )
+            batch = RunningBatch(engine.target, sampling, rows, caches, memory=memory)
         self.batch = batch
         batch.draft_with(engine, limits.max_batch_size, speculate=speculate)
         self.prefiller = Prefiller(engine.target, draft_model, limits)
         self._blocks = None if memory is None else SequenceBlocks(memory, draft_model is not None, limits.reuse)
-        self.finished = finished
-        self._running = RunningSet(batch, self._blocks, finished, bulk=limits.bulk)
+        self._running = RunningSet(batch, self._blocks, bulk=limits.bulk)
         self.longest = self._bound()
         self.overlap = memory is not None and engine.target.device.type == "cuda"
         self.mixed_prefill = self.overlap and self.prefiller.can_mix
@@ -421,10 +414,6 @@ class Scheduler:
         for sequence, count in charged.values():
             self._running.charge(sequence, count)
         for sequence, delta in running:
-            if self.finished is not None and not delta.copied:  # else the text that it copies from is kept already
-                piece = self.finished.find(sequence.prefix_salt, sequence.tokens, sequence.copying.source)
-                if piece is not None:
-                    self.batch.give(sequence, piece)
             sequence.sink(sequence, delta)
         self._running.end_together(ended)
         self._running.end_together(failed, keep=False)

@@ -17,7 +17,6 @@ from redrafter.grammar.grammar import GuidedText
 from redrafter.model.images import ImageInputs, ImagePrompt
 from redrafter.model.lora import Adapter
 from redrafter.sampling.params import SamplingParams
-from redrafter.scheduler.finished_texts import CopySource
 from redrafter.scheduler.logprobs import PromptScore
 
 
@@ -169,25 +168,6 @@ class Admission:
     round: int | None = None
 
 
-@dataclass(eq=False)
-class Copying:
-    """What drafts of a sequence may be copied from.
-
-    Attributes:
-        source: Piece of an earlier sequence that its row may repeat; None for none.
-        repeats: Reports whether its last tokens occur earlier in its tokens or in the source.
-        unread: Last tokens that its last step copied, which a draft model has not read yet.
-    """
-
-    source: CopySource | None = None
-    repeats: Repeats = field(default_factory=Repeats)
-    unread: int = 0
-
-    def has_match(self, tokens: Sequence[int]) -> bool:
-        """Return whether the last of these tokens of the sequence occur earlier in them or in the source."""
-        return self.repeats.has_match(tokens, None if self.source is None else self.source.tokens)
-
-
 @dataclass(eq=False)  # a sequence equals only itself: comparing fields would look through whole prompts
 class TokenSequence:
     """A prompt, the tokens that follow it, and its state of decoding.
@@ -216,7 +196,8 @@ class TokenSequence:
             where it follows the sequence.
         admission: When it arrived, and when it was given a slot.
         row: Its row of the running batch; None while it has none.
-        copying: What its drafts may be copied from.
+        repeats: Reports whether its last tokens occur earlier in it, so that drafts may be copied.
+        unread_copies: Last tokens that its last step copied, which a draft model has not read yet.
         launched: Forwards that were launched and draw tokens of it which the host has not read.
         cancelled: Whether it shall end before its next step.
         ended: Whether its last delta was reported.
@@ -246,7 +227,8 @@ class TokenSequence:
     unread_from: int | None = None
     admission: Admission = field(default_factory=Admission)
     row: int | None = None
-    copying: Copying = field(default_factory=Copying)
+    repeats: Repeats = field(default_factory=Repeats)
+    unread_copies: int = 0
     launched: int = 0
     cancelled: bool = False
     ended: bool = False
@@ -327,7 +309,7 @@ class TokenSequence:
                 copies=drawn.copies,
             )
         self.tokens += new
-        self.copying.unread = drawn.copied
+        self.unread_copies = drawn.copied
         if len(new) < count:
             drawn.tokens = new
             if drawn.logprobs is not None:

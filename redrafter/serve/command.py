@@ -7,7 +7,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -130,16 +130,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Only the first rank serves HTTP; the others repeat its steps.
         if process_rank() > 0 and launch is _serve:
             worker = import_libraries("redrafter.serve.engine_process.worker")
-            keys = collect_keys(options.api_key, options.api_key_file)  # all ranks must draft alike
-            code: int = worker.follow(replace(request, options=options.with_keys(len(keys))))
+            code: int = worker.follow(request)
             return code
         from redrafter.serve.log import start_logging
 
         start_logging(options.log_format, options.log_level)
         try:
             keys = collect_keys(options.api_key, options.api_key_file)
-            options = options.with_keys(len(keys))
-            request = replace(request, options=options)
             operators = collect_operator_keys(options.operator_key, keys)
             launch(request, keys, operators)
         except ReDrafterError as error:

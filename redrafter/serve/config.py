@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from redrafter.app.config_file import check_object, convert_value, options_by_name, read_object
@@ -132,11 +132,6 @@ class ServeOptions:
     chunked_context: bool = option(True, "prefill long prompts in chunks, between which other sequences continue")
     kv_cache_reuse: bool = option(True, "reuse cached prefixes of prompts")
     speculate: bool = option(True, "draft tokens for the model to verify")
-    draft_from_answers: str = option(
-        "auto",
-        "also copy drafts from finished sequences with the same key and cache_salt; auto: on, or off with several keys",
-        choices=("auto", "on", "off"),
-    )
     warm_up: bool = option(True, "compile kernels and capture steps on a GPU before the first request")
     special_tokens_in_content: bool = option(
         False, "encode special tokens that a message spells, such as <|im_end|>, as such, rather than as text"
@@ -230,12 +225,6 @@ class ServeOptions:
         if bad := [name for name in self.capture_except if not _KEY_NAME.fullmatch(name)]:
             raise ArgumentError(f"--capture-except names keys by their numbers, such as key-2, got {bad[0]!r}")
         parse_lora_modules(self.lora_modules)
-
-    def with_keys(self, count: int) -> "ServeOptions":
-        """Resolve `draft_from_answers` for `count` API keys: several clients do not share answers by default."""
-        if self.draft_from_answers != "auto":
-            return self
-        return replace(self, draft_from_answers="on" if count <= 1 else "off")
 
     def limits(self, max_seq_len: int | None) -> Limits:
         """Return the limits of the scheduler. max_seq_len: most tokens of a sequence; None for the model's context."""

@@ -15,7 +15,7 @@ from redrafter.drafting import estimates, loss_budget, policy
 from redrafter.drafting.estimates import AcceptanceEstimator, StepCosts, best_trees, time_at
 from redrafter.drafting.loss_budget import AcceptanceHistory
 from redrafter.drafting.policy import CostPolicy, DraftedStep, DraftPolicy, FixedTreePolicy, StepRows
-from redrafter.drafting.prompt_lookup import TextBeside
+from redrafter.drafting.prompt_lookup import WithPromptLookup
 from redrafter.drafting.proposer import PlainProposer, SearchProposer
 from redrafter.drafting.step_times import StepTimes
 from redrafter.engine.step_timing import time_to_read
@@ -194,8 +194,8 @@ def test_drafts_that_gain_nothing_pause_for_long_at_once():
     ("searched", "copied", "kind"), [(0.0, 0.9, "copied"), (0.0, 0.02, "none"), (0.95, 0.9, "searched")]
 )
 def test_steps_of_a_pause_copy_from_the_text_where_that_alone_pays(searched, copied, kind):
-    both = TextBeside(search(1, 3, 4), 4)
-    alone = TextBeside(PlainProposer(), 4)
+    both = WithPromptLookup(search(1, 3, 4), 4)
+    alone = WithPromptLookup(PlainProposer(), 4)
     costs = priced(((1, 1.0), (5, 1.1), (9, 1.15)), ((1, 0.3),), FREE)
     chosen = CostPolicy(StepTimes(costs, PlainProposer()), {1: [both]}, histories(0.5), {1: alone})
     dice, taken = random.Random(0), []
@@ -212,7 +212,7 @@ def test_steps_of_a_pause_copy_from_the_text_where_that_alone_pays(searched, cop
 
 
 def test_a_text_that_repeated_itself_does_not_keep_later_ones_from_being_drafted_for():
-    both, alone = TextBeside(search(1, 3, 4), 4), TextBeside(PlainProposer(), 4)
+    both, alone = WithPromptLookup(search(1, 3, 4), 4), WithPromptLookup(PlainProposer(), 4)
     costs = priced(((1, 1.0), (5, 1.1), (9, 1.15)), ((1, 0.3),), FREE)
     chosen, taken = CostPolicy(StepTimes(costs, PlainProposer()), {1: [both]}, histories(0.5), {1: alone}), []
     for step in range(600):
@@ -345,7 +345,7 @@ def copies(drafting: DraftPolicy, count: int, copied: int, match: bool | None = 
 
 
 def copying() -> FixedTreePolicy:
-    return FixedTreePolicy({1: TextBeside(search(1, 3, 4), 4)})
+    return FixedTreePolicy({1: WithPromptLookup(search(1, 3, 4), 4)})
 
 
 def test_copies_beside_one_tree_are_left_out_while_they_gain_nothing_and_tried_again():

@@ -18,7 +18,7 @@ from redrafter.drafting.prompt_lookup import (
     LEAST_MATCH,
     PromptLookupProposer,
     Repeats,
-    TextBeside,
+    WithPromptLookup,
     graft,
     latest_match,
 )
@@ -107,14 +107,6 @@ def test_the_host_knows_which_texts_have_a_match():
             matches = slow_match(text[:length], LEAST_MATCH)[1] == LEAST_MATCH
             assert repeats.has_match(text[:length]) == matches
             length += made.randrange(1, 5)
-
-
-def test_the_host_knows_which_texts_match_a_piece_of_another():
-    repeats = Repeats()
-    assert not repeats.has_match([1, 2, 3])
-    assert not repeats.has_match([1, 2, 3], [2, 4, 3])
-    assert repeats.has_match([1, 2, 3, 4], [9, 3, 4])
-    assert repeats.has_match([1, 2, 3, 4, 5, 1, 2], [9, 3, 4])
 
 
 def paths(tree, row: int) -> set[tuple[int, ...]]:
@@ -207,7 +199,7 @@ def test_on_a_cpu_a_match_of_the_fewest_tokens_adds_copied_drafts():
         end = [1, 2, 3][-matched:]
         text = torch.tensor([[*end, 4, 5, 6, 7, 8, 9, *end]])
         state = State(text, torch.tensor([text.shape[1] - 1]), torch.zeros(1, 4), torch.ones(1, dtype=torch.bool))
-        tree = TextBeside(other, draft_len=6).propose(state, None, None, None, None)
+        tree = WithPromptLookup(other, draft_len=6).propose(state, None, None, None, None)
         assert tree.grafted == grafted
         assert max(paths(tree, 0), key=len) == (3, 4, 5, 6, 7, 8)[: 2 + grafted]
 

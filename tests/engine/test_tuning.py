@@ -13,7 +13,7 @@ from redrafter.app.options import LoadOptions
 from redrafter.checkpoints.models import quantize_drafter, quantize_model
 from redrafter.drafting.estimates import StepCosts
 from redrafter.drafting.policy import MOST_COPIED
-from redrafter.drafting.prompt_lookup import TextBeside
+from redrafter.drafting.prompt_lookup import WithPromptLookup
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.tuning import (
     Tuning,
@@ -290,7 +290,7 @@ def test_an_untuned_cpu_verifies_fewer_nodes_in_larger_batches(target):
 def test_steps_keep_to_a_shape_that_is_asked_for(llama, home, asked, monkeypatch):
     monkeypatch.setattr(ReDrafter, "pauses", True)
     engine = ReDrafter.from_pretrained(llama, tiny_drafter(), **asked)
-    copying = TextBeside(engine.plain, MOST_COPIED)
+    copying = WithPromptLookup(engine.plain, MOST_COPIED)
     both = engine.proposer_for(1)
     assert set(engine.draft_policy([1], None).proposers) == {engine.plain, copying, both, both.without_text}
     assert len(set(ReDrafter.from_pretrained(llama, tiny_drafter()).draft_policy([1], None).proposers)) > 3

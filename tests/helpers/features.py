@@ -29,7 +29,7 @@ from helpers.scheduling import KINDS, alone, make_sequence, seeing_sequence
 from helpers.seeing_models import UNEVEN, prompts_with_images, tiny_seeing_model
 from helpers.vocabularies import renumbered
 from redrafter import DraftTarget, Engine, ReDrafter
-from redrafter.drafting.prompt_lookup import PromptLookupProposer, TextBeside, graft
+from redrafter.drafting.prompt_lookup import PromptLookupProposer, WithPromptLookup, graft
 from redrafter.drafting.proposer import PlainProposer, State
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.tuning import Tuning
@@ -147,7 +147,7 @@ class Grafted:
         known: Texts that rows may write, padded on the right, `[lines, T]`.
     """
 
-    copying: TextBeside
+    copying: WithPromptLookup
     known: Tensor = field(default_factory=lambda: torch.zeros(1, 1, dtype=torch.long))
 
     model = shared_nodes = without_text = None
@@ -165,7 +165,7 @@ class Grafted:
 
 def beside_text(engine: ReDrafter) -> ReDrafter:
     """Add what the text says to the drafts of every step of an engine, whatever these cost and gain."""
-    both = Grafted(TextBeside(engine.proposer, 3))
+    both = Grafted(WithPromptLookup(engine.proposer, 3))
     engine.proposer_for = lambda rows: both
     engine.pauses = False
     return engine

@@ -14,7 +14,6 @@ from helpers.seeing_models import Layout, prompts_with_images
 from redrafter import Engine
 from redrafter.model.images import ImageInputs
 from redrafter.sampling.params import SamplingParams
-from redrafter.scheduler.finished_texts import FinishedTexts
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.row_caches import DenseRows
 from redrafter.scheduler.running_batch import RunningBatch
@@ -83,12 +82,11 @@ def scheduler(
     blocks: int = 200,
     speculate: bool = True,
     host_blocks: int = 0,
-    finished: FinishedTexts | None = None,
     **limits: object,
 ) -> Scheduler:
     models = [engine.target] if engine.draft_model is None else [engine.target, engine.draft_model]
     memory = memory_with_host(engine, [new_pool(engine, model, blocks) for model in models], host_blocks)
-    return Scheduler(engine, memory, Limits(**limits), speculate, finished=finished)
+    return Scheduler(engine, memory, Limits(**limits), speculate)
 
 
 def dense_scheduler(engine: Engine, max_batch_size: int, speculate: bool = True) -> Scheduler:

@@ -36,7 +36,6 @@ from redrafter.engine.options import EngineOptions
 from redrafter.features import RECURRENT_STATES
 from redrafter.model.target import Target
 from redrafter.scheduler import prefill, running_batch
-from redrafter.scheduler.finished_texts import FinishedTexts
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.tree.sizes import TreeShape
@@ -175,7 +174,6 @@ class Episode:
             engine,
             blocks=most + choices.choice((0, 2)) if self.on_host else max(most, choices.choice((14, 24, 60, 200))),
             host_blocks=60 if self.on_host and stores_keys else 0,
-            finished=FinishedTexts() if choices.random() < 0.5 else None,
             max_batch_size=rows,
             max_num_tokens=choices.choice((1, 8, 16, 40, 8192)),
             chunked=choices.random() < 0.8,

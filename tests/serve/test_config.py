@@ -125,14 +125,6 @@ def test_mistakes_name_the_file_or_the_flag(text, says, capsys, tmp_path):
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("asked", "by_keys"), [("auto", ["on", "on", "off"]), ("on", ["on"] * 3), ("off", ["off"] * 3)]
-)
-def test_several_keys_draft_from_no_answers_unless_asked(asked, by_keys):
-    options = ServeOptions(draft_from_answers=asked)
-    assert [options.with_keys(count).draft_from_answers for count in range(3)] == by_keys
-
-
 def test_a_file_that_is_not_there_is_named(capsys, tmp_path):
     assert main(["serve", "--config", str(tmp_path / "none.json")]) == 2
     assert "none.json cannot be read" in capsys.readouterr().err

@@ -22,7 +22,6 @@ from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
 from redrafter.model.linear_layers import has_float8_layers
 from redrafter.model.lora import Adapter
 from redrafter.sampling.params import SamplingParams
-from redrafter.scheduler.finished_texts import FinishedTexts
 from redrafter.scheduler.paged_memory import MOST_ROWS
 from redrafter.scheduler.prefill import ROOMS_ALONE, rooms_of
 from redrafter.scheduler.running_batch import MIN_POSITIONS
@@ -58,9 +57,7 @@ class ServedEngine:
         limits = options.limits(load.max_seq_len)
         min_rows = MOST_ROWS if engine.target.device.type == "cuda" else 1  # a GPU also has memory for prefixes
         memory = engine.make_memory(max(limits.max_batch_size, min_rows), reuse=limits.reuse)
-        keep = options.speculate and options.draft_from_answers == "on" and engine.options.draft_from_text
-        finished = FinishedTexts() if keep else None
-        scheduler = Scheduler(engine, memory, limits, options.speculate, finished=finished)
+        scheduler = Scheduler(engine, memory, limits, options.speculate)
         if load.max_seq_len is not None and scheduler.longest < load.max_seq_len:
             raise ArgumentError(
                 f"--max-seq-len {load.max_seq_len} is more than the memory of keys and values holds: give "
@@ -212,8 +209,6 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
             write(min(2, limits.max_batch_size), length, frequent[0])
     _LOG.info("captured %d steps in %.1f s", len(scheduler.batch.captured_steps), time.monotonic() - began)
     scheduler.limits, scheduler.batch.policy = limits, policy
-    # Clients must not see hits on, or copies of, the prompts above.
+    # Clients must not see hits on the prompts above.
     scheduler.memory.forget_prefixes()
-    if scheduler.finished is not None:
-        scheduler.finished.clear()
     scheduler.prefiller.restart_pace()  # compilation makes these durations unrepresentative

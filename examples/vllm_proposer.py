@@ -1,15 +1,11 @@
-"""A custom proposer for vLLM that copies drafts from the text: `"model": "redrafter.vllm.CopyProposer"`.
+"""A custom proposer for vLLM that copies drafts from the text: `"model": "vllm_proposer.CopyProposer"`.
 
-vLLM gives such a proposer the token ids of its sequences, and takes a chain of drafts for each. So `CopyProposer` is
-what can be offered there; drafters that read hidden states cannot. It needs no import of vLLM.
+vLLM gives such a proposer the token ids of its sequences, and takes a chain of drafts for each. So a drafter that reads
+hidden states cannot run there, and copies can. The file imports neither vLLM nor this library.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-from redrafter.drafting.prompt_lookup import LEAST_MATCH, MATCH_TOKENS
-from redrafter.errors import ArgumentError, did_you_mean
-from redrafter.tree.sizes import check_size
 
 
 class CopyProposer:
@@ -21,7 +17,7 @@ class CopyProposer:
 
     Example:
         ```python
-        llm = LLM("my-base", speculative_config={"model": "redrafter.vllm.CopyProposer", "num_speculative_tokens": 4})
+        llm = LLM("my-base", speculative_config={"model": "vllm_proposer.CopyProposer", "num_speculative_tokens": 4})
         ```
 
     Attributes:
@@ -32,24 +28,13 @@ class CopyProposer:
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        """Read the options of a `VllmConfig`; raise `ArgumentError` for those that are unknown or out of range."""
-        options = {"ngram": MATCH_TOKENS, "least_match": LEAST_MATCH}
-        given = dict(vllm_config.additional_config or {}).get("redrafter", {})
-        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-            raise ArgumentError(f"additional_config['redrafter'] must be a mapping of names, got {given!r}")
-        if unknown := given.keys() - options.keys():
-            name = min(unknown)
-            raise ArgumentError(
-                f"additional_config['redrafter'] has an unknown key {name!r}{did_you_mean(name, options)}"
-            )
-        options |= given
+        """Read the options of a `VllmConfig`; raise `ValueError` for those that are unknown or out of range."""
+        options = {"ngram": 8, "least_match": 2} | dict((vllm_config.additional_config or {}).get("redrafter") or {})
+        if options.keys() != {"ngram", "least_match"} or not 1 <= options["least_match"] <= options["ngram"]:
+            raise ValueError(f"additional_config['redrafter'] needs 1 <= least_match <= ngram, got {options}")
         self.ngram, self.least_match = options["ngram"], options["least_match"]
         self.draft_len: int = vllm_config.speculative_config.num_speculative_tokens
         self.max_length: int = vllm_config.model_config.max_model_len
-        for name, value in options.items():
-            check_size(name, value)
-        if self.least_match > self.ngram:
-            raise ArgumentError(f"least_match={self.least_match} must be at most ngram={self.ngram}")
 
     def load_model(self, model: object) -> None:
         """Load nothing: vLLM calls this once its model is loaded, on a CPU whether or not a proposer has it."""

@@ -3,6 +3,8 @@
 import ast
 import inspect
 import random
+import runpy
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,11 +12,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from redrafter import ArgumentError
 from redrafter.drafting.prompt_lookup import PromptLookupProposer, latest_match
 from redrafter.drafting.proposer import State
-from redrafter.vllm import CopyProposer
 
+EXAMPLES = Path(__file__).parent.parent / "examples"
+CopyProposer = runpy.run_path(str(EXAMPLES / "vllm_proposer.py"))["CopyProposer"]
 # Of a model that vLLM's kernels of attention take: heads of 32.
 SIZES = {
     "hidden_size": 64,
@@ -30,13 +32,13 @@ SIZES = {
 def config(draft_len: int = 4, room: int = 1000, **options: object) -> SimpleNamespace:
     """Return what a proposer reads of a `VllmConfig`."""
     return SimpleNamespace(
-        speculative_config=SimpleNamespace(model="redrafter.vllm.CopyProposer", num_speculative_tokens=draft_len),
+        speculative_config=SimpleNamespace(model="vllm_proposer.CopyProposer", num_speculative_tokens=draft_len),
         model_config=SimpleNamespace(max_model_len=room),
         additional_config={"redrafter": options} if options else {},
     )
 
 
-def propose(proposer: CopyProposer, texts: list[list[int]], sampled: list[list[int]] | None = None) -> list[list[int]]:
+def propose(proposer: object, texts: list[list[int]], sampled: list[list[int]] | None = None) -> list[list[int]]:
     """Call a proposer as vLLM does, with arrays that have another row and tokens after each text."""
     tokens = np.full((len(texts) + 1, max(map(len, texts)) + 3), 7, dtype=np.int32)
     for row, text in enumerate(texts):
@@ -71,30 +73,23 @@ def test_vllm_gets_no_drafts_after_short_matches_without_room_or_in_the_middle_o
     assert propose(CopyProposer(config()), [repeated, repeated], [[], [2]]) == [[], [3, 1, 2, 3]]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"ngrams": 3}, "unknown key 'ngrams'; did you mean ngram?"),
-        ({"ngram": 0}, "ngram must be a positive integer"),
-        ({"least_match": "two"}, "least_match must be a positive integer"),
-        ({"ngram": 2, "least_match": 3}, "least_match=3 must be at most ngram=2"),
-    ],
-)
-def test_options_in_vllms_additional_config_are_checked(options, message):
-    with pytest.raises(ArgumentError, match=message.replace("?", r"\?")):
+@pytest.mark.parametrize("options", [{"ngrams": 3}, {"ngram": 0, "least_match": 0}, {"ngram": 2, "least_match": 3}])
+def test_options_in_vllms_additional_config_are_checked(options):
+    with pytest.raises(ValueError, match="needs 1 <= least_match <= ngram"):
         CopyProposer(config(**options))
 
 
-def test_vllm_loads_the_proposer_by_its_name_and_calls_it_with_what_it_takes():
+def test_vllm_loads_the_proposer_by_its_name_and_calls_it_with_what_it_takes(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
     loader = pytest.importorskip("vllm.v1.spec_decode.custom_class_proposer", reason="vLLM is not installed")
     from vllm.config import SpeculativeConfig
 
-    speculative = SpeculativeConfig(model="redrafter.vllm.CopyProposer", num_speculative_tokens=4)
+    speculative = SpeculativeConfig(model="vllm_proposer.CopyProposer", num_speculative_tokens=4)
     assert speculative.method == "custom_class"
     whole = config()
     whole.speculative_config = speculative
     proposer = loader.create_custom_proposer(whole)
-    assert type(proposer) is CopyProposer
+    assert type(proposer).__name__ == "CopyProposer"
     # The call in vLLM's model runner, whose module needs a GPU to be imported.
     source = inspect.getsourcefile(loader).replace("spec_decode/custom_class_proposer", "worker/gpu_model_runner")
     with open(source) as file:
@@ -108,6 +103,7 @@ def test_vllm_loads_the_proposer_by_its_name_and_calls_it_with_what_it_takes():
 
 @pytest.mark.slow
 def test_vllm_writes_the_same_tokens_with_copied_drafts_in_fewer_steps(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine runs in this process
     vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
     if not torch.cuda.is_available():
@@ -120,7 +116,7 @@ def test_vllm_writes_the_same_tokens_with_copied_drafts_in_fewer_steps(monkeypat
     model.save_pretrained(tmp_path)
     prompts = [{"prompt_token_ids": [3 + (row + 2 * at % 7) for at in range(24)]} for row in range(3)]
     written, accepted = [], []
-    for drafts in (None, {"model": "redrafter.vllm.CopyProposer", "num_speculative_tokens": 4}):
+    for drafts in (None, {"model": "vllm_proposer.CopyProposer", "num_speculative_tokens": 4}):
         llm = vllm.LLM(
             str(tmp_path), skip_tokenizer_init=True, dtype="float32", max_model_len=128, max_num_seqs=4, seed=0,
             enforce_eager=True, disable_log_stats=False, speculative_config=drafts,
@@ -131,11 +127,3 @@ def test_vllm_writes_the_same_tokens_with_copied_drafts_in_fewer_steps(monkeypat
         accepted.append(counts.get("vllm:spec_decode_num_accepted_tokens", 0))
     assert written[0] == written[1]
     assert accepted[0] == 0 < accepted[1]
-
-
-def test_options_that_are_no_mapping_are_named():
-    wrong = config()
-    for value in (None, [], "ngram", {1: 2}):
-        wrong.additional_config = {"redrafter": value}
-        with pytest.raises(ArgumentError, match="must be a mapping of names"):
-            CopyProposer(wrong)
