@@ -52,8 +52,6 @@ benchmarks: $(READY)
 	$(BIN)/redrafter compare --device cpu --prompts $(HELD_OUT) --num-prompts 32 --repeats 3 \
 		--output $(BENCHMARKS)/compare.json
 	$(BIN)/redrafter evaluate --device cpu --prompts $(HELD_OUT) --json $(BENCHMARKS)/evaluate.json
-	$(BIN)/redrafter tune --device cpu --prompts $(HELD_OUT) --out $(BENCHMARKS)/tuning.json \
-		--plot $(BENCHMARKS)/tuning.png
 	$(BIN)/python examples/tiny_pair/speed.py --prompts $(HELD_OUT) --count 10 --new 96 --threads 2 --repeats 2 \
 		--budgets 8 12 16 26 | tee $(BENCHMARKS)/speed.txt
 

@@ -236,7 +236,7 @@ FLAGS: dict[str, dict[str, tuple[FlagMeaning, ...]]] = {
         "--file": (Alias("--prompts"),),
         "--max-new-tokens": _NEW_TOKENS[1:],
         "--temperature": _TEMPERATURE[1:],
-        "--output": (Alias("--output-dir"), Alias("--out")),
+        "--output": (Alias("--output-dir"),),
         "--out": (Alias("--output"), Alias("--output-dir")),
     },
 }

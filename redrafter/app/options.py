@@ -84,8 +84,8 @@ class LoadOptions(EngineOptions, TemplateOptions):
     )
     tuning: str = option(
         "auto",
-        "file with the best tree shape for each batch size: auto takes the one that `redrafter tune` wrote for this "
-        "pair and device, if there is one; none takes no file. The three flags above win over the file",
+        "file with the best tree shape for each batch size: auto takes the one of this pair and device in "
+        "$REDRAFTER_HOME/tuning, if there is one; none takes no file. The three flags above win over the file",
         metavar="FILE|auto|none",
         names="tuning",
     )

@@ -1,1 +1,1 @@
-"""Measurements of `redrafter bench` and `redrafter tune`."""
+"""Measurements of `redrafter bench`."""

@@ -1,4 +1,4 @@
-"""Options of `redrafter compare`, `tune` and `bench`, in a module without torch so that `--help` is fast."""
+"""Options of `redrafter compare` and `bench`, in a module without torch so that `--help` is fast."""
 
 import math
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class CompareOptions(MeasureOptions):
 
 @dataclass(frozen=True)
 class WorkOptions(MeasureOptions):
-    """Generation options of `tune` and `bench`."""
+    """Generation options of `bench`."""
 
     max_new_tokens: int = option(128, "new tokens of each row; no token ends a text early")
     temperature: float = option(0.0, "0 is greedy, a higher value samples")
@@ -59,36 +59,6 @@ class WorkOptions(MeasureOptions):
         check_numbers(self, "seed", least=0, most=MAX_SEED)
         if not 0 <= self.temperature < math.inf:
             raise ArgumentError(f"--temperature must be 0 (greedy) or more, got {self.temperature}")
-
-
-@dataclass(frozen=True)
-class TuneOptions(WorkOptions):
-    """Options of `redrafter tune`: tree shapes, batch sizes, prompts and time limit."""
-
-    max_new_tokens: int = option(64, "new tokens for each prompt and tree shape")
-    batch_sizes: Sequence[int] | None = option(
-        None, "rows decoded at once (default: 1,2,4,8,16,32,64; on a CPU 1,2,4)", type=integers, metavar="N,..."
-    )
-    beams: Sequence[int] = option((1, 3, 5, 10), "beams to try", type=integers, metavar="N,...")
-    lengths: Sequence[int] | None = option(
-        None,
-        "draft lengths per beam to try (default: 3,5, then 7 and 10 while the longest so far is the fastest)",
-        type=integers,
-        metavar="N,...",
-    )
-    seconds: float | None = option(
-        None, "time limit in seconds; writes nothing if it ends before all trees are measured (default: no limit)"
-    )
-    out: str | None = option(
-        None, "file to write (default: the one that from_pretrained loads)", metavar="FILE", names="new file"
-    )
-    plot: str | None = option(None, "also draw a figure; needs matplotlib", metavar="FILE.png", names="picture")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_numbers(self, "beams", "lengths", "batch_sizes")
-        if self.seconds is not None and not 0 < self.seconds < math.inf:
-            raise ArgumentError(f"--seconds must be more than 0, got {self.seconds:g}")
 
 
 @dataclass(frozen=True)

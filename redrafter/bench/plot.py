@@ -1,14 +1,11 @@
-"""Draw the figures of `redrafter bench`, from its JSON document, and of `redrafter tune`."""
+"""Draw the figures of `redrafter bench`, from its JSON document."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from redrafter.bench.tuner import Timing
 from redrafter.measure.report import drawing
-from redrafter.tree.sizes import TreeShape
 
 GREY, LIGHT_GREY, BLUE, LIGHT_BLUE, RED = "#7f7f7f", "#b0b0b0", "#1f77b4", "#9ecae1", "#d62728"
 PART_COLORS = {"draft": LIGHT_BLUE, "verify": BLUE, "rest": LIGHT_GREY}
@@ -74,30 +71,6 @@ def _draw_steps(axes: Any, steps: Sequence[dict[str, Any]]) -> None:
     axes.set_xlabel("rows x committed tokens")
     axes.set_ylabel("ms")
     axes.legend()
-
-
-def draw_tuning(timings: Sequence[Timing], shapes: dict[int, TreeShape | None], title: str, path: Path) -> None:
-    """Draw the speed of every tree in grey and of the tree chosen for each batch size in blue, as a `.png` file."""
-    plain = {timing.batch: timing.tokens_per_second for timing in timings if timing.shape is None}
-    ratio = {(timing.shape, timing.batch): timing.tokens_per_second / plain[timing.batch] for timing in timings}
-    lines: dict[TreeShape, list[tuple[int, float]]] = {}
-    for (shape, batch), value in sorted(ratio.items(), key=lambda item: item[0][1]):
-        if shape is not None:
-            # Trees with equal shared nodes per row form one line over all batch sizes.
-            shared = None if shape.shared_nodes is None else shape.shared_nodes // batch
-            lines.setdefault(replace(shape, shared_nodes=shared), []).append((batch, value))
-    sizes = sorted(shapes)
-    chosen = [ratio[shapes[size], size] for size in sizes]
-    with drawing(path) as axes:
-        for points in lines.values():
-            axes.plot(*zip(*points, strict=True), color=LIGHT_GREY, linewidth=0.8, marker=".", zorder=1)
-        axes.plot(sizes, chosen, color=BLUE, marker="o", linewidth=2, label="chosen")
-        for size, value in zip(sizes, chosen, strict=True):
-            axes.annotate(str(shapes[size] or "off").replace(", ", "\n"), (size, value), color=BLUE, **ABOVE)
-        axes.plot([], [], color=LIGHT_GREY, marker=".", linewidth=0.8, label="other trees")
-        axes.set_ylabel("tokens per second, times plain decoding's")
-        axes.set_title(title, fontsize=10)
-        _finish_ratios(axes, sorted(plain), list(ratio.values()))
 
 
 def _batch_size_axis(axes: Any, batch_sizes: Sequence[int]) -> None:

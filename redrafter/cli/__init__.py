@@ -15,7 +15,7 @@ from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions, 
 from redrafter.app.parser import Parser, add_json
 from redrafter.app.paths import check_file, check_paths
 from redrafter.app.program import import_libraries, run_command, run_rank
-from redrafter.bench.options import NOT_IN_COMPARE, BenchOptions, CompareOptions, ServerOptions, TuneOptions
+from redrafter.bench.options import NOT_IN_COMPARE, BenchOptions, CompareOptions, ServerOptions
 from redrafter.errors import did_you_mean
 from redrafter.parallel.launched import launched_processes
 from redrafter.version import __version__
@@ -174,20 +174,6 @@ def build_parser() -> Parser:
         (DraftOptions, "drafting without a drafter", ("prompt_lookup",)),
         (GenerationOptions, "generating", ("speculate", *NOT_IN_COMPARE)),
     )
-    tune = add(
-        "tune",
-        "find the best tree shape for each batch size",
-        "Measure the speed of several tree shapes at several batch sizes, on your prompts and this device.\n"
-        "Prints the best shape for each batch size, or `off` where plain decoding is faster, and writes them\n"
-        "where `from_pretrained` and the other commands find them. They change the speed, never the text.",
-        (
-            "redrafter tune --model my-base --drafter my-drafter --prompts my-prompts.jsonl",
-            "redrafter tune --batch-sizes 1,4 --beams 5 --lengths 5 --plot tuning.png",
-        ),
-        (TuneOptions, "measuring", ()),
-        (LoadOptions, "loading", ("num_beams", "draft_len_per_beam", "node_budget", "tuning")),
-    )
-    add_json(tune)
     add(
         "bench",
         "measure how fast a model and its drafter are, or a server, and where the time goes",

@@ -170,8 +170,8 @@ def _describe_target(config: Any) -> str:
 
 
 def _describe_tunings(base: SourceBase, drafter: SourceDrafter) -> list[str] | str:
-    """Describe the tables of `redrafter tune` that apply to the pair, by device and dtype."""
-    none = "none; redrafter tune measures one"
+    """Describe the tuning files that apply to the pair, by device and dtype."""
+    none = "none"
     if not tuning_folder().is_dir() or base.trtllm_config is not None:
         return none
     module: Any = drafter.load()

@@ -126,9 +126,8 @@ class ReDrafter(Engine):
             draft_len_per_beam: Depth of the beam search; None for the checkpoint's default.
             node_budget: Nodes verified per step, 1 + beams * length at most; None for a number that suits the device
                 and the batch size.
-            tuning: Shapes by batch size: "auto" for the file that `redrafter tune` wrote for this pair on this device
-                if there is one, a path for that file, or None for none. Any of the three arguments before it overrides
-                the tuning.
+            tuning: Shapes by batch size: "auto" for the file of this pair on this device if there is one, a path for
+                that file, or None for none. Any of the three arguments before it overrides the tuning.
             draft_quantization: As `quantization`, for the drafter, its head included.
             base_embedding: Whether to draft with the target's embedding table instead of the drafter's own, which some
                 published EAGLE-3 heads hold untrained.

@@ -1,7 +1,7 @@
 """Tree shapes by batch size, measured on one device for one pair.
 
-`redrafter tune` writes a tuning and `ReDrafter.from_pretrained` loads it. It is a small JSON document that a person may
-edit; it affects the speed of decoding, never the output.
+`ReDrafter.from_pretrained` loads a tuning: a small JSON document that a person may edit; it affects the speed of
+decoding, never the output.
 """
 
 import hashlib
@@ -75,7 +75,7 @@ class Tuning:
         for what, theirs in measured_on(target, drafter).items():
             if (mine := getattr(self, what)) != theirs:
                 raise MismatchError(
-                    f"{name} was measured on another {what}: {mine}, but here it is {theirs}; run `redrafter tune`, or "
+                    f"{name} was measured on another {what}: {mine}, but here it is {theirs}; "
                     "pass tuning=None (--tuning none)"
                 )
 
@@ -110,9 +110,7 @@ class Tuning:
         try:
             return replace(_from_dict(json.loads(Path(path).read_text(encoding="utf-8"))), path=Path(path))
         except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise CheckpointError(
-                f"{path} is not a tuning: {error}; run `redrafter tune`, or pass tuning=None (--tuning none)"
-            ) from error
+            raise CheckpointError(f"{path} is not a tuning: {error}; pass tuning=None (--tuning none)") from error
 
 
 def _from_dict(document: object) -> Tuning:

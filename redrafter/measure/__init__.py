@@ -1,1 +1,1 @@
-"""Shared measurement code of `bench`, `tune`, `compare` and `evaluate`: prompts, workloads, timed runs, reports."""
+"""Shared measurement code of `bench`, `compare` and `evaluate`: prompts, workloads, timed runs, reports."""

@@ -166,7 +166,7 @@ def head(document: Facts) -> Iterator[str]:
         f"{size['keys_and_values_per_token'] / 1e3:.1f} kB a token of keys and values; "
         f"per step by the drafter: {size['drafter_weights_per_step'] / 1e9:.3f} GB"
     )
-    yield f"trees by {document['tuning'] or 'rule, without a table of redrafter tune'}"
+    yield f"trees by {document['tuning'] or 'rule, without a tuning file'}"
     why_not = document["why_not_captured"]
     yield "steps are captured CUDA graphs" if document["captured_steps"] else f"steps are not captured: {why_not}"
 

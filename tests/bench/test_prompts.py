@@ -102,14 +102,14 @@ def test_every_command_writes_on_from_the_same_prompts(monkeypatch, tmp_path, fo
     monkeypatch.setattr(evaluate_module, "write_texts", lambda target, prompts, *_, **__: stop(prompts))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row, _ in ROWS))
     names = ["--model", str(folder / "merged"), "--prompts", str(tmp_path / "rows.jsonl"), *cut]
-    for command in ("bench", "tune", "compare", "evaluate"):
+    for command in ("bench", "compare", "evaluate"):
         seen.clear()
         assert main([command, *names]) == 2
         assert sorted(seen) == sorted(expected), command
         assert command == "evaluate" or seen == expected  # which shuffles each category
 
 
-@pytest.mark.parametrize("command", ["bench", "tune", "compare", "evaluate"])
+@pytest.mark.parametrize("command", ["bench", "compare", "evaluate"])
 def test_parts_of_a_text_that_are_none_are_refused(capsys, command):
     for share in ("0", "1.5"):
         message = f"--prompt-share must be above 0 and at most 1, got {share}"

@@ -318,7 +318,7 @@ def test_an_interrupt_ends_with_130(folder, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("command", "others"), [("generate", True), ("chat", True), ("tune", False), ("bench", False), ("evaluate", False)]
+    ("command", "others"), [("generate", True), ("chat", True), ("bench", False), ("evaluate", False)]
 )
 def test_a_base_alone_is_told_what_the_command_has(folder, capsys, expected, command, others):
     base = str(folder / "base")
@@ -381,7 +381,7 @@ def test_scripts_get_their_own_arguments(monkeypatch):
     assert got == [["--help", "--any_thing", "x"]]
 
 
-@pytest.mark.parametrize("command", ["", "generate", "chat", "compare", "tune", "bench", "info", "convert"])
+@pytest.mark.parametrize("command", ["", "generate", "chat", "compare", "bench", "info", "convert"])
 def test_help_has_an_example(command):
     code, out, _ = ran(*command.split(), "--help")
     assert code == 0

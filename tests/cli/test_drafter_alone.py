@@ -56,7 +56,7 @@ def test_a_drafter_alone_writes_what_it_writes_with_its_base_given(alone):
     assert f"note: {alone}/drafter is a drafter for {alone}/base, as its config.json says" in err
 
 
-@pytest.mark.parametrize("command", ["chat", "generate", "bench", "tune", "evaluate"])
+@pytest.mark.parametrize("command", ["chat", "generate", "bench", "evaluate"])
 def test_every_command_that_loads_a_pair_finds_the_base(command, alone, monkeypatch, capsys):
     def load(options: SimpleNamespace, *others: object) -> None:
         raise CheckpointError(f"loads {options.model} and {options.drafter}")

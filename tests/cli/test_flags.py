@@ -28,7 +28,7 @@ from redrafter.errors import did_you_mean
         (["generate", "--tunings", "none"], "--tuning"),
         (["generate", "--temprature", "1"], "--temperature"),
         (["generate", "--num_beam=3"], "--num-beams"),
-        (["tune", "--batch-size", "1"], "--batch-sizes"),
+        (["bench", "--batch-size", "1"], "--batch-sizes"),
         (["serve", "--prot", "1"], "--port"),
         (["serve", "--pool", "1"], None),
         (["convert", "--output_dri", "x"], "--output-dir"),
@@ -71,7 +71,6 @@ def test_the_names_that_a_misspelt_one_may_mean_are_close_and_never_its_opposite
         ("generate", ["a", "--model_dir", "m"], ["a", "--model", "m"]),
         ("generate", ["--", "--max_output_len"], ["--", "--max_output_len"]),
         ("compare", ["--dataset=p.json", "--output-len", "9"], ["--prompts", "p.json", "--max-new-tokens", "9"]),
-        ("tune", ["--dataset", "p.json"], ["--prompts", "p.json"]),
         ("generate", ["--kv_cache_dtype", "fp8", "a"], ["--kv-cache-dtype=fp8", "a"]),
         ("chat", ["--max_output_len", "7"], ["--max-new-tokens", "7"]),
     ],
@@ -221,7 +220,6 @@ chat     | -p Hi                                  | -p is llama.cpp's; here: a t
 compare  | --file f --max-tokens 7 --out o        | --prompts f --max-new-tokens 7 --output o
 compare  | --prompt Hi                            | here: --prompts FILE, one prompt a line
 compare  | --output-dir d                         | --output-dir is Hugging Face's; here: --output FILE
-tune     | -m d --output o --dtype half            | --model d --out o --dtype float16
 bench    | -n 7 --temp 0                          | --max-new-tokens 7 --temperature 0
 serve    | -m d --max-model-len 99 --dtype half   | d --max-seq-len 99 --dtype float16
 serve    | d --max-num-seqs 9 --ctx-size 99       | d --max-batch-size 9 --max-seq-len 99

@@ -180,7 +180,7 @@ def test_a_quantised_model_has_tunings_of_its_own():
     quantize_model(model, "llama")
     pair = Target(model), tiny_drafter()
     assert "-float32-fp8-" in tuning_path(*pair).name
-    Tuning(SHAPES, **measured_on(*pair)).check(*pair, "what `redrafter tune` writes")
+    Tuning(SHAPES, **measured_on(*pair)).check(*pair, "a tuning")
 
 
 @pytest.mark.parametrize(

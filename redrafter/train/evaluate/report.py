@@ -360,8 +360,8 @@ def _advise_on_misses(explanation: Explanation, counts: StepCounts, temperature:
         f"--num-beams {2 * beams}",
         "wrong_guess": "far from the beams, which only training mends: "
         + TRAIN.format(data="prompts.jsonl", output="own.jsonl"),
-        "node_budget": f"drafted and not verified, for {explanation['nodes']} of {lattice} nodes are: redrafter tune, "
-        f"or --node-budget {lattice}",
+        "node_budget": f"drafted and not verified, for {explanation['nodes']} of {lattice} nodes are: "
+        f"--node-budget {lattice}",
     }
     misses = _misses(counts)
     total = sum(misses.values())
