@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -25,8 +25,8 @@ from redrafter.data.rows import Row, fingerprint
 from redrafter.data.windows import Document
 from redrafter.errors import CacheFullError, CheckpointError, MismatchError, ReDrafterError, first_line
 from redrafter.measure.run import Run
+from redrafter.train.regenerate.answer_file import Answer, AnswerFile
 from redrafter.train.regenerate.config import RegenerateConfig, shard_numbers
-from redrafter.train.regenerate.journal import BatchCost, Journal, Record
 from redrafter.train.regenerate.parts import INVENTED, AnswerPrompt, split_row
 
 MIN_BEGINNING_TOKENS, MAX_BEGINNING_TOKENS = 16, 64  # range of the prompt length of a plain text
@@ -123,32 +123,38 @@ class Task:
         self.add_prompt(limits)
 
 
-def make_task(
-    number: int, row: Row, tokenizer: PreTrainedTokenizerBase, limits: BaseLimits, config: RegenerateConfig
-) -> Task:
-    """Create the task of a row, with its first prompt.
+class RowDraws(NamedTuple):
+    """What is drawn for a row, from the seed of the run and the number of the row alone."""
 
-    Its seed, its temperature (one of `config.temperatures`) and the prompt length of a plain text depend only on
-    `config.seed` and `number`.
+    seed: int  # of its answers
+    temperature: float  # one of `RegenerateConfig.temperatures`
+    beginning: int  # prompt length of a plain text
+
+    @classmethod
+    def of_row(cls, number: int, config: RegenerateConfig) -> "RowDraws":
+        """Draw for the row of a number."""
+        # A hash rather than a generator, so that shards, batches and resumed runs give the same answers.
+        digest = hashlib.blake2b(f"{config.seed}/{number}".encode(), digest_size=24).digest()
+        seed, which, share = (int.from_bytes(digest[start : start + 8], "big") for start in (0, 8, 16))
+        beginning = MIN_BEGINNING_TOKENS + share % (MAX_BEGINNING_TOKENS - MIN_BEGINNING_TOKENS + 1)
+        return cls(seed % SEED_RANGE, config.temperatures[which % len(config.temperatures)], beginning)
+
+
+def make_task(number: int, row: Row, tokenizer: PreTrainedTokenizerBase, limits: BaseLimits, draws: RowDraws) -> Task:
+    """Create the task of a row, with its first prompt.
 
     Raises:
         CheckpointError: The row has nothing to answer, or its prompt is too long.
         MismatchError: The row's ids are not of this base's tokenizer.
     """
-    # A hash rather than a generator: each row's draws are independent of other rows, shards and restarts.
-    # Random numbers follow the row's number alone, so that shards, batches and resumed runs give the same answers.
-    digest = hashlib.blake2b(f"{config.seed}/{number}".encode(), digest_size=24).digest()
-    task_seed, which, share = (int.from_bytes(digest[start : start + 8], "big") for start in (0, 8, 16))
-    beginning = MIN_BEGINNING_TOKENS + share % (MAX_BEGINNING_TOKENS - MIN_BEGINNING_TOKENS + 1)
-    parts = split_row(row, tokenizer, beginning, limits.eos)
+    parts = split_row(row, tokenizer, draws.beginning, limits.eos)
     if not parts or not parts[0].ids:
         raise CheckpointError("an empty prompt")
     # Ids outside the vocabulary would fail in the embedding, on a GPU without a usable message.
     highest = max(max(part.ids, default=0) for part in parts)
     if highest >= limits.vocab_size:
         raise MismatchError(f"token id {highest}, but the base knows {limits.vocab_size} ids")
-    temperature = config.temperatures[which % len(config.temperatures)]
-    task = Task(number, row, task_seed % SEED_RANGE, temperature, parts, row.messages is INVENTED)
+    task = Task(number, row, draws.seed, draws.temperature, parts, row.messages is INVENTED)
     task.add_prompt(limits)
     if task.done:
         raise CheckpointError(
@@ -180,8 +186,29 @@ def invented_rows(count: int) -> Iterator[Row]:
         yield Row(f"invented:{number}", messages=INVENTED, source="invented")
 
 
+@dataclass
+class Summary:
+    """Counts of a run; each row that was read is found, answered, an error or skipped."""
+
+    input: int = 0  # rows read
+    found: int = 0  # rows that the file held
+    answered: int = 0  # rows that this run answered
+    errors: int = 0
+    skipped: int = 0  # rows of another split
+    ended_at_tools: int = 0  # answered rows that end before the result of a tool
+    tokens: int = 0  # of answers
+    emitted: int = 0  # tokens that the base wrote, of questions too
+    steps: int = 0
+    seconds: float = 0.0
+
+    @property
+    def done(self) -> int:
+        """Rows that are no longer to answer."""
+        return self.found + self.answered + self.errors + self.skipped
+
+
 class AnswerWriter:
-    """Answers rows in batches and adds their records to the journal.
+    """Answers rows in batches and appends them to a file.
 
     `total` is the number of rows to answer, for progress; None if unknown.
     """
@@ -190,19 +217,18 @@ class AnswerWriter:
         self,
         pair: Pair,
         config: RegenerateConfig,
-        journal: Journal,
+        file: AnswerFile,
         log: Callable[[str], object],
         total: int | None,
     ):
-        self.pair, self.config, self.journal, self.log, self.total = pair, config, journal, log, total
+        self.pair, self.config, self.file, self.log, self.total = pair, config, file, log, total
         self.tokenizer, self.limits = fingerprint(pair.tokenizer), BaseLimits.from_pair(pair, config)
         # Without folders, so that outputs do not reveal paths.
         self.base = short_name(str(pair.engine.model.config.name_or_path or pair.engine.target.name))
         self.open: list[Task] = []  # started and not done
         self._limit_rows(config.batch_size)
-        self.input = self.skipped = 0  # rows read, and rows of another split among them
-        self.started = self.last_log = self.last_batch = time.perf_counter()
-        self.done_before, self.tokens_before = len(journal.done), journal.tokens  # by an earlier run
+        self.summary, self.first_error = Summary(), ""
+        self.started = self.last_log = time.perf_counter()
 
     def _limit_rows(self, slots: int) -> None:
         """Let the engine decode at most `slots` rows at once, and set the size of a batch."""
@@ -212,13 +238,15 @@ class AnswerWriter:
         engine.options = replace(engine.options, max_batch_size=slots)
 
     def answer(self, rows: Iterable[Row]) -> None:
-        """Answer all rows of this shard that are not in the journal."""
+        """Answer all rows of this shard that the file does not hold."""
         coming = select_rows(rows, self.config)
         self._log_progress()
         try:
             self._answer_batches(coming)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"{len(self.journal.done):,} rows are saved; the same command continues") from None
+            saved = len(self.file.found) + self.summary.answered
+            raise KeyboardInterrupt(f"{saved:,} rows are saved; the same command continues") from None
+        self.summary.seconds = time.perf_counter() - self.started
         self._log_progress()
 
     def _answer_batches(self, coming: Iterator[tuple[int, Row, bool]]) -> None:
@@ -226,40 +254,54 @@ class AnswerWriter:
         # lock.
         with ThreadPoolExecutor(1, "redrafter-prompts") as thread:
             # A pool of several batches, so that rows of about the same length can be batched.
-            self._open_tasks(*self._make_tasks(coming, POOL_BATCHES * self.size))
+            self.open += self._make_tasks(coming, POOL_BATCHES * self.size)
             while self.open:
                 count = min((POOL_BATCHES + 1) * self.size - len(self.open), self.size)
                 made = thread.submit(self._make_tasks, coming, count)
                 self._answer_batch()
-                self._open_tasks(*made.result())
+                self.open += made.result()
 
-    def _make_tasks(
-        self, coming: Iterator[tuple[int, Row, bool]], count: int
-    ) -> tuple[Sequence[Task], Sequence[Record]]:
-        """Make `count` tasks of the next rows, or as many as there are, and the records of invalid rows among them."""
-        tasks, errors = list[Task](), list[Record]()
+    def _make_tasks(self, coming: Iterator[tuple[int, Row, bool]], count: int) -> list[Task]:
+        """Make `count` tasks of the next rows that the file does not hold, or as many as there are."""
+        tasks = list[Task]()
         while len(tasks) < count and (new := next(coming, None)) is not None:
             number, row, chosen = new
-            self.input += 1
-            self.skipped += not chosen
-            if not chosen or number in self.journal.done:
-                continue
-            try:
-                tasks.append(make_task(number, row, self.pair.tokenizer, self.limits, self.config))
-            # An invalid row must not end a run of hours; it is recorded as failed.
-            except ReDrafterError as error:
-                errors.append(_error(number, row, first_line(error)))
-        return tasks, errors
+            self.summary.input += 1
+            draws = RowDraws.of_row(number, self.config)
+            if not chosen:
+                self.summary.skipped += 1
+            elif self.file.holds(self._identity(number, row, draws)):
+                self.summary.found += 1
+            else:
+                try:
+                    tasks.append(make_task(number, row, self.pair.tokenizer, self.limits, draws))
+                # An invalid row must not end a run of hours.
+                except ReDrafterError as error:
+                    self._fail(number, row, first_line(error))
+        return tasks
 
-    def _open_tasks(self, tasks: Sequence[Task], errors: Sequence[Record]) -> None:
-        self.open += tasks
-        self.journal.add(errors)
+    def _identity(self, number: int, row: Row, draws: RowDraws | Task) -> Answer:
+        return {
+            "row": number,
+            "prompt": row.where,
+            "base": self.base,
+            "tokenizer": self.tokenizer,
+            "seed": draws.seed,
+            "temperature": draws.temperature,
+        }
+
+    def _fail(self, number: int, row: Row, reason: str) -> None:
+        """Count and report a row that cannot be answered."""
+        reason = reason.removeprefix(f"{row.where}: ")
+        self.first_error = self.first_error or f"{row.where}: {reason}"
+        self.summary.errors += 1
+        self.log(f"row {number} fails: {row.where}: {reason}")
 
     def _answer_batch(self) -> None:
-        """Decode one answer for each task of a batch chosen from `open`, and add finished tasks to the journal.
+        """Decode one answer for each task of a batch chosen from `open`, and append finished tasks to the file.
 
-        When out of memory, the batch's tasks stay open and the number of rows at once is halved; a batch of one task is
-        recorded as failed.
+        When out of memory, the batch's tasks stay open and the number of rows at once is halved; a batch of one task
+        fails.
         """
         batch, run, reason = choose_batch(self.open, self.size), None, ""
         try:
@@ -271,11 +313,10 @@ class AnswerWriter:
             return
         for task, answer in zip(batch, run.tokens, strict=True):
             task.add_answer(answer, self.limits)
-        now = time.perf_counter()
-        seconds, self.last_batch = now - self.last_batch, now
-        cost = BatchCost(seconds=seconds, steps=run.stats.steps, emitted=run.stats.emitted)
-        self.settle([*(self._record(task) for task in batch if task.done), {"batch": cost}])
-        if now - self.last_log > LOG_SECONDS:
+        self.summary.steps += run.stats.steps
+        self.summary.emitted += run.stats.emitted
+        self.settle([task for task in batch if task.done])
+        if time.perf_counter() - self.last_log > LOG_SECONDS:
             self._log_progress()
 
     def decode(self, batch: Sequence[Task]) -> Run:
@@ -295,36 +336,39 @@ class AnswerWriter:
         return self.pair.run_batch([task.ids for task in batch], options, streamer=None, **arguments)
 
     def _halve_batch(self, batch: Sequence[Task], reason: str) -> None:
-        """Halve the rows at once; record a single row that does not fit into memory as failed."""
+        """Halve the rows at once; a single row that does not fit into memory fails."""
         # Captured graphs hold memory of the large batch.
         self.pair.engine.drop_graphs()
         if self.pair.engine.target.device.type == "cuda":
             torch.cuda.empty_cache()
-        # Halving cannot help a single row: record it as failed and continue.
-        if len(batch) == 1:
+        if len(batch) == 1:  # halving cannot help
             batch[0].done = True
-            self.settle([_error(batch[0].number, batch[0].row, f"out of memory: {reason}")])
+            self._fail(batch[0].number, batch[0].row, f"out of memory: {reason}")
+            self.settle([])
             return
         rows = min(self.slots, len(batch))
         self._limit_rows(max(rows // 2, 1))
         self.log(f"out of memory with {rows} rows at once: continuing with --batch-size {self.slots}")
 
-    def settle(self, records: Sequence[Record]) -> None:
-        """Add records to the journal, and close the tasks that are done."""
-        self.journal.add(records)
+    def settle(self, tasks: Sequence[Task]) -> None:
+        """Append answered tasks to the file, and close all that are done."""
+        answered = list[Task]()
+        for task in tasks:
+            if Document(task.ids, task.mask).learnable:
+                answered.append(task)
+            else:
+                self._fail(task.number, task.row, "the base ended at once, which leaves nothing to learn from")
+        self.file.add(map(self._record, answered))
+        self.summary.answered += len(answered)
+        self.summary.tokens += sum(sum(task.mask) for task in answered)
+        self.summary.ended_at_tools += sum(task.finish == "tool" for task in answered)
         self.open = [task for task in self.open if not task.done]
 
-    def _record(self, task: Task) -> Record:
-        if not Document(task.ids, task.mask).learnable:
-            return _error(task.number, task.row, "the base ended at once, which leaves nothing to learn from")
-        record: Record = {"row": task.number, "prompt": task.row.where, "source": task.row.source}
+    def _record(self, task: Task) -> Answer:
+        record = self._identity(task.number, task.row, task) | {"source": task.row.source}
         if task.row.split is not None:
             record["split"] = task.row.split
         record |= {
-            "base": self.base,
-            "tokenizer": self.tokenizer,
-            "seed": task.seed,
-            "temperature": task.temperature,
             "finish": task.finish,
             "input_ids": task.ids,
             "loss_mask": [int(learnt) for learnt in task.mask],
@@ -335,11 +379,10 @@ class AnswerWriter:
     def _log_progress(self) -> None:
         self.last_log = time.perf_counter()
         seconds = self.last_log - self.started
-        rows, tokens = len(self.journal.done) - self.done_before, self.journal.tokens - self.tokens_before
-        done = len(self.journal.done) + self.skipped
+        done, answered, tokens = self.summary.done, self.summary.answered, self.summary.tokens
         left = ""
-        if self.total is not None and rows and done < self.total:
-            left = f"  {seconds * (self.total - done) / rows / 60:.1f} min left"
+        if self.total is not None and answered and done < self.total:
+            left = f"  {seconds * (self.total - done) / answered / 60:.1f} min left"
         whole = "" if self.total is None else f"/{self.total}"
         self.log(f"row {done}{whole}  {tokens:,} tokens  {tokens / max(seconds, 1e-9):,.0f} tokens/s{left}")
 
@@ -354,7 +397,3 @@ def choose_batch(tasks: Sequence[Task], size: int) -> list[Task]:
     position = next(index for index, task in enumerate(alike) if task is first)
     start = max(0, min(position - size // 2, len(alike) - size))
     return alike[start : start + size]
-
-
-def _error(number: int, row: Row, reason: str) -> Record:
-    return {"row": number, "prompt": row.where, "error": reason.removeprefix(f"{row.where}: ")}

@@ -13,6 +13,7 @@ from redrafter.app.paths import check_paths
 from redrafter.app.program import import_libraries, run_command
 from redrafter.errors import ArgumentError
 from redrafter.options import dtype_word, option
+from redrafter.train.regenerate.answer_file import check_answer_file
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class RegenerateConfig(TemplateOptions):
     trust_remote_code: bool = option(False, "run model code that comes with the base")
 
     output: str | None = option(None, "file of JSON lines to write", required=True, metavar="FILE")
-    overwrite: bool = option(False, "replace the file that --output names")
+    overwrite: bool = option(False, "replace the file that --output names; else a run skips the rows that it holds")
     invent: int = option(
         0,
         "also answer N questions that the base invents: it samples each one after the start of a user turn of its chat "
@@ -49,8 +50,8 @@ class RegenerateConfig(TemplateOptions):
     limit: int | None = option(None, "answer the first N rows of the split only (default: all)")
     shard: str = option(
         "0/1",
-        "answer rows I, I+N, I+2N, ... only, I from 0 to N - 1; each shard needs a separate --output, and redrafter "
-        "regenerate merge combines them",
+        "answer rows I, I+N, I+2N, ... only, I from 0 to N - 1; each shard needs a separate --output, and cat combines "
+        "them",
         metavar="I/N",
     )
     batch_size: int = option(64, "rows decoded at once; halved when memory is short")
@@ -91,7 +92,7 @@ def build_parser() -> ConfigParser:
     parser = ConfigParser(
         prog="redrafter regenerate",
         description="Regenerate the answers of a data set with a model, to train its drafter on them.\n"
-        "redrafter regenerate merge OUTPUT SHARD... combines the outputs of all shards.",
+        "A run skips the rows that its output holds.",
         options=(RegenerateConfig,),
     )
     add_options(parser, RegenerateConfig, "answering")
@@ -110,15 +111,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `redrafter regenerate`. Returns its exit code."""
 
     def command() -> int:
-        from redrafter.train.regenerate.journal import check_output, merge_command  # circular import
-
-        words = list(sys.argv[1:] if argv is None else argv)
-        if words[:1] == ["merge"]:
-            return merge_command(words[1:])
-        config = parse(words)
+        if list(sys.argv[1:] if argv is None else argv)[:1] == ["merge"]:
+            raise ArgumentError("regenerate merge is gone: type cat SHARD... > OUTPUT")
+        config = parse(argv)
         check_paths(config)
         # Before torch is imported and a model is loaded.
-        check_output(Path(str(config.output)), "--output", config.overwrite)
+        check_answer_file(Path(str(config.output)), overwrite=config.overwrite)
         code: int = import_libraries("redrafter.train.regenerate.command").run_checked(config)
         return code
 
