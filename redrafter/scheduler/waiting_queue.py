@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -34,8 +33,8 @@ from redrafter.errors import ReDrafterError
 if TYPE_CHECKING:  # limits are parsed before torch is imported
     from redrafter.scheduler.sequence import TokenSequence
 
-MAX_REMEMBERED_CLIENTS = 4096  # clients without any sequence whose accounts are kept
-SPARE_HEAP_ENTRIES = 64  # entries of a heap that may be out of date, in addition to one for each waiting client
+MAX_REMEMBERED_ACCOUNTS = 4096  # accounts without any sequence that are kept
+SPARE_ENTRIES = 64  # entries that may be out of date, in addition to one for each account with a sequence
 
 
 class QueueFullError(ReDrafterError):
@@ -76,250 +75,127 @@ class Limits:
 
 
 @dataclass(eq=False)
-class _Client:
-    """The account and the sequences of one client.
+class _Account:
+    """The sequences of one client and one priority, and the tokens that the server has worked for them.
 
     Attributes:
-        name: Name of the client.
-        used: Its account: tokens that were read and drawn for it.
+        priority: Lower numbers are served first.
+        client: Name of the client.
+        used: Tokens that were read or drawn, or what the account began with.
         waiting: Its waiting sequences, the next one first. A dict, so that any of them is removed at once.
         running: How many slots its sequences hold.
     """
 
-    name: str
+    priority: int
+    client: str
     used: float
     waiting: OrderedDict[TokenSequence, None] = field(default_factory=OrderedDict)
     running: int = 0
 
 
-class _AccountHeap:
-    """A heap of clients, the one with the smallest account first.
+@dataclass
+class _Level:
+    """One priority: its fair account, and the number of accounts with a sequence that waits or holds a slot."""
 
-    Accounts only grow, so a stale entry is too early in the heap: it is updated, or dropped, when it comes
-    first. Among equal accounts, the client whose entry is the oldest comes first.
+    fair: float = 0.0
+    accounts: int = 0
+
+
+class _AccountHeap:
+    """A heap of accounts, the smallest of the lowest priority number first; among equals the oldest entry.
+
+    Accounts only grow, so a stale entry is too early in the heap: it is updated, or dropped, when it comes first.
     """
 
-    def __init__(self, belongs: Callable[[_Client], bool]):
-        """Make an empty heap. belongs: returns whether a client belongs in it."""
-        self._belongs = belongs
-        self._heap: list[tuple[float, int, _Client]] = []
-        self._listed: set[_Client] = set()
+    def __init__(self, *, running: bool):
+        """Make an empty heap of accounts with waiting sequences, and with slots or without any."""
+        self._running = running
+        self._heap: list[tuple[int, float, int, _Account]] = []
+        self._listed: set[_Account] = set()
         self._entries_made = 0
 
     def __len__(self) -> int:
-        assert len(self._heap) == len(self._listed)
         return len(self._heap)
 
-    def add(self, client: _Client, clients: int) -> None:
-        """Add a client unless it is there, and drop outdated entries once there are many.
-
-        Args:
-            client: The client.
-            clients: How many clients may belong here now.
-        """
-        if client in self._listed:
+    def add(self, account: _Account, accounts: int) -> None:
+        """Add an account unless it is there. `accounts` is the number that may belong here, by which stale ones go."""
+        if account in self._listed:
             return
-        self._listed.add(client)
-        heapq.heappush(self._heap, self._entry(client))
-        # Stale entries are dropped in bulk, so that their number stays within a factor of the waiting clients.
-        if len(self._heap) > 2 * clients + SPARE_HEAP_ENTRIES:
-            self._heap = [entry for entry in self._heap if self._belongs(entry[2])]
-            self._listed = {entry[2] for entry in self._heap}
+        self._listed.add(account)
+        heapq.heappush(self._heap, self._entry(account))
+        # Stale entries are dropped in bulk, so that their number stays within a factor of the waiting accounts.
+        if len(self._heap) > 2 * accounts + SPARE_ENTRIES:
+            self._heap = [entry for entry in self._heap if self._belongs(entry[-1])]
+            self._listed = {entry[-1] for entry in self._heap}
             heapq.heapify(self._heap)
 
-    def first(self) -> _Client | None:
-        """Return the client with the smallest account, or None if there is none."""
+    def first(self) -> _Account | None:
+        """Return the account that comes first, or None if there is none."""
         while self._heap:
-            used, _, client = self._heap[0]
-            if not self._belongs(client):
+            _, used, _, account = self._heap[0]
+            if not self._belongs(account):
                 heapq.heappop(self._heap)
-                self._listed.remove(client)
-            elif used < client.used:
-                heapq.heapreplace(self._heap, self._entry(client))
+                self._listed.remove(account)
+            elif used < account.used:
+                heapq.heapreplace(self._heap, self._entry(account))
             else:
-                return client
+                return account
         return None
 
-    def _entry(self, client: _Client) -> tuple[float, int, _Client]:
+    def _belongs(self, account: _Account) -> bool:
+        return bool(account.waiting) and (account.running > 0) == self._running
+
+    def _entry(self, account: _Account) -> tuple[int, float, int, _Account]:
         self._entries_made += 1
-        return client.used, self._entries_made, client
-
-
-class FairQueue:
-    """Waiting sequences of one priority, fairly by client and in order of arrival within a client.
-
-    No call takes longer because more sequences wait; its time grows with the logarithm of the number of waiting
-    clients. Not safe to call from several threads at once.
-    """
-
-    def __init__(self) -> None:
-        self._clients: dict[str, _Client] = {}  # those with a sequence that waits or holds a slot
-        self._remembered: OrderedDict[str, float] = OrderedDict()  # accounts of others, the latest to leave last
-        self._without_slot = _AccountHeap(lambda client: bool(client.waiting) and not client.running)
-        self._with_slot = _AccountHeap(lambda client: bool(client.waiting) and client.running > 0)
-        self._fair_account = 0.0
-        self._count = self._waiting_clients = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __contains__(self, sequence: TokenSequence) -> bool:
-        client = self._clients.get(sequence.client)
-        return client is not None and sequence in client.waiting
-
-    @property
-    def clients(self) -> int:
-        """Number of clients with a sequence that waits or holds a slot."""
-        return len(self._clients)
-
-    @property
-    def names(self) -> Iterable[str]:
-        """Names of these clients."""
-        return self._clients
-
-    @property
-    def sequences(self) -> list[TokenSequence]:
-        """All waiting sequences, client by client."""
-        return [sequence for client in self._clients.values() for sequence in client.waiting]
-
-    @property
-    def remembered_clients(self) -> int:
-        """Number of clients without any sequence whose accounts are kept."""
-        return len(self._remembered)
-
-    @property
-    def heap_sizes(self) -> tuple[int, int]:
-        """Numbers of heap entries, outdated ones included, for clients without and with a slot."""
-        return len(self._without_slot), len(self._with_slot)
-
-    def running(self, name: str) -> int:
-        """Count the slots that a client holds."""
-        client = self._clients.get(name)
-        return 0 if client is None else client.running
-
-    def add(self, sequence: TokenSequence) -> None:
-        """Append a new sequence to the queue of its client."""
-        client = self._clients.get(sequence.client)
-        if client is None:
-            used = self._remembered.pop(sequence.client, 0)
-            client = self._clients[sequence.client] = _Client(sequence.client, used)
-        if not client.waiting:
-            # A returning client would otherwise have a small account, and be served alone until it has caught up.
-            client.used = max(client.used, self._fair_account)
-        self._insert(client, sequence)
-
-    def put_back(self, sequence: TokenSequence) -> None:
-        """Add a sequence that had a slot before the others of its client."""
-        client = self._clients[sequence.client]
-        client.running -= 1
-        self._insert(client, sequence)
-        # It has tokens already, and its blocks may still be cached, so it comes before the client's other sequences.
-        client.waiting.move_to_end(sequence, last=False)
-
-    def remove(self, sequence: TokenSequence) -> None:
-        """Remove a sequence that shall not be admitted."""
-        client = self._clients[sequence.client]
-        self._take_out(client, sequence)
-        self._forget_if_gone(client)
-
-    def first(self) -> TokenSequence | None:
-        """Return the sequence that is to be admitted next, without removing it, or None if none waits."""
-        client = self._without_slot.first() or self._with_slot.first()
-        return None if client is None else next(iter(client.waiting))
-
-    def start(self, sequence: TokenSequence) -> None:
-        """Remove a sequence in order to give it a slot."""
-        client = self._clients[sequence.client]
-        heads = (self._without_slot.first(), self._with_slot.first())
-        # The smallest waiting account bounds the fair one from below, or newcomers would overtake all who wait.
-        self._fair_account = max(self._fair_account, min(head.used for head in heads if head is not None))
-        client.running += 1
-        self._take_out(client, sequence)
-        self._list(client)
-
-    def charge(self, sequence: TokenSequence, tokens: int) -> None:
-        """Add tokens that were read or drawn for a sequence with a slot to its client's account."""
-        self._clients[sequence.client].used += tokens
-        self._fair_account += tokens / len(self._clients)
-
-    def end(self, sequence: TokenSequence) -> None:
-        """Take back the slot of a sequence that has ended."""
-        client = self._clients[sequence.client]
-        client.running -= 1
-        self._list(client)
-        self._forget_if_gone(client)
-
-    def _insert(self, client: _Client, sequence: TokenSequence) -> None:
-        self._waiting_clients += not client.waiting
-        self._count += 1
-        client.waiting[sequence] = None
-        self._list(client)
-
-    def _take_out(self, client: _Client, sequence: TokenSequence) -> None:
-        del client.waiting[sequence]
-        self._count -= 1
-        self._waiting_clients -= not client.waiting
-
-    def _list(self, client: _Client) -> None:
-        """Add a client that waits to the heap of its kind: with or without a slot."""
-        if client.waiting:
-            (self._with_slot if client.running else self._without_slot).add(client, self._waiting_clients)
-
-    def _forget_if_gone(self, client: _Client) -> None:
-        """Drop a client that has no sequence left, but remember an account above the fair account."""
-        if client.waiting or client.running:
-            return
-        del self._clients[client.name]
-        if client.used > self._fair_account:
-            self._remembered[client.name] = client.used
-            if len(self._remembered) > MAX_REMEMBERED_CLIENTS:
-                self._remembered.popitem(last=False)
+        return account.priority, account.used, self._entries_made, account
 
 
 class WaitingQueue:
-    """Waiting sequences by priority, lowest number first: a `FairQueue` for each priority.
+    """Waiting sequences by priority, then fairly by client, and in order of arrival within a client.
 
-    Its calls take as long as those of a `FairQueue`, and grow with the logarithm of the number of priorities. Not safe
-    to call from several threads at once.
+    No call takes longer because more sequences wait; its time grows with the logarithm of the number of waiting
+    accounts. Not safe to call from several threads at once.
     """
 
     def __init__(self) -> None:
-        self._queues: dict[int, FairQueue] = {0: FairQueue()}  # by priority; idle ones too, which keep their accounts
-        self._heap: list[int] = []  # of priorities, the first one first: all that have waiting sequences, and others
-        self._listed: set[int] = set()  # those in the heap
-        self._spare = SPARE_HEAP_ENTRIES  # number of queues from which on idle ones are dropped
+        self._accounts: dict[tuple[int, str], _Account] = {}  # those with a sequence that waits or holds a slot
+        self._levels: dict[int, _Level] = {}  # by priority; idle ones too, which keep their fair accounts
+        self._remembered: OrderedDict[tuple[int, str], float] = OrderedDict()  # of other accounts, the latest last
+        self._slotless, self._others = _AccountHeap(running=False), _AccountHeap(running=True)
         self._waiting = Counter[str]()  # numbers of waiting sequences, by client
+        self._of_clients = Counter[str]()  # numbers of accounts, by client
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     def __contains__(self, sequence: TokenSequence) -> bool:
-        queue = self._queues.get(sequence.priority)
-        return queue is not None and sequence in queue
+        account = self._accounts.get(_key(sequence))
+        return account is not None and sequence in account.waiting
 
     @property
     def clients(self) -> int:
         """Number of clients with a sequence that waits or holds a slot."""
-        return len({name for queue in self._queues.values() for name in queue.names})
-
-    @property
-    def priorities(self) -> int:
-        """Number of priorities that are remembered, those without any sequence included."""
-        return len(self._queues)
+        return len(self._of_clients)
 
     @property
     def waiting_clients(self) -> int:
         """Number of clients with a sequence that waits."""
         return len(self._waiting)
 
-    def waiting(self, name: str) -> int:
+    @property
+    def entries(self) -> int:
+        """Number of entries that are kept of accounts and priorities, outdated ones included."""
+        return sum(map(len, (self._accounts, self._levels, self._remembered, self._slotless, self._others)))
+
+    def waiting(self, client: str) -> int:
         """Count the waiting sequences of a client, of any priority."""
-        return self._waiting[name]
+        return self._waiting[client]
 
     def running(self, sequence: TokenSequence) -> int:
         """Count the slots that a sequence's client holds with sequences of the same priority."""
-        return self._queues[sequence.priority].running(sequence.client)
+        account = self._accounts.get(_key(sequence))
+        return 0 if account is None else account.running
 
     def refuse_if_full(self, limits: Limits, running: int, client: str, count: int) -> None:
         """Raise `QueueFullError` if the queue has no room for this number of further sequences of a client.
@@ -345,69 +221,111 @@ class WaitingQueue:
 
     def add(self, sequence: TokenSequence) -> None:
         """Add a new sequence after the others of its client and priority."""
-        if sequence.priority not in self._queues:
-            if len(self._queues) >= self._spare:
-                self._drop_idle()
-            self._queues[sequence.priority] = FairQueue()
-        self._queues[sequence.priority].add(sequence)
-        self._count_in(sequence)
+        key, level = _key(sequence), self._level(sequence.priority)
+        account = self._accounts.get(key)
+        if account is None:
+            account = self._accounts[key] = _Account(*key, self._remembered.pop(key, 0))
+            level.accounts += 1
+            self._of_clients[sequence.client] += 1
+        if not account.waiting:
+            # A returning client would otherwise have a small account, and be served alone until it has caught up.
+            account.used = max(account.used, level.fair)
+        self._insert(account, sequence)
 
     def put_back(self, sequence: TokenSequence) -> None:
         """Add a sequence that had a slot before the others of its client and priority."""
-        self._queues[sequence.priority].put_back(sequence)
-        self._count_in(sequence)
+        account = self._accounts[_key(sequence)]
+        account.running -= 1
+        self._insert(account, sequence)
+        # It has tokens already, and its blocks may still be cached, so it comes before the account's other sequences.
+        account.waiting.move_to_end(sequence, last=False)
 
     def remove(self, sequence: TokenSequence) -> None:
         """Remove a sequence that shall not be admitted."""
-        self._queues[sequence.priority].remove(sequence)
-        self._count_out(sequence)
+        account = self._accounts[_key(sequence)]
+        self._take_out(account, sequence)
+        self._forget_if_gone(account)
 
     def clear(self) -> list[TokenSequence]:
         """Remove all waiting sequences, and return them."""
-        sequences = [sequence for queue in self._queues.values() for sequence in queue.sequences]
+        sequences = [sequence for account in self._accounts.values() for sequence in account.waiting]
         for sequence in sequences:
             self.remove(sequence)
         return sequences
 
     def first(self) -> TokenSequence | None:
         """Return the sequence that is to be admitted next, without removing it, or None if none waits."""
-        while self._heap:
-            if (sequence := self._queues[self._heap[0]].first()) is not None:
-                return sequence
-            # Removed lazily: a priority's queue may have become empty by cancellation.
-            self._listed.remove(heapq.heappop(self._heap))
-        return None
+        heads = [account for account in (self._slotless.first(), self._others.first()) if account is not None]
+        # `min` returns the first of equals, so a client without a slot comes before others of its priority.
+        return next(iter(min(heads, key=lambda account: account.priority).waiting)) if heads else None
 
     def start(self, sequence: TokenSequence) -> None:
-        """Remove a sequence in order to give it a slot."""
-        self._queues[sequence.priority].start(sequence)
-        self._count_out(sequence)
+        """Remove the first sequence in order to give it a slot."""
+        account, level = self._accounts[_key(sequence)], self._levels[sequence.priority]
+        heads = (self._slotless.first(), self._others.first())
+        used = (head.used for head in heads if head is not None and head.priority == sequence.priority)
+        # The smallest waiting account bounds the fair one from below, or newcomers would overtake all who wait.
+        level.fair = max(level.fair, min(used, default=0.0))
+        account.running += 1
+        self._take_out(account, sequence)
+        self._list(account)
 
     def charge(self, sequence: TokenSequence, tokens: int) -> None:
-        """Add tokens that were read or drawn for a sequence with a slot to its client's account of its priority."""
-        self._queues[sequence.priority].charge(sequence, tokens)
+        """Add tokens that were read or drawn for a sequence with a slot to its account."""
+        level = self._levels[sequence.priority]
+        self._accounts[_key(sequence)].used += tokens
+        level.fair += tokens / level.accounts
 
     def end(self, sequence: TokenSequence) -> None:
         """Take back the slot of a sequence that has ended."""
-        self._queues[sequence.priority].end(sequence)
+        account = self._accounts[_key(sequence)]
+        account.running -= 1
+        self._list(account)
+        self._forget_if_gone(account)
 
-    def _count_in(self, sequence: TokenSequence) -> None:
+    def _level(self, priority: int) -> _Level:
+        """Return a priority's level; idle ones, but that of 0, which most requests use, are dropped once many."""
+        if priority not in self._levels:
+            if len(self._levels) > 2 * len(self._accounts) + SPARE_ENTRIES:
+                self._levels = {number: level for number, level in self._levels.items() if level.accounts or not number}
+            self._levels[priority] = _Level()
+        return self._levels[priority]
+
+    def _insert(self, account: _Account, sequence: TokenSequence) -> None:
+        account.waiting[sequence] = None
         self._count += 1
         self._waiting[sequence.client] += 1
-        if sequence.priority not in self._listed:
-            self._listed.add(sequence.priority)
-            heapq.heappush(self._heap, sequence.priority)
+        self._list(account)
 
-    def _count_out(self, sequence: TokenSequence) -> None:
+    def _take_out(self, account: _Account, sequence: TokenSequence) -> None:
+        del account.waiting[sequence]
         self._count -= 1
-        self._waiting[sequence.client] -= 1
-        if not self._waiting[sequence.client]:
-            del self._waiting[sequence.client]
+        _decrement(self._waiting, sequence.client)
 
-    def _drop_idle(self) -> None:
-        """Drop empty queues and their accounts, except the queue of priority 0, which most requests use."""
-        self._queues = {number: queue for number, queue in self._queues.items() if queue.clients or number == 0}
-        self._listed = {number for number, queue in self._queues.items() if queue}
-        self._heap = sorted(self._listed)
-        # The bound grows with what is in use, so that dropping costs amortised constant time.
-        self._spare = 2 * len(self._queues) + SPARE_HEAP_ENTRIES
+    def _list(self, account: _Account) -> None:
+        """Add an account with a waiting sequence to the heap of its kind: with or without a slot."""
+        if account.waiting:
+            (self._others if account.running else self._slotless).add(account, len(self._accounts))
+
+    def _forget_if_gone(self, account: _Account) -> None:
+        """Drop an account that has no sequence left, but remember one above the fair account."""
+        if account.waiting or account.running:
+            return
+        key, level = (account.priority, account.client), self._levels[account.priority]
+        del self._accounts[key]
+        level.accounts -= 1
+        _decrement(self._of_clients, account.client)
+        if account.used > level.fair:
+            self._remembered[key] = account.used
+            if len(self._remembered) > MAX_REMEMBERED_ACCOUNTS:
+                self._remembered.popitem(last=False)
+
+
+def _key(sequence: TokenSequence) -> tuple[int, str]:
+    return sequence.priority, sequence.client
+
+
+def _decrement(counts: Counter[str], name: str) -> None:
+    counts[name] -= 1
+    if not counts[name]:
+        del counts[name]

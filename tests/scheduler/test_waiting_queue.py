@@ -6,7 +6,7 @@ import pytest
 
 from helpers.scheduling import KINDS, Sink
 from redrafter.scheduler.sequence import TokenSequence
-from redrafter.scheduler.waiting_queue import MAX_REMEMBERED_CLIENTS, SPARE_HEAP_ENTRIES, FairQueue, WaitingQueue
+from redrafter.scheduler.waiting_queue import MAX_REMEMBERED_ACCOUNTS, SPARE_ENTRIES, WaitingQueue
 
 
 def make_sequence(client: str, priority: int = 0) -> TokenSequence:
@@ -137,12 +137,12 @@ def test_any_number_of_priorities_leaves_nothing_behind():
             queue.start(first)
             queue.end(first)
             queue.add(stays)
-    assert queue.priorities <= 2 * 42 + SPARE_HEAP_ENTRIES
+    assert queue.entries <= 6 * 42 + 3 * SPARE_ENTRIES
     assert {each.priority for each in queue.clear()} == {each.priority for each in (stays, *kept)}
 
 
 def test_a_million_clients_leave_nothing_behind():
-    queue = FairQueue()
+    queue = WaitingQueue()
     stays = make_sequence("stays")
     queue.add(stays)
     for number in range(30_000):
@@ -155,12 +155,11 @@ def test_a_million_clients_leave_nothing_behind():
         queue.charge(each, 1 + number % 7)
         queue.end(each)
     assert queue.clients == 1
-    assert queue.remembered_clients <= MAX_REMEMBERED_CLIENTS
-    assert all(size <= 2 + SPARE_HEAP_ENTRIES for size in queue.heap_sizes)
+    assert queue.entries <= MAX_REMEMBERED_ACCOUNTS + 3 * SPARE_ENTRIES
 
 
 def test_who_comes_back_has_no_claim_to_the_past_and_no_clean_slate():
-    queue = FairQueue()
+    queue = WaitingQueue()
     greedy, modest = make_sequence("greedy"), make_sequence("modest")
     for each in (greedy, modest):
         queue.add(each)
@@ -182,7 +181,7 @@ def test_who_comes_back_has_no_claim_to_the_past_and_no_clean_slate():
 
 
 def test_no_number_of_new_clients_keeps_an_older_one_waiting():
-    queue, places = FairQueue(), []
+    queue, places = WaitingQueue(), []
     for client in ("old", "other"):
         places.append(make_sequence(client))
         queue.add(places[-1])
