@@ -178,7 +178,7 @@ def opened(
         scheduler.overlap = scheduler.mixed_prefill = False
         with call.queued(scheduler):
             scheduler.prefill()
-            if scheduler.waiting:
+            if scheduler.running_set.waiting:
                 raise CacheFullError(f"there is no memory for {len(call.rows)} rows at once")
             yield scheduler, call
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from redrafter.cache.to_device import made_on_host
 from redrafter.engine.call import GenerateCall, GenerateOutput, StepStreamer
 from redrafter.engine.options import EngineOptions
-from redrafter.engine.request import OwnArguments, Request, read_request, row_adapters, row_draft_limits
+from redrafter.engine.request import CALL_ARGUMENTS, OwnArguments, Request, read_request, row_adapters, row_draft_limits
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.features import ADAPTIVE_DRAFTS, ASYNC_CALLS, SERVING, FeatureSet
 from redrafter.model.supported import check_autocast
@@ -46,7 +46,7 @@ class SharedEngine(Models, Protocol):
     def calling(self, *, speculate: bool) -> AbstractContextManager[None]:
         """Enter a context in which a call is decoded, and no change is made."""
 
-    def prepare_call(self, decode: ReadCall, *prompts: Any, **arguments: Any) -> Request:
+    def prepare_call(self, decode: ReadCall, own: OwnArguments, *prompts: Any, **arguments: Any) -> Request:
         """Let transformers prepare the arguments of a call, and return what `decode` returns for them."""
 
 
@@ -169,24 +169,26 @@ class AsyncCalls:
         """Turn the arguments of a call into a request that the shared batch can decode."""
         engine = self._engine
 
-        def read_call(mine: OwnArguments, input_ids: Tensor, inputs: dict[str, Any]) -> Request:
-            if not mine.speculate:
-                given = mine.num_speculative_tokens
+        def read_call(own: OwnArguments, input_ids: Tensor, inputs: dict[str, Any]) -> Request:
+            if not own.speculate:
+                given = own.num_speculative_tokens
                 for limit in row_draft_limits(given, len(given) if isinstance(given, Sequence) else 1):
                     check_draft_limit(limit, depth=0)
-                mine = mine._replace(num_speculative_tokens=0)
-            names = row_adapters(mine.adapter, mine.prompts or len(input_ids), len(input_ids))
+                own = own._replace(num_speculative_tokens=0)
+            names = row_adapters(own.adapter, own.prompts or len(input_ids), len(input_ids))
             check_autocast(engine.target.device)
             held.enter_context(engine.calling(speculate=True))
             adapters = held.enter_context(engine.target.adapters.holding(names))
             with made_on_host():
-                return read_request(engine.target, engine.options, mine, adapters, input_ids, **inputs)
+                return read_request(engine.target, engine.options, own, adapters, input_ids, **inputs)
 
-        request = engine.prepare_call(read_call, *prompts, **arguments)
-        own = next((each for params in request.params for each in (*params.extra, *params.extra_last)), None)
-        if own is not None:
+        own = OwnArguments(**{name: value for name, value in arguments.items() if name in CALL_ARGUMENTS})
+        others = {name: value for name, value in arguments.items() if name not in CALL_ARGUMENTS}
+        request = engine.prepare_call(read_call, own, *prompts, **others)
+        custom = next((each for params in request.params for each in (*params.extra, *params.extra_last)), None)
+        if custom is not None:
             raise UnsupportedError(
-                f"agenerate() shares its steps with other calls and takes no processor such as {type(own).__name__}: "
+                f"agenerate() shares its steps with other calls, and takes no {type(custom).__name__} of your own: "
                 "use arguments that a server's requests have, or await asyncio.to_thread(engine.generate, ...)"
             )
         if request.deadline < float("inf"):

@@ -330,40 +330,23 @@ class Engine(Changeable, AsyncGeneration):
             ArgumentError: For arguments that are unknown, out of range or of the wrong shape.
             UnsupportedError: For modes that cannot be honoured (beam search, classifier-free guidance, ...).
         """
-        return self.prepare_call(
-            self._decode,
-            input_ids,
-            attention_mask,
-            generation_config,
-            streamer=streamer,
-            seed=seed,
-            adapter=adapter,
-            speculate=speculate,
-            num_speculative_tokens=num_speculative_tokens,
-            progress=progress,
-            return_dict_in_generate=return_dict_in_generate,
-            **generation_kwargs,
-        )
+        own = OwnArguments(streamer, seed, adapter, speculate, num_speculative_tokens, progress)
+        if return_dict_in_generate is not None:
+            generation_kwargs["return_dict_in_generate"] = return_dict_in_generate
+        return self.prepare_call(self._decode, own, input_ids, attention_mask, generation_config, **generation_kwargs)
 
     def prepare_call(
         self,
         decode: Callable[[OwnArguments, Tensor, dict[str, Any]], T],
+        own: OwnArguments,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         generation_config: GenerationConfig | None = None,
-        *,
-        streamer: Streamer | None = None,
-        seed: Seed = None,
-        adapter: AdapterNames = None,
-        speculate: bool = True,
-        num_speculative_tokens: DraftLimits = None,
-        progress: bool = False,
-        return_dict_in_generate: bool | None = None,
         **generation_kwargs: object,
     ) -> T:
         """Return what `decode` makes of a call of `generate` once transformers has prepared it."""
         # 1. Read the arguments: drop those without effect, reject unsupported ones.
-        theirs = streamer if takes_columns(streamer) else None
+        streamer = own.streamer if takes_columns(own.streamer) else None
         kwargs, images = separate_inputs(generation_kwargs, self.target)
         kwargs = read_arguments(kwargs)
         if (inputs := kwargs.pop("inputs", None)) is not None:
@@ -379,9 +362,7 @@ class Engine(Changeable, AsyncGeneration):
         input_ids = check_shapes(input_ids, attention_mask)
 
         # 3. Translate arguments that transformers does not have, or would not pass on.
-        kwargs, own = split_own(kwargs)
-        if return_dict_in_generate is not None:
-            kwargs["return_dict_in_generate"] = return_dict_in_generate
+        kwargs, params = split_own(kwargs)
         kwargs, generation_config = with_stop_strings(kwargs, generation_config, self.model.generation_config)
         # A config passed with the call takes precedence over the checkpoint's default.
         if self.do_sample is not None and generation_config is None:
@@ -394,31 +375,20 @@ class Engine(Changeable, AsyncGeneration):
         target, device = self.target, self.target.device
         if PREPARES_ON_HOST and not target.image_arguments:
             device = torch.device("cpu")  # or each number that follows from ids and mask would be a launch, some a wait
-        mine = OwnArguments(
-            streamer=streamer,
-            seed=seed,
-            adapter=adapter,
-            speculate=speculate,
-            num_speculative_tokens=num_speculative_tokens,
-            progress=progress,
-            prompts=len(input_ids),
-            temperature=None,
-            device=target.device,
-            params=own,
-        )
+        own = own._replace(prompts=len(input_ids), device=target.device, params=params)
         prepared = False
 
         def decode_prepared(model: PreTrainedModel, input_ids: Tensor, **inputs: object) -> T:
             nonlocal prepared
             prepared = True
-            return decode(mine, input_ids, inputs)
+            return decode(own, input_ids, inputs)
 
         try:
             return self.model.generate(
                 input_ids.to(device),
                 attention_mask=None if attention_mask is None else attention_mask.to(device),
                 generation_config=generation_config,
-                streamer=theirs,
+                streamer=streamer,
                 custom_generate=decode_prepared,
                 **images,
                 **kwargs,
@@ -457,29 +427,27 @@ class Engine(Changeable, AsyncGeneration):
             num_speculative_tokens: As in `generate`.
             temperature: One value per output row, in place of the config's; None for the config's.
         """
-        mine = OwnArguments(
-            streamer, seed, adapter, speculate, num_speculative_tokens=num_speculative_tokens, temperature=temperature
-        )
+        own = OwnArguments(streamer, seed, adapter, speculate, num_speculative_tokens, temperature=temperature)
 
         def decode_for(model: PreTrainedModel, input_ids: Tensor, **inputs: object) -> Tensor | GenerateOutput:
             if model is not self.model:
                 raise ArgumentError("this custom_generate belongs to another model; call generate on engine.model")
             check_shapes(input_ids, inputs.get("attention_mask"))
-            return self._decode(mine, input_ids, inputs)
+            return self._decode(own, input_ids, inputs)
 
         return decode_for
 
     @torch.inference_mode()
-    def _decode(self, mine: OwnArguments, input_ids: Tensor, inputs: dict[str, Any]) -> Tensor | GenerateOutput:
+    def _decode(self, own: OwnArguments, input_ids: Tensor, inputs: dict[str, Any]) -> Tensor | GenerateOutput:
         """Decode a call that transformers has prepared; `inputs` are its arguments in addition to the ids."""
         # 1. Read the adapter of each row.
-        names = row_adapters(mine.adapter, mine.prompts or len(input_ids), len(input_ids))
+        names = row_adapters(own.adapter, own.prompts or len(input_ids), len(input_ids))
         check_autocast(self.target.device)
         # 2. Detect changes of the models by their owner; turn the call into tensors, and decode.
-        with self.calling(speculate=mine.speculate), made_on_host(), self.target.adapters.holding(names) as held:
-            request = read_request(self.target, self.options, mine, held, input_ids, **inputs)
-            stream = mine.streamer
+        with self.calling(speculate=own.speculate), made_on_host(), self.target.adapters.holding(names) as held:
+            request = read_request(self.target, self.options, own, held, input_ids, **inputs)
+            stream = own.streamer
             if takes_columns(stream):
                 stream = ColumnStream(stream, len(input_ids), request.pad_token)
-            with self.scheduler_for(request, mine.speculate) as scheduler:
-                return GenerateCall(request, stream).decode(scheduler, mine.progress)
+            with self.scheduler_for(request, own.speculate) as scheduler:
+                return GenerateCall(request, stream).decode(scheduler, own.progress)

@@ -124,6 +124,9 @@ def with_temperature(
 MAX_TEXT_TOKENS = 1 << 31  # longer limits are cut here, as they need not fit into a 64-bit integer
 
 
+CALL_ARGUMENTS = ("streamer", "seed", "adapter", "speculate", "num_speculative_tokens", "progress")  # of `generate`
+
+
 class OwnArguments(NamedTuple):
     """Arguments of a call that transformers does not have, documented at `Engine.generate`."""
 
@@ -164,7 +167,7 @@ class Request:
 def read_request(
     target: Target,
     options: EngineOptions,
-    mine: OwnArguments,
+    own: OwnArguments,
     adapters: Sequence[Adapter | None],
     input_ids: Tensor,
     *,
@@ -215,16 +218,16 @@ def read_request(
     # How tokens are drawn.
     check_processors(target, logits_processor)
     # After the check, which names Hugging Face's processors only.
-    given = with_temperature(logits_processor, mine.temperature, rows, sampled=sampled)
+    given = with_temperature(logits_processor, own.temperature, rows, sampled=sampled)
     functions, slow = read_processors(given, width=width, prompt=length, vocabulary=target.vocab_size)
     drawn: list[dict[str, object]] = [{"temperature": 0.0}] * rows
     if sampled:
-        drawn = [{"seed": each} for each in target.ranks.from_first(row_seeds(mine.seed, rows))]
+        drawn = [{"seed": each} for each in target.ranks.from_first(row_seeds(own.seed, rows))]
     by_row = zip(
         fold_rows(functions, rows, eos, sampled=sampled),
         drawn,
-        _grammars(mine.params.get("grammar"), rows),
-        row_draft_limits(mine.num_speculative_tokens, rows),
+        _grammars(own.params.get("grammar"), rows),
+        row_draft_limits(own.num_speculative_tokens, rows),
         strict=True,
     )
     recorded = {"scores": config.output_scores, "logits": config.output_logits}
@@ -235,7 +238,7 @@ def read_request(
         limits=limits,
         params=[
             SamplingParams(
-                **row | draw | dict(mine.params) | {"grammar": grammar},
+                **row | draw | dict(own.params) | {"grammar": grammar},
                 num_speculative_tokens=limit,
                 stop_token_ids=eos,
             )
@@ -243,7 +246,7 @@ def read_request(
         ],
         adapters=adapters or [None] * rows,
         images=images,
-        device=input_ids.device if mine.device is None else mine.device,
+        device=input_ids.device if own.device is None else own.device,
         cut_short=[target.context == most < more for most, more in zip(limits, asked, strict=True)],
         pad_token=_pad_token(config, eos),
         criteria=criteria,

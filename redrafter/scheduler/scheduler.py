@@ -61,6 +61,7 @@ class Scheduler:
         engine: Target and proposers.
         limits: Limits of the sequences that run and wait.
         batch: The rows that step.
+        running_set: The sequences from their arrival to their end, with counts for operators.
         prefiller: Reads the prompts of admitted sequences.
         longest: Most tokens of a sequence, prompt included.
         overlap: Whether a step is launched before the previous one is read. It gains nothing on a device that computes
@@ -107,7 +108,7 @@ class Scheduler:
         batch.draft_with(engine, limits.max_batch_size, speculate=speculate)
         self.prefiller = Prefiller(engine.target, draft_model, limits)
         self._blocks = None if memory is None else SequenceBlocks(memory, draft_model is not None, limits.reuse)
-        self._running = RunningSet(batch, self._blocks, bulk=limits.bulk)
+        self.running_set = RunningSet(batch, self._blocks, bulk=limits.bulk)
         self.longest = self._bound()
         self.overlap = memory is not None and engine.target.device.type == "cuda"
         self.mixed_prefill = self.overlap and self.prefiller.can_mix
@@ -137,28 +138,8 @@ class Scheduler:
     def idle(self) -> bool:
         """Return whether a round would have nothing to do."""
         if self.asleep:
-            return not self._running.has_cancelled
-        return self._running.idle and not self._launched
-
-    @property
-    def waiting(self) -> int:
-        """Number of sequences that wait for a slot."""
-        return self._running.waiting
-
-    @property
-    def running(self) -> int:
-        """Number of sequences that hold a slot, whether they are decoding or their prompts are being read."""
-        return self._running.running
-
-    @property
-    def clients(self) -> int:
-        """Number of clients with a sequence that waits or holds a slot."""
-        return self._running.clients
-
-    @property
-    def preempted(self) -> int:
-        """Number of preemptions so far."""
-        return self._running.preempted
+            return not self.running_set.has_cancelled
+        return self.running_set.idle and not self._launched
 
     def submit(self, *sequences: TokenSequence) -> None:
         """Queue the sequences of one client, all or none of them.
@@ -186,20 +167,20 @@ class Scheduler:
         if self._draft_vocabulary is not None:
             for sequence in sequences:
                 sequence.draft = DraftSequence(DraftText(self._draft_vocabulary))
-        self._running.enqueue(sequences, self.limits)
+        self.running_set.enqueue(sequences, self.limits)
 
     def cancel(self, *sequences: TokenSequence) -> None:
         """End sequences before their next step, except sequences that have ended or were never submitted."""
-        self._running.cancel(sequences)
+        self.running_set.cancel(sequences)
 
     def cancel_all(self) -> None:
         """End every sequence that waits or runs before its next step. For the thread that runs the rounds."""
-        self._running.cancel_all()
+        self.running_set.cancel_all()
 
     def abandon(self) -> None:
         """Release the slots and blocks of sequences without reporting deltas. For the thread that runs the rounds."""
         self._launched.clear()
-        self._running.abandon()
+        self.running_set.abandon()
 
     def change(self, change: EngineChange) -> None:
         """Change the engine between two rounds. For the thread that runs the rounds.
@@ -213,7 +194,7 @@ class Scheduler:
         # Tokens in flight were drawn with the old weights, and must be appended before these change.
         self.settle()
         with torch.inference_mode():  # in which the rows' buffers were made
-            self._running.put_all_back()
+            self.running_set.put_all_back()
         change.apply()
         self.asleep = self.engine.target.asleep
         self._follow_changes()
@@ -224,7 +205,7 @@ class Scheduler:
             return
         self.settle()
         with torch.inference_mode():
-            self._running.put_all_back()
+            self.running_set.put_all_back()
         self.batch.draft_with(self.engine, self.limits.max_batch_size, speculate=self._speculate)
 
     def round(self) -> None:
@@ -235,16 +216,16 @@ class Scheduler:
     @torch.inference_mode()
     def prefill(self) -> None:
         """Run the first half of a round, which draws the first token of every prompt that is complete."""
-        with self._ending(lambda: self._running.sequences):
-            self._running.end_cancelled()
+        with self._ending(lambda: self.running_set.sequences):
+            self.running_set.end_cancelled()
             if self.asleep:
                 return
             if self._memory is not None:  # a dense cache lasts for one call
                 self._follow_changes()
-            self._running.admit(self.limits, self.settle, mixed_prefill=self.mixed_prefill)
+            self.running_set.admit(self.limits, self.settle, mixed_prefill=self.mixed_prefill)
             # Prompts that the step will read are excluded here, or they would be read twice.
             mixed = self._mixed_sequences()
-            alone = [sequence for sequence in self._running.prefilling if sequence not in mixed]
+            alone = [sequence for sequence in self.running_set.prefilling if sequence not in mixed]
             for chunks in self.prefiller.choose(alone, self.batch.step_nodes) if alone else ():
                 self._read_chunks(chunks)
 
@@ -254,7 +235,7 @@ class Scheduler:
         with self._ending(lambda: [sequence for sequence in self.batch.rows if not sequence.ended]):
             if self.asleep:
                 return
-            if self._blocks is not None and (grown := self._running.grow(self.settle)):
+            if self._blocks is not None and (grown := self.running_set.grow(self.settle)):
                 self.batch.update_block_tables(grown)
             # Processors on the host need all tokens. Each launched forward adds at least one token, so the step in
             # flight may end all rows.
@@ -281,7 +262,7 @@ class Scheduler:
     def _fail(self, sequences: Sequence[TokenSequence], error: Exception) -> None:
         """End sequences with an exception, which goes to `on_failure` and is not raised again."""
         for sequence in sequences:
-            self._running.end(sequence, SequenceDelta((), finish="error", error=error), keep=False)
+            self.running_set.end(sequence, SequenceDelta((), finish="error", error=error), keep=False)
         if not self.batch.rows:
             self._launched.clear()  # no sequence waits for its draws, and reading them may fail again
         self.on_failure(error, len(sequences))
@@ -297,7 +278,7 @@ class Scheduler:
                 if not seeing:
                     raise
                 # Wrong images are a mistake of this request, and no failure of the engine.
-                self._running.end(chunks[0][0], SequenceDelta((), finish="error", error=error), keep=False)
+                self.running_set.end(chunks[0][0], SequenceDelta((), finish="error", error=error), keep=False)
                 return
             first = self._start_decoding(rows)
             timer.stop()
@@ -309,7 +290,7 @@ class Scheduler:
         """Return the sequences whose prompts are read in the forwards of steps, which are captured."""
         if not self.mixed_prefill:
             return []
-        prefilling, rows = self._running.prefilling, len(self.batch.rows)
+        prefilling, rows = self.running_set.prefilling, len(self.batch.rows)
         # A prompt that is scored needs the logits of all its tokens; one with images, a forward of the model's own.
         texts = [sequence for sequence in prefilling if not sequence.needs_scores and sequence.images is None]
         # Where rows are few and prompts long, steps would read these in too many small parts.
@@ -328,13 +309,13 @@ class Scheduler:
             # Nothing drawn from such logits is usable, so the sequence ends before its first token.
             if any(isnan(score.logprob) for score in sequence.prompt_scores):
                 error = not_finite(len(sequence.prompt))
-                self._running.end(sequence, SequenceDelta((), finish="error", error=error), keep=False)
+                self.running_set.end(sequence, SequenceDelta((), finish="error", error=error), keep=False)
             elif not sequence.max_new_tokens:
-                self._running.end(sequence, SequenceDelta((), finish="length"))
+                self.running_set.end(sequence, SequenceDelta((), finish="length"))
         rows = rows.at([row for row, sequence in enumerate(rows.sequences) if not sequence.ended])
         first = self.batch.begin(rows)
         for sequence in rows.sequences:
-            del self._running.prefilling[sequence]
+            del self.running_set.prefilling[sequence]
         return first
 
     def _launch_step(self, mixed: Sequence[TokenSequence]) -> None:
@@ -412,11 +393,11 @@ class Scheduler:
             into = running if delta.finish is None else ended if delta.error is None else failed
             into.append((sequence, delta))
         for sequence, count in charged.values():
-            self._running.charge(sequence, count)
+            self.running_set.charge(sequence, count)
         for sequence, delta in running:
             sequence.sink(sequence, delta)
-        self._running.end_together(ended)
-        self._running.end_together(failed, keep=False)
+        self.running_set.end_together(ended)
+        self.running_set.end_together(failed, keep=False)
         if step.timer is not None and step.correct is not None:
             step.correct(self.engine.target.ranks.from_first(step.timer.seconds))  # or ranks would draft other trees
         if accepted and step.proposer is not None:

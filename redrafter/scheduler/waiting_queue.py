@@ -186,7 +186,8 @@ class WaitingQueue:
     @property
     def entries(self) -> int:
         """Number of entries that are kept of accounts and priorities, outdated ones included."""
-        return sum(map(len, (self._accounts, self._levels, self._remembered, self._slotless, self._others)))
+        heaps = len(self._slotless) + len(self._others)
+        return len(self._accounts) + len(self._levels) + len(self._remembered) + heaps
 
     def waiting(self, client: str) -> int:
         """Count the waiting sequences of a client, of any priority."""

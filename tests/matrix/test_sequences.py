@@ -63,5 +63,5 @@ def test_sequences_side_by_side_write_what_each_writes_alone(feature, engine, sc
         assert any(sequence.reused for sequence in sequences) or made.feature.images or made.feature.adapters
     else:
         assert not any(sequence.reused for sequence in sequences)
-    assert served.preempted or memory != "few blocks"
+    assert served.running_set.preempted or memory != "few blocks"
     assert served.memory.blocks.onboarded or memory != "host" or made.feature.images or made.feature.adapters

@@ -161,7 +161,7 @@ def test_a_scheduler_serves_rows_that_cross_the_first_context(monkeypatch, famil
         launch_ahead(monkeypatch)
     served = scheduler(paged(drafting(family)), reuse="blocks" not in limits, **limits)
     served_as_alone(served, sequences_of([30, AT, 100, 62, 9], 50), apart=1)
-    assert bool(served.preempted) == ("blocks" in limits)
+    assert bool(served.running_set.preempted) == ("blocks" in limits)
     nothing_is_held(served)
 
 

@@ -177,10 +177,12 @@ def test_rows_of_a_server_are_free_at_once_and_its_prompts_are_read_as_before(ll
     until_stepping(served, *running)
     waiting = [make_sequence([3 + row] * 9, 5, GREEDY) for row in range(20)]
     served.submit(*waiting)
-    while served.waiting:
+    while served.running_set.waiting:
         ended = sum(each.ended for each in (*running, *waiting))
         served.round()
-        assert served.waiting == max(20 - ended, 0)  # a slot is given away in the round that follows the end
+        assert served.running_set.waiting == max(
+            20 - ended, 0
+        )  # a slot is given away in the round that follows the end
     run(served, [])
     assert not any(empty for _, empty in steps)
     assert [*rooms_of(70, [70])] == [4, 8, 12, 16, 20]  # 454 tokens would be slow

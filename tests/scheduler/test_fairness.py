@@ -64,11 +64,11 @@ def test_a_client_that_holds_every_place_gives_one_up_and_writes_the_same(engine
     served.submit(*others)
     served.round()
     assert not any(each.written for each in others)
-    assert not served.preempted
+    assert not served.running_set.preempted
     rounds(served, 8)
     assert all(each.ended for each in others)
     assert not any(each.ended for each in long)
-    assert served.preempted == 3
+    assert served.running_set.preempted == 3
     assert long[0].admission.round == 1
     run(served, [])
     same_alone(engine, [*long, *others])
@@ -83,7 +83,7 @@ def test_nobody_gives_a_place_up_twice_at_once_nor_a_last_one(engine):
     third = make_sequence("c", [7], 3)
     served.submit(third)
     rounds(served, MIN_ROUNDS_IN_PLACE + 1)
-    assert not served.preempted
+    assert not served.running_set.preempted
     assert not third.written
     run(served, [])
 
@@ -94,7 +94,7 @@ def test_nobody_gives_a_place_up_twice_at_once_nor_a_last_one(engine):
     for number in range(60):  # a client with one token after another
         served.submit(make_sequence(f"one {number}", [7, 8], 1))
         served.round()
-    assert 1 <= served.preempted <= 60 // MIN_ROUNDS_IN_PLACE
+    assert 1 <= served.running_set.preempted <= 60 // MIN_ROUNDS_IN_PLACE
     assert long[0].written > 55
     assert long[1].written >= MIN_ROUNDS_IN_PLACE
     served.cancel_all()
@@ -108,7 +108,7 @@ def test_nobody_gives_a_place_up_where_that_is_promised(engine):
     rounds(served, MIN_ROUNDS_IN_PLACE + 1)
     other = make_sequence("b", [7], 3)
     run(served, [other])
-    assert not served.preempted
+    assert not served.running_set.preempted
 
 
 def test_a_client_without_blocks_is_given_those_of_another(engine):
@@ -120,7 +120,7 @@ def test_a_client_without_blocks_is_given_those_of_another(engine):
     served.submit(other)
     while not other.ended:
         served.round()
-    assert served.preempted
+    assert served.running_set.preempted
     assert not all(each.ended for each in many)
     run(served, [])
     same_alone(engine, [*many, other])
@@ -137,7 +137,7 @@ def test_a_cancelled_text_costs_nothing_while_hundreds_of_others_wait(engine, mo
     touched = []
     monkeypatch.setattr(TokenSequence, "__eq__", lambda self, other: touched.append(1) or self is other)
     served.cancel(*left)
-    assert served.waiting == 58
+    assert served.running_set.waiting == 58
     assert not any(each.ended for each in left)
     served.round()
     assert sum(each.ended for each in left) == MAX_CANCELLATIONS_PER_ROUND  # a round tells so many at most
@@ -198,7 +198,7 @@ def test_one_client_cannot_fill_the_queue_for_all(engine):
             served.submit(make_sequence(f"{number}"))
             taken += 1
     assert taken >= 2
-    assert served.waiting <= 16
+    assert served.running_set.waiting <= 16
     served.cancel_all()
     run(served, [])
 
@@ -215,11 +215,11 @@ def test_a_round_that_fails_loses_nobody_who_waits(where, engine, monkeypatch):
         served.round()
     failed = [each for each in sequences if each.ended]
     assert 1 <= len(failed) <= 2
-    assert served.waiting == 10 - len(failed)
+    assert served.running_set.waiting == 10 - len(failed)
     assert all(isinstance(each.sink.deltas[-1].error, ZeroDivisionError) for each in failed)
     run(served, [])
     same_alone(engine, [each for each in sequences if each not in failed])
-    assert not served.clients
+    assert not served.running_set.clients
     nothing_is_held(served)
 
 

@@ -152,9 +152,9 @@ class Episode:
             nothing_is_held(self._served)
             managers = self._served.memory.blocks, self._served.memory.draft_blocks
             counts["onboarded"] = sum(blocks.onboarded for blocks in managers if blocks is not None)
-        for left in (self._served.clients, self._served.running, self._served.waiting):
-            assert not left, self
-        counts["preempted"] = self._served.preempted
+        served = self._served.running_set
+        assert not any((served.clients, served.running, served.waiting)), self
+        counts["preempted"] = served.preempted
         return counts
 
     def _scheduler(self) -> Scheduler:

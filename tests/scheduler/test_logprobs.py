@@ -113,7 +113,7 @@ def test_what_is_put_back_is_scored_once_and_whole(engine):
     scored = [scored_sequence(20 + seed, max_new_tokens=40, seed=seed) for seed in range(6)]
     served = scheduler(engine, blocks=16, max_num_tokens=24)
     run(served, [*scored, *random_sequences(6, longest=30, max_new_tokens=50)])
-    assert served.preempted > 3
+    assert served.running_set.preempted > 3
     check(engine, *scored)
     same_alone(engine, scored)
     nothing_is_held(served)

@@ -182,7 +182,7 @@ def test_few_states_and_few_blocks_change_no_token(order, prefix_states, monkeyp
     served = scheduler(engine, blocks=18, max_num_tokens=60, max_batch_size=4)
     sequences = [asked(number % 4, kind, new=24) for number, kind in enumerate([*KINDS.values()] * 2)]
     run_as_alone(served, sequences, apart=1)
-    assert served.preempted
+    assert served.running_set.preempted
     assert any(sequence.reused for sequence in sequences)
     assert served.memory.blocks.num_prefix_states <= prefix_states
 

@@ -33,7 +33,7 @@ def test_lower_numbers_are_served_first_and_equal_ones_in_the_order_of_their_arr
         served.round()
         ended += [n for n, each in enumerate(sent) if each.ended and n not in ended]
     assert ended == [2, 1, 4, 0, 3, 5]
-    assert not served.preempted
+    assert not served.running_set.preempted
     same_alone(engine, sent)
 
 
@@ -52,10 +52,10 @@ def test_who_waits_takes_the_slot_of_the_newest_of_the_highest_number(kind, engi
         assert each.admission.round is not None  # at once, though its client has slots and these are new
         assert running[gone].row is None
         assert running[gone].block_table is None
-    assert served.preempted == 3
+    assert served.running_set.preempted == 3
     assert running[1].row is not None
     run(served, [])
-    assert served.preempted == 3
+    assert served.running_set.preempted == 3
     same_alone(engine, [*running, *urgent])
     nothing_is_held(served)
 
@@ -69,13 +69,13 @@ def test_who_waits_takes_blocks_of_higher_numbers_only_if_they_are_enough(engine
     served.submit(long)
     rounds(served, 1)
     assert long.block_table is not None
-    assert served.preempted >= 2
-    before = served.preempted
+    assert served.running_set.preempted >= 2
+    before = served.running_set.preempted
     other = make_sequence(1, [4 + n % 60 for n in range(64)], 4)
     served.submit(other)  # which needs blocks of its own number, and waits for them
     served.round()
     assert other.block_table is None
-    assert served.preempted == before
+    assert served.running_set.preempted == before
     run(served, [])
     same_alone(engine, [*background, long, other])
     nothing_is_held(served)
@@ -87,7 +87,7 @@ def test_rows_that_grow_take_blocks_of_the_highest_number(engine):
     others = [make_sequence(n, [5 + n, 6], 60) for n in (4, 0, 4)]
     served.submit(*others, urgent)  # it came last
     run(served, [])
-    assert served.preempted
+    assert served.running_set.preempted
     assert urgent.admission.round == 1  # it has kept its slot to its end
     same_alone(engine, [urgent, *others])
     nothing_is_held(served)
@@ -103,7 +103,7 @@ def test_a_client_without_a_slot_takes_none_of_a_lower_number(engine):
     while not any(each.ended for each in held):
         assert not other.written
         served.round()
-    assert not served.preempted
+    assert not served.running_set.preempted
     run(served, [])
     same_alone(engine, [*held, other])
 
@@ -120,7 +120,7 @@ def test_within_a_number_clients_without_a_slot_are_given_one_as_ever(engine):
     served.round()
     assert other.admission.round is not None
     assert many[1].row is None
-    assert served.preempted == 1
+    assert served.running_set.preempted == 1
     run(served, [])
     same_alone(engine, [first, *many, other])
 
@@ -136,7 +136,7 @@ def test_nobody_gives_way_where_that_is_promised_but_the_order_stays(engine):
         assert not late[0].written
         served.round()
     run(served, [])
-    assert not served.preempted
+    assert not served.running_set.preempted
     same_alone(engine, [*running, *late])
 
 
@@ -156,7 +156,7 @@ def test_a_higher_number_waits_as_long_as_lower_ones_come_and_then_goes_on(engin
             served.round()
     assert background.written == written
     run(served, [])
-    assert served.preempted == 1
+    assert served.running_set.preempted == 1
     same_alone(engine, [background, *urgent])
 
 

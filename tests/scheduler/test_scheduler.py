@@ -121,7 +121,7 @@ def test_a_draft_model_elsewhere_is_refused(monkeypatch):
 def test_nobody_is_put_back_where_that_is_promised(engine):
     served = scheduler(engine, blocks=14, guaranteed_no_evict=True)
     run_as_alone(served, random_sequences(12, longest=30, max_new_tokens=30))
-    assert served.preempted == 0
+    assert served.running_set.preempted == 0
 
 
 @pytest.mark.parametrize("reuse", [True, False])
@@ -311,7 +311,7 @@ def test_after_a_warm_up_no_frequent_step_is_new_and_nothing_is_left(limits, usu
         each.params = replace(drawn[number % 3], seed=number)
     assert {rows for rows, *_ in kept} == set(served.batch.sizes)
     assert served.idle
-    assert not served.preempted
+    assert not served.running_set.preempted
     served.limits = replace(served.limits, max_queue_size=0)
     run_as_alone(served, sequences, 1)
     assert not sequences[0].reused

@@ -235,7 +235,7 @@ def test_an_adapter_that_is_unloaded_between_two_texts_of_a_request_is_held_for_
     hold = slots.hold
     monkeypatch.setattr(slots, "hold", lambda *given: (hold(*given), slots.unload("one"))[0])
     worker.submit(TEXTS, None)
-    assert worker.scheduler.waiting == 2
+    assert worker.scheduler.running_set.waiting == 2
 
 
 def test_a_request_whose_texts_cannot_be_made_holds_no_adapter(worker, monkeypatch):

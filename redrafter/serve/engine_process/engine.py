@@ -178,7 +178,7 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
         """Prefill a prompt for each size of buffers, one after the other, in steps with `rows` rows."""
         for row in range(rows):
             submit([1], scheduler.longest - 1, kind[row > 0])
-        while scheduler.waiting or len(scheduler.batch.rows) < rows:
+        while scheduler.running_set.waiting or len(scheduler.batch.rows) < rows:
             scheduler.round()
         for length in lengths_for(rooms_of(rows, scheduler.batch.step_nodes)):
             # A unique salt keeps the cache from shortening the prefill.

@@ -257,9 +257,9 @@ class Worker:
     def _report(self) -> None:
         scheduler, blocks = self.scheduler, self.scheduler.memory.blocks
         load = EngineLoad(
-            scheduler.running,
-            scheduler.waiting,
-            scheduler.preempted,
+            scheduler.running_set.running,
+            scheduler.running_set.waiting,
+            scheduler.running_set.preempted,
             1 - blocks.num_free_blocks / blocks.num_blocks,
             blocks.num_host_blocks,
             blocks.onboarded * BLOCK_SIZE,
