@@ -7,7 +7,7 @@ from collections.abc import MutableMapping, Sequence
 from typing import Any, NoReturn
 
 from redrafter.app.flags import temperatures
-from redrafter.app.foreign_flags import FLAGS, Alias, FlagMeaning, Noted, Positional, Refused
+from redrafter.app.foreign_flags import ALIASES, REPEATED, UNNEEDED
 from redrafter.app.program import print_message
 from redrafter.errors import did_you_mean
 
@@ -42,13 +42,16 @@ class Parser(argparse.ArgumentParser):
         """Return whether the parser has an option, which may be spelt with underscores."""
         return name.replace("_", "-") in self._option_string_actions
 
-    def fits(self, meaning: FlagMeaning) -> bool:
-        """Return whether a meaning of a flag applies to this parser's command."""
-        match meaning:
-            case Positional(name):
-                return any(action.dest == name and not action.option_strings for action in self._actions)
-            case Alias(option=option) | Noted(for_option=option) | Refused(for_option=option):
-                return self.has_option(option)
+    def own_name(self, word: str) -> str | None:
+        """Return the option or positional argument that another program's flag, perhaps with `=value`, names here.
+
+        None if the command defines an option of that name, or if nothing here corresponds to the flag.
+        """
+        if self.has_option(word.partition("=")[0]):
+            return None
+        positional = {action.dest for action in self._actions if not action.option_strings}
+        names = ALIASES.get(_flag_name(word), ())
+        return next((name for name in names if name in positional or self.has_option(name.partition("=")[0])), None)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse a command line; an unknown argument exits the program with a hint at a similar option."""
@@ -59,9 +62,11 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:  # refused here and not in `parse_args`, since only this parser knows the name of the command
             flag = unknown[0].partition("=")[0]
-            if owner := _in_table(flag)[0]:
-                self.error(f"{flag} is {owner}'s and has no meaning in `{self.prog}`: leave it out")
-            hint = did_you_mean(flag, self._option_string_actions) if flag.startswith("-") else ""
+            hint = ""
+            if flag.startswith("-"):
+                hint = (
+                    did_you_mean(flag, self._option_string_actions) or "; docs/migration.md has other programs' flags"
+                )
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return parsed, unknown
 
@@ -72,10 +77,8 @@ class Parser(argparse.ArgumentParser):
             return
         for index, arg in enumerate(args[: args.index("--")] if "--" in args else args):
             name, equals, _ = arg.partition("=")
-            meaning = find_meaning(arg, self)
-            # `--n-predict 8 9` is checked like the option that it is an alias of.
-            own_name = meaning.option if isinstance(meaning, Alias) else name.replace("_", "-")
-            option = self._option_string_actions.get(own_name)
+            # `--random-seed 8 9` is checked like the option that it is an alias of.
+            option = self._option_string_actions.get(self.own_name(arg) or name.replace("_", "-"))
             stray = "".join(args[index + (1 if equals else 2) :][:1])
             if option is not None and option.type in (int, float, temperatures) and re.fullmatch(NUMBER, stray):
                 hint = f"; for one a prompt: {name} 0.7,0.2" if option.type is temperatures else ""
@@ -92,19 +95,19 @@ class Parser(argparse.ArgumentParser):
             if word == "--":
                 return [*translated, word, *words]
             name, equals, value = word.partition("=")
-            meaning = find_meaning(word, self)
-            if meaning is None:
+            own, flag = self.own_name(word), _flag_name(word)
+            unneeded = flag in UNNEEDED and not self.has_option(name)
+            if own is None and not unneeded:
                 is_flag = name.startswith("--") and " " not in name
-                translated.append((name.replace("_", "-") if is_flag else name) + equals + value)
+                translated.append((flag if is_flag else name) + equals + value)
                 continue
-            most = ALL_WORDS  # number of following words that belong to the flag
-            match meaning:
-                case Refused(instead):
-                    self.error(f"{name} is {_in_table(name)[0]}'s; here: {instead}")
-                case Noted():
-                    most = meaning.word_count
-                case Alias(repeated=False):
-                    most = int(meaning.value is None and self._option_string_actions[meaning.option].nargs != 0)
+            option = self._option_string_actions.get(own or "")
+            # Number of following words that belong to the flag.
+            most = ALL_WORDS if flag in REPEATED else int(option is not None and option.nargs != 0)
+            if unneeded:
+                most = UNNEEDED[flag]
+            elif own is not None and not own.startswith("-"):
+                most = max(most, 1)
             # A word with spaces that starts with a dash is a prompt, not a flag.
             next_flag = (at for at, word in enumerate(words) if word.startswith("-") and " " not in word)
             values = [value] if equals else words[: next(next_flag, len(words))][:most]
@@ -114,15 +117,12 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"argument {name}: expected a value")
             if not equals:
                 del words[: len(values)]
-            match meaning:
-                case Noted(reason):
-                    print_message("note", f"{name} is {_in_table(name)[0]}'s; not needed here: {reason}")
-                case Positional():
-                    translated += values
-                case Alias(option, str(switch_value)):
-                    translated.append(f"{option}={switch_value}")
-                case Alias(option):
-                    translated += [f"{option}={value}" for value in values] or [option]
+            if own is None:
+                print_message("note", f"{name} has no effect: nothing here needs it (docs/migration.md)")
+            elif own.startswith("-"):
+                translated += [f"{own}={value}" for value in values] or [own]
+            else:
+                translated += values
         return translated
 
     def error(self, message: str) -> NoReturn:
@@ -130,21 +130,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"redrafter: error: {message} (see {self.prog} --help)\n")
 
 
-def find_meaning(word: str, parser: Parser) -> FlagMeaning | None:
-    """Return the meaning of another program's or command's flag, with or without `=value`, for a command.
-
-    None if the command defines an option of that name, or if the table has no meaning for the command.
-    """
-    if parser.has_option(word.partition("=")[0]):
-        return None
-    _, meanings = _in_table(word)
-    return next((meaning for meaning in meanings if parser.fits(meaning)), None)
-
-
-def _in_table(word: str) -> tuple[str, Sequence[FlagMeaning]]:
-    """Look up a flag, with or without `=value`: its owner and its meanings, both empty for an unknown flag."""
-    name = word.partition("=")[0].replace("_", "-")
-    return next(((owner, flags[name]) for owner, flags in FLAGS.items() if name in flags), ("", ()))
+def _flag_name(word: str) -> str:
+    """Return the name of a flag, with or without `=value`, as the tables have it."""
+    return word.partition("=")[0].replace("_", "-")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
