@@ -26,7 +26,9 @@ from redrafter.errors import ArgumentError, ReDrafterError, ReDrafterWarning, ho
 from redrafter.parallel.launched import launched_processes, process_rank
 
 SHARED_COMMANDS = ("generate", "serve", "bench")  # those that torchrun may start in several processes
-_LOST_PEER = ("DistNetworkError", "DistStoreError")  # names of torch's types, as torch is imported later
+# Signs of an exited process in errors of those that wait for it: texts of gloo and NCCL, and names of torch's types, as
+# torch is imported later.
+_LOST_PEER_TEXTS, _LOST_PEER_TYPES = ("gloo/transport", "ncclRemoteError"), ("DistNetworkError", "DistStoreError")
 # Ranks above 0 wait this long before they report an error; if rank 0 exits with it, torchrun ends them meanwhile.
 SILENT_SECONDS = 15.0
 
@@ -67,8 +69,7 @@ def run_command(command: Callable[[], int]) -> int:
             raise
         message = f"{error.filename}: {error.strerror}"
     except RuntimeError as error:
-        # Of lost peers: gloo raises it, and torch's own types are derived from it.
-        lost = "gloo/transport" in str(error) or type(error).__name__ in _LOST_PEER
+        lost = any(text in str(error) for text in _LOST_PEER_TEXTS) or type(error).__name__ in _LOST_PEER_TYPES
         if launched_processes() == 1 or not lost:
             raise
         message = "another process has ended, for which this one waited (torchrun reports which)"

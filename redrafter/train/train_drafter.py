@@ -62,12 +62,10 @@ from redrafter.train.plan import (
 )
 from redrafter.train.processes import (
     broadcast_weights,
-    launcher_refused,
     new_accelerator,
     start_trackers,
     stays_on_cpu,
     tracker_arguments,
-    watch_processes,
 )
 from redrafter.train.progress import Console, NotFiniteLossError, TrainingState
 from redrafter.train.sharding import load_sharded
@@ -103,7 +101,7 @@ def train_from_files(config: TrainConfig, log: Callable[[str], object]) -> None:
     limit_threads(accelerator.device.type)
     main = accelerator.is_main_process
     console = Console(log if main else lambda _: None, show_bar=None if main else False)
-    with watch_processes(accelerator), console:
+    with console:
         session = TrainingSession(config, accelerator, tokenizer, console)
         start_trackers(config, accelerator)
         result = session.train()
@@ -327,8 +325,6 @@ def _target(config: TrainConfig, accelerator: Accelerator) -> Target:
 
 def run_checked(config: TrainConfig) -> int:
     """Run the command with options validated by `main`. Returns its exit code."""
-    if launcher_refused():
-        return 2
 
     def log(line: str) -> None:
         print(line, flush=True)
