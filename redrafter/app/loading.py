@@ -21,15 +21,16 @@ from redrafter.app.engines import (
 )
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.app.templates import load_chat_tokenizer
-from redrafter.chat.messages import render_chat
+from redrafter.chat.messages import encode_chat
 from redrafter.chat.template import HOW_TO_GIVE_ONE, chat_template_of
 from redrafter.checkpoints.adapters import read_adapter
+from redrafter.checkpoints.drafters import no_drafter_error
 from redrafter.checkpoints.merged import boxed_pair
 from redrafter.checkpoints.models import device_error
 from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
 from redrafter.engine.engine import Engine
 from redrafter.errors import ArgumentError, CheckpointError
-from redrafter.files.checkpoint_kind import SHAPE_FILE, split_adapter
+from redrafter.files.checkpoint_kind import split_adapter
 from redrafter.files.cpu_quota import cpu_quota
 from redrafter.measure.run import PromptIds, Run, pad_token_of, timed_run
 from redrafter.parallel.launched import launched_processes
@@ -117,9 +118,7 @@ class Pair:
         if method == DRAFTER and not can_draft(options, draft):
             if not os.path.exists(name):
                 load_tokenizer(name)  # refuses a model that is neither here nor on the hub
-            raise CheckpointError(
-                f"{name} has no {SHAPE_FILE} and no MTP layer, so it holds no drafter: give one (--drafter D){others}"
-            )
+            raise no_drafter_error(name, f"give one (--drafter D){others}")
         # Before `load_engine`: an invalid template is reported without waiting for weights.
         tokenizer = load_chat_tokenizer(name, options, trust_remote_code=options.trust_remote_code)
         engine = load_engine(method, name, options, draft)
@@ -188,8 +187,7 @@ class ChatEncoder:
 
     def encode(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Return the token ids of a chat, ending where the model's next answer starts."""
-        text = render_chat(chat_template_of(self._tokenizer), messages, add_generation_prompt=True)
-        return self._tokenizer(text, add_special_tokens=False).input_ids
+        return encode_chat(chat_template_of(self._tokenizer), messages)
 
 
 def _check_device(flag: str, device: str) -> None:

@@ -1,13 +1,16 @@
 """Render messages and tools in OpenAI's form with a chat template, for every command and the server alike.
 
 Templates differ in what they read. `prepare_chat` gives a template its own form of roles, content, calls and tools, and
-`render_chat` does that and renders. `find_missing_turn` finds a turn that a template has left out.
+`render_chat` does that and renders; `encode_chat` also encodes. `find_missing_turn` finds a turn that a template has
+left out.
 """
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
+from redrafter.chat.control_tokens import choose_marker, control_tokens_of
 from redrafter.chat.schemas import read_parameters
 from redrafter.chat.template import CallForm, ChatError, ChatTemplate
 from redrafter.chat.thoughts import ThoughtMarks
@@ -22,13 +25,58 @@ def render_chat(
     tools: Sequence[dict[str, Any]] | None = None,
     variables: dict[str, Any] | None = None,
     *,
-    add_generation_prompt: bool = False,
+    marker: str = "",
+    parallel_calls: bool = True,
+    **ending: bool,
 ) -> str:
-    """Render a chat in OpenAI's form; `variables` are of the template. Raises `ChatError` if that is impossible."""
+    """Render a chat in OpenAI's form; raise `ChatError` if that is impossible.
+
+    Args:
+        template: The chat template.
+        messages: The messages.
+        tools: The tools that may be called.
+        variables: Variables of the template.
+        marker: Character to insert into control tokens that messages, tools and variables spell; empty for none.
+        parallel_calls: Whether several calls at a time are allowed.
+        ending: `add_generation_prompt` and `continue_final_message`, as transformers defines them.
+    """
     variables = variables or {}
     template.check(variables)
-    prepared, described = prepare_chat(template, messages, tools)
-    return template.render(prepared, described, add_generation_prompt=add_generation_prompt, **variables)
+    prepared, described = prepare_chat(template, messages, tools, parallel_calls=parallel_calls)
+    if marker:
+        control = control_tokens_of(template)
+        prepared = [control.mark_message(message, marker) for message in prepared]
+        described, variables = control.mark(described, marker), control.mark(variables, marker)
+    return template.render(prepared, described, **variables, **ending)
+
+
+def encode_chat(
+    template: ChatTemplate,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None = None,
+    variables: dict[str, Any] | None = None,
+) -> list[int]:
+    """Return the token ids of a chat up to where the next answer begins; spelled control tokens are text."""
+    marker = choose_marker(messages, tools, variables, template.text)
+    text = render_chat(template, messages, tools, variables, marker=marker, add_generation_prompt=True)
+    return control_tokens_of(template).encode(text, marker)
+
+
+@lru_cache(maxsize=8)
+def text_after_answer(template: ChatTemplate, has_calls: bool) -> str:
+    """Return what the template writes between an answer and the next turn's text, which a tool writes after calls."""
+    call = {"id": "probe0001", "type": "function", "function": {"name": "f", "arguments": {}}}
+    answer: dict[str, Any] = {"role": "assistant", "content": "an answer"} | (
+        {"tool_calls": [call]} if has_calls else {}
+    )
+    following = {"role": "tool", "tool_call_id": call["id"]} if has_calls else {"role": "user"}
+    probe = "a text to look for"
+    turns: list[dict[str, Any]] = [{"role": "user", "content": "a question"}, answer, following | {"content": probe}]
+    try:
+        before, text = render_chat(template, turns[:2]), render_chat(template, turns)
+    except ChatError:
+        return ""
+    return text[len(before) :].partition(probe)[0] if text.startswith(before) else ""
 
 
 def prepare_chat(

@@ -50,7 +50,7 @@ class ChatTemplate:
     """The chat template of a tokenizer that has one; `chat_template_of` returns it."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         template: str | dict[str, str] = tokenizer.chat_template
         self._texts = list(template.values()) if isinstance(template, dict) else [template]
         self._prompts: dict[str, list[str]] = {}  # results of `generation_prompts`
@@ -64,21 +64,21 @@ class ChatTemplate:
     @cached_property
     def special(self) -> dict[int, str]:
         """Special tokens by id."""
-        added = self._tokenizer.added_tokens_decoder
+        added = self.tokenizer.added_tokens_decoder
         return {number: token.content for number, token in added.items() if token.special}
 
     @cached_property
     def unspelled(self) -> dict[str, int]:
         """Ids of added tokens that literal text in a grammar cannot produce, as llguidance decodes them."""
         added = {
-            token.content: number for number, token in self._tokenizer.added_tokens_decoder.items() if token.content
+            token.content: number for number, token in self.tokenizer.added_tokens_decoder.items() if token.content
         }
         special = {*self.special.values()}
         return {text: number for text, number in added.items() if text in special or re.fullmatch("<.*>", text)}
 
     def thoughts(self, parser: str = "auto") -> ThoughtMarks | None:
         """Return the marks around the model's thoughts by vLLM's name of their parser; None without thoughts."""
-        added = {token.content for token in self._tokenizer.added_tokens_decoder.values()}
+        added = {token.content for token in self.tokenizer.added_tokens_decoder.values()}
         return thought_marks(parser, self.text, added)
 
     @cached_property
@@ -138,8 +138,8 @@ class ChatTemplate:
             environment = _compile_jinja_template(text).environment
             tree = environment.parse(text)
             undeclared |= meta.find_undeclared_variables(tree) - set(environment.globals) - _set_before_read(tree)
-        supplied = set(inspect.signature(self._tokenizer.apply_chat_template).parameters) - {"documents"}
-        return frozenset(undeclared - supplied - {"messages", *self._tokenizer.special_tokens_map})
+        supplied = set(inspect.signature(self.tokenizer.apply_chat_template).parameters) - {"documents"}
+        return frozenset(undeclared - supplied - {"messages", *self.tokenizer.special_tokens_map})
 
     @property
     def thought_switch(self) -> str | None:
@@ -162,7 +162,7 @@ class ChatTemplate:
         from transformers import PreTrainedTokenizerBase
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         try:
             if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
                 return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **variables))

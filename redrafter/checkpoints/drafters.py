@@ -58,7 +58,7 @@ def load_drafter(
             defaults = Defaults.from_file(file)
             drafter = open_drafter_model(model, subfolder=DRAFTER_FOLDER, revision=revision)
         elif (drafter := load_mtp(str(model), target, revision)) is None:
-            raise _no_drafter(str(model))
+            raise no_drafter_error(str(model))
     check_fits_target(drafter, target)
     if base_embedding:
         drafter.share_embedding()
@@ -88,18 +88,18 @@ def check_pair(model: str | Path | PreTrainedModel, drafter: DrafterModel | None
     if drafter is None:
         check_config(Path(model))
         if Path(model).exists() and not holds_drafter(str(model)):
-            raise wrong_kind_error(Path(model), "model") or _no_drafter(str(model))
+            raise wrong_kind_error(Path(model), "model") or no_drafter_error(str(model))
         return
     config = config_to_load(model, load).get_text_config(decoder=True)
     if hasattr(config, "hidden_size") and hasattr(config, "vocab_size"):
         check_fits_base(drafter.config, config_width(config), config.vocab_size, [], str(model))
 
 
-def _no_drafter(model: str) -> CheckpointError:
-    return CheckpointError(
-        f"{model} has no {SHAPE_FILE} and no MTP layer, so it holds no drafter: give one as the second argument, or "
-        "draft with DraftTarget or PromptLookup"
-    )
+def no_drafter_error(
+    model: str, advice: str = "give one as the second argument, or draft with DraftTarget or PromptLookup"
+) -> CheckpointError:
+    """Return the error about a model's checkpoint that holds no drafter; `advice` says what to do instead."""
+    return CheckpointError(f"{model} has no {SHAPE_FILE} and no MTP layer, so it holds no drafter: {advice}")
 
 
 def holds_drafter(name: str) -> bool:

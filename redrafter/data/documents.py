@@ -4,27 +4,59 @@ Conversations are rendered with the tokenizer's chat template, and only the assi
 tokens are learnt; of a prompt and its answer, the answer; of token ids, those that the row's own mask selects.
 """
 
-from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import groupby
+from operator import itemgetter
 
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.chat.messages import split_thought
-from redrafter.data.prompts import (
-    Span,
-    apply_template,
-    check_tokenizer,
-    encode_texts,
-    template_of,
-    warn_of_missing_turn,
-)
+from redrafter.chat.control_tokens import encode_plain
+from redrafter.chat.messages import split_thought, text_after_answer
+from redrafter.data.prompts import RowChat, Span, check_tokenizer, encode_texts, encode_with_offsets, ids_after
 from redrafter.data.rows import Row
 from redrafter.data.windows import Document
 from redrafter.errors import CheckpointError
 
+Encoded = tuple[list[int], list[bool]]  # token ids, and of each whether it is learnt
 GROUP_CHARACTERS = 1_000_000  # of rows that are tokenized at once, on all cores
 SHOWN_CHARACTERS = 200  # of a sample in an error
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """A text with answers to learn.
+
+    Attributes:
+        index: Number of its row in the group.
+        row: The row.
+        text: The text, which ends with an answer.
+        spans: The answers in it.
+        chat: The conversation that it was rendered of; None for plain text.
+        closing: What a conversation would continue with.
+    """
+
+    index: int
+    row: Row
+    text: str
+    spans: list[Span]
+    chat: RowChat | None = None
+    closing: str = ""
+
+    @property
+    def has_marks(self) -> bool:
+        """Return whether the text spells control tokens that are text."""
+        return self.chat is not None and self.chat.is_marked(self.text)
+
+    def encode(self, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Return the ids of a beginning of the text."""
+        return encode_texts([(self.row, text)], tokenizer)[0] if self.chat is None else self.chat.encode(text)
+
+    def encode_part(self, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Return the ids of a part of the text by itself."""
+        return encode_plain(tokenizer, text) if self.chat is None else self.chat.encode(text)
 
 
 def encode_documents(
@@ -32,18 +64,19 @@ def encode_documents(
 ) -> Iterator[Document]:
     """Yield the documents of rows, in the order of the rows.
 
-    A row becomes one document, or several where the chat template renders earlier turns differently as the
-    conversation continues. `ends` are the ids that end an answer of the base: where the template ends an answer with
-    the mark of the next turn alone, as GLM's does, that mark is learnt if it is one of them.
+    The ids before an answer are those that the server gives the prompt. A row becomes one document, or several where
+    the prompt of an answer does not continue the ids so far: where the chat template renders earlier turns differently
+    as the conversation continues, or the tokenizer merges the end of a prompt with an answer. `ends` are the ids that
+    end an answer of the base: where the template ends an answer with the mark of the next turn alone, as GLM's does,
+    that mark is learnt if it is one of them.
 
     Raises:
         CheckpointError: If a row cannot be encoded or teaches nothing. The message names file and line.
         MismatchError: If a row has ids of another tokenizer.
-        UnsupportedError: If the tokenizer does not say which characters a token spells, and a row needs that.
     """
     for group in _groups(rows):
         documents: list[list[Document]] = [[] for _ in group]
-        texts, answers = list[tuple[int, str]](), list[tuple[int, str, list[Span]]]()
+        texts, samples = list[tuple[int, str]](), list[_Sample]()
         for index, row in enumerate(group):
             check_tokenizer(row, tokenizer)
             if row.text is not None:
@@ -54,20 +87,69 @@ def encode_documents(
                 if not row.answer:
                     raise CheckpointError(f"{row.where}: a prompt without an answer, so there is nothing to learn")
                 text = row.prompt + row.answer
-                answers.append((index, text, [(len(row.prompt), len(text))]))
+                samples.append(_Sample(index, row, text, [(len(row.prompt), len(text))]))
             else:
-                answers += [(index, text, spans) for text, spans in _render(row, tokenizer)]
+                samples += _render(index, row, tokenizer)
         encoded = encode_texts([(group[index], text) for index, text in texts], tokenizer)
-        for (index, _), (ids, _) in zip(texts, encoded, strict=True):
+        for (index, _), ids in zip(texts, encoded, strict=True):
             documents[index].append(Document(ids, [True] * len(ids), group[index].where))
-        encoded = encode_texts([(group[index], text) for index, text, _ in answers], tokenizer, offsets=True)
-        for (index, _, spans), (ids, offsets) in zip(answers, encoded, strict=True):
-            mask = _mask(spans, offsets)
-            if group[index].messages is not None:
-                mask = _with_ends(ids, mask, ends)
-            documents[index].append(Document(ids, mask, group[index].where))
+        for sample, parts in zip(samples, _encode_samples(samples, tokenizer), strict=True):
+            closing = encode_plain(tokenizer, sample.closing)[:1] if sample.closing else []
+            for ids, mask in parts:
+                if sample.chat is not None:
+                    ids, mask = _with_ends(ids, mask, closing, ends)
+                documents[sample.index].append(Document(ids, mask, sample.row.where))
         for row, row_documents in zip(group, documents, strict=True):
             yield from _keep_learnable(row, row_documents, tokenizer)
+
+
+def _encode_samples(samples: list[_Sample], tokenizer: PreTrainedTokenizerBase) -> Iterator[Iterable[Encoded]]:
+    """Yield the ids and masks that each sample becomes."""
+    # At once and as a whole, which is fast and nearly always right: prompts mostly end at or near a control token.
+    wholes = [sample for sample in samples if tokenizer.is_fast and not sample.has_marks]
+    encoded = encode_with_offsets([(sample.row, sample.text) for sample in wholes], tokenizer) if wholes else []
+    tokens = dict(zip(map(id, wholes), encoded, strict=True))
+    control, encode_tail = {*tokenizer.added_tokens_decoder}, lru_cache(maxsize=64)(partial(encode_plain, tokenizer))
+    for sample in samples:
+        ids, offsets = tokens.get(id(sample), ([], []))
+        if ids and all(
+            _is_separate(sample, start, ids, offsets, control, encode_tail, tokenizer) for start, _ in sample.spans
+        ):
+            yield [(ids, _mask(sample.spans, offsets))]
+        else:
+            yield _encode_apart(sample, tokenizer)
+
+
+def _is_separate(
+    sample: _Sample,
+    start: int,
+    ids: list[int],
+    offsets: list[Span],
+    control: set[int],
+    encode_tail: Callable[[str], list[int]],
+    tokenizer: PreTrainedTokenizerBase,
+) -> bool:
+    """Return whether the prompt of the answer at `start` has the same ids alone as in the whole text."""
+    count = bisect_right(offsets, start, key=itemgetter(1))
+    # Text before a control token does not change the ids of what follows it.
+    first = 0 if sample.chat is None else next((n for n in range(count - 1, 0, -1) if ids[n] in control), 0)
+    begin = offsets[first][0] if first else 0
+    prompt = sample.text[begin:start]
+    return (encode_tail(prompt) if first else sample.encode(prompt, tokenizer)) == ids[first:count]
+
+
+def _encode_apart(sample: _Sample, tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
+    """Yield ids with a mask: prompts as they are alone, each with the answer that follows; joined where possible."""
+    ids, mask = list[int](), list[bool]()
+    for start, end in sample.spans:
+        prompt, whole = (sample.encode(sample.text[:bound], tokenizer) for bound in (start, end))
+        if prompt[: len(ids)] != ids:
+            yield ids, mask
+            mask = []
+        learnt = ids_after(prompt, whole, lambda: sample.encode_part(sample.text[start:end], tokenizer))  # noqa: B023
+        mask = mask + [False] * (len(prompt) - len(mask)) + [True] * len(learnt)
+        ids = prompt + learnt
+    yield ids, mask
 
 
 def _groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
@@ -92,8 +174,8 @@ def _keep_learnable(row: Row, documents: list[Document], tokenizer: PreTrainedTo
     raise CheckpointError(f"{row.where}: nothing to learn, its loss mask is empty; the sample is {sample!r}")
 
 
-def _render(row: Row, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[Span]]]:
-    """Yield rendered texts of a conversation, each with the spans of its assistant turns.
+def _render(number: int, row: Row, tokenizer: PreTrainedTokenizerBase) -> Iterator[_Sample]:
+    """Yield the rendered texts of a conversation, the row `number` of its group, with their assistant turns.
 
     Where the prompt of a turn does not continue the text so far (templates that drop the thinking of earlier turns),
     the text so far is yielded and another begins. An assistant turn that opens the conversation answers nothing, so it
@@ -105,21 +187,25 @@ def _render(row: Row, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str,
     if not learnt:
         what = "no assistant turn of a weight above 0" if turns else "no assistant turn that answers something"
         raise CheckpointError(f"{row.where}: {what}, so there is nothing to learn")
-    text, spans, end = "", list[Span](), 0
+    messages, chat, text, spans, end = row.messages, RowChat(row, tokenizer), "", list[Span](), 0
+
+    def finished() -> _Sample:
+        chat.warn_of_missing_turn(messages[:end], text)
+        closing = text_after_answer(chat.template, bool(messages[end - 1].get("tool_calls")))
+        return _Sample(number, row, text, spans, chat, closing)
+
     for index in learnt:
-        prompt = apply_template(row, row.messages[:index], tokenizer, add_generation_prompt=True)
-        # Some templates render earlier turns differently, such as without thoughts: then each answer is a document.
+        prompt = chat.render(messages[:index], add_generation_prompt=True)
+        # Some templates render earlier turns differently, such as without thoughts: then each answer is a sample.
         if spans and not prompt.startswith(text):
-            warn_of_missing_turn(row, row.messages[:end], text, tokenizer)
-            yield text, spans
+            yield finished()
             spans = []
-        text, start = _answer(row, index, prompt, tokenizer)
+        text, start = _answer(row, index, prompt, chat)
         spans, end = [*spans, (start, len(text))], index + 1
-    warn_of_missing_turn(row, row.messages[:end], text, tokenizer)
-    yield text, spans
+    yield finished()
 
 
-def _answer(row: Row, index: int, prompt: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, int]:
+def _answer(row: Row, index: int, prompt: str, chat: RowChat) -> tuple[str, int]:
     """Return a rendered conversation up to and with an assistant's turn, and where the answer to `prompt` begins in it.
 
     Stock templates do not mark what the assistant wrote. So the answer is what the conversation adds to the prompt that
@@ -127,8 +213,7 @@ def _answer(row: Row, index: int, prompt: str, tokenizer: PreTrainedTokenizerBas
     thought in the prompt, and drop it from the turn, get the turn's own thought back.
     """
     assert row.messages is not None
-    template, before, turn = template_of(row, tokenizer), row.messages[:index], row.messages[index]
-    marks = template.thoughts()
+    before, turn, marks = row.messages[:index], row.messages[index], chat.template.thoughts()
     thought, answer = split_thought(turn, marks)
     opened, closed = "", False  # the prompt without a thought that it opens, and whether it closes that too
     if marks is not None and prompt.rstrip().endswith((marks.begin.strip(), marks.end)):
@@ -136,8 +221,8 @@ def _answer(row: Row, index: int, prompt: str, tokenizer: PreTrainedTokenizerBas
         closed = marks.end in rest
     if closed and thought:  # thoughts are off
         turn = {key: value for key, value in turn.items() if "reasoning" not in key} | {"content": answer}
-    answered = apply_template(row, [*before, turn], tokenizer)
-    asked, *others = template.generation_prompts(row.template_kwargs or {})
+    answered = chat.render([*before, turn])
+    asked, *others = chat.template.generation_prompts(row.template_kwargs or {})
     prompts = [prompt]
     if prompt.endswith(asked):
         prompts += [prompt.removesuffix(asked) + other for other in others]
@@ -148,7 +233,7 @@ def _answer(row: Row, index: int, prompt: str, tokenizer: PreTrainedTokenizerBas
             return answered, len(opened)
         written = answered[len(opened) :]
         space = "" if written[:1].isspace() else "\n\n"
-        return f"{prompt}{thought}\n{marks.end}{space}{written}", len(prompt)
+        return f"{prompt}{chat.mark_answer(thought)}\n{marks.end}{space}{written}", len(prompt)
     raise CheckpointError(
         f"{row.where}: the chat template asks for the assistant's turn with {prompt[-40:]!r}, but does not write that "
         "turn so; let the base answer such rows by `redrafter regenerate`, and train on what that writes"
@@ -161,15 +246,21 @@ def _mask(spans: list[Span], offsets: list[Span]) -> list[bool]:
     return [bisect_left(bounds, end) % 2 == 1 for _, end in offsets]
 
 
-def _with_ends(ids: list[int], mask: list[bool], ends: Collection[int]) -> list[bool]:
-    """Return a mask with the end token that follows each answer, where the answer has none itself."""
+def _with_ends(
+    ids: list[int], mask: list[bool], closing: list[int], ends: Collection[int]
+) -> tuple[list[int], list[bool]]:
+    """Return ids and their mask with the end token that follows each answer, where the answer has none itself.
+
+    `closing` is the id that would follow the last answer, if any.
+    """
     learnt, ended = list(mask), False
     for number in range(1, len(ids)):
         if mask[number]:
             ended = ids[number] in ends or (ended and mask[number - 1])
         elif mask[number - 1] and not ended:
             learnt[number] = ids[number] in ends
-    return learnt
+    closing = [] if ended or not any(mask[-1:]) else [token for token in closing if token in ends]
+    return ids + closing, learnt + [True] * len(closing)
 
 
 def format_sample(document: Document, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -2,13 +2,15 @@
 
 import random
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from redrafter.chat.control_tokens import choose_marker, control_tokens_of, remove_markers
 from redrafter.chat.messages import find_missing_turn, render_chat
-from redrafter.chat.template import ChatError, ChatTemplate, chat_template_of, opens_with_bos
+from redrafter.chat.template import ChatError, chat_template_of, opens_with_bos
 from redrafter.data.rows import Row, fingerprint
-from redrafter.errors import CheckpointError, MismatchError, UnsupportedError, first_line
+from redrafter.errors import CheckpointError, MismatchError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,53 +27,77 @@ def check_tokenizer(row: Row, tokenizer: "PreTrainedTokenizerBase") -> None:
         )
 
 
-def template_of(row: Row, tokenizer: "PreTrainedTokenizerBase") -> ChatTemplate:
-    """Return the tokenizer's chat template; raise `CheckpointError`, naming the row, if there is none."""
-    try:
-        return chat_template_of(tokenizer)
-    except ChatError as error:
-        raise CheckpointError(f"{row.where}: {error}, or use rows of text") from error
+class RowChat:
+    """A row's conversation, rendered and encoded as the server does; what it spells of control tokens is text.
 
-
-def apply_template(
-    row: Row, messages: list[dict[str, Any]], tokenizer: "PreTrainedTokenizerBase", add_generation_prompt: bool = False
-) -> str:
-    """Render messages with the tokenizer's chat template, as the server does, with a row's tools and variables.
-
-    Raises `CheckpointError` if there is no template, or it fails.
+    Rendered texts have a marker in the control tokens that the row spells. All methods raise `CheckpointError`, which
+    names the row, if there is no chat template or it fails.
     """
-    template = template_of(row, tokenizer)
-    try:
-        return render_chat(
-            template, messages, row.tools, row.template_kwargs, add_generation_prompt=add_generation_prompt
-        )
-    except ChatError as error:
-        raise CheckpointError(f"{row.where}: {error}") from error
+
+    def __init__(self, row: Row, tokenizer: "PreTrainedTokenizerBase"):
+        self._row = row
+        with self._named(", or use rows of text"):
+            self.template = chat_template_of(tokenizer)
+        with self._named():
+            self._marker = choose_marker(row.messages, row.tools, row.template_kwargs, self.template.text)
+
+    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
+        """Render messages with the row's tools and variables."""
+        row, options = self._row, {"add_generation_prompt": add_generation_prompt}
+        with self._named():
+            return render_chat(self.template, messages, row.tools, row.template_kwargs, marker=self._marker, **options)
+
+    def mark_answer(self, text: str) -> str:
+        """Return a part of an answer with markers, as in rendered texts."""
+        message = {"role": "assistant", "content": text}
+        return str(control_tokens_of(self.template).mark_message(message, self._marker)["content"])
+
+    def is_marked(self, text: str) -> bool:
+        """Return whether a rendered text has markers."""
+        return remove_markers(text, self._marker) != text
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a rendered text, or of a part of one."""
+        with self._named():
+            return control_tokens_of(self.template).encode(text, self._marker)
+
+    def encode_after(self, text: str, start: int) -> list[int]:
+        """Encode `text[start:]` in the context of the preceding text, since many tokenizers add a leading space."""
+        return ids_after(self.encode(text[:start]), self.encode(text), lambda: self.encode(text[start:]))
+
+    def warn_of_missing_turn(self, messages: list[dict[str, Any]], text: str) -> None:
+        """Warn if a rendered chat lacks the text or the calls of a turn; only the first such row is named."""
+        template, text = self.template, remove_markers(text, self._marker)
+        if not template.warned and (missing := find_missing_turn(template, messages, text)) is not None:
+            template.warned = True
+            warnings.warn(f"{self._row.where}: the chat template leaves out {missing}", stacklevel=2)
+
+    @contextmanager
+    def _named(self, advice: str = "") -> Iterator[None]:
+        try:
+            yield
+        except ChatError as error:
+            raise CheckpointError(f"{self._row.where}: {error}{advice}") from error
 
 
-def warn_of_missing_turn(
-    row: Row, messages: list[dict[str, Any]], text: str, tokenizer: "PreTrainedTokenizerBase"
-) -> None:
-    """Warn if a rendered chat lacks the text or the calls of a turn; only the first such row of a template is named."""
-    template = template_of(row, tokenizer)
-    if not template.warned and (missing := find_missing_turn(template, messages, text)) is not None:
-        template.warned = True
-        warnings.warn(f"{row.where}: the chat template leaves out {missing}", stacklevel=2)
+def ids_after(before: list[int], whole: list[int], alone: Callable[[], list[int]]) -> list[int]:
+    """Return the ids that continue `before` in `whole`; those encoded `alone` where a token would span the boundary."""
+    return whole[len(before) :] if whole[: len(before)] == before else alone()
 
 
-def encode_texts(
-    texts: list[tuple[Row, str]], tokenizer: "PreTrainedTokenizerBase", offsets: bool = False
-) -> list[tuple[list[int], list[Span]]]:
-    """Return the token ids of each text and, if `offsets`, the span of each token.
+def encode_texts(texts: list[tuple[Row, str]], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
+    """Return the token ids of each text.
 
     Special tokens are added, but not to a rendered conversation, or to a text that opens with the BOS token itself.
     Each text comes with the row that it was made from, which errors name.
     """
-    if offsets and texts and not tokenizer.is_fast:
-        raise UnsupportedError(
-            f"{type(tokenizer).__name__} does not say which characters a token spells, so answers cannot be separated "
-            "from what they answer; use a base with a fast tokenizer, or rows of plain text"
-        )
+    return [ids for ids, _ in encode_with_offsets(texts, tokenizer, offsets=False)]
+
+
+def encode_with_offsets(
+    texts: list[tuple[Row, str]], tokenizer: "PreTrainedTokenizerBase", *, offsets: bool = True
+) -> list[tuple[list[int], list[Span]]]:
+    """Return the token ids of each text, as `encode_texts` does, and if `offsets`, the span of each token."""
     # Templates write special tokens themselves.
     has_special = [row.messages is not None or opens_with_bos(text, tokenizer) for row, text in texts]
     encoded: list[tuple[list[int], list[Span]]] = [([], [])] * len(texts)
@@ -147,23 +173,23 @@ def encode_prompt(
     """Return the token ids of a row's prompt; none where the row has no prompt.
 
     The prompt of a conversation is `turns_before_answer`. The prompt of token ids is all before the first one to be
-    learnt. The prompt of a text, or of ids where
-    fewer than two come before the first one to be learnt, is their beginning: `text_share` of their tokens, rounded
-    down, and at most `max_text_tokens`; None for no limit.
+    learnt. The prompt of a text, or of ids where fewer than two come before the first one to be learnt, is
+    their beginning: `text_share` of their tokens, rounded down, and at most `max_text_tokens`; None for no limit.
     """
     check_tokenizer(row, tokenizer)
     if row.messages is not None:
         turns = turns_before_answer(row)
         if not turns:
             return []
-        text = apply_template(row, turns, tokenizer, add_generation_prompt=True)
-        warn_of_missing_turn(row, turns, text, tokenizer)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        chat = RowChat(row, tokenizer)
+        text = chat.render(turns, add_generation_prompt=True)
+        chat.warn_of_missing_turn(turns, text)
+        return chat.encode(text)
     if row.prompt is not None:
-        return list(encode_texts([(row, row.prompt)], tokenizer)[0][0])
+        return encode_texts([(row, row.prompt)], tokenizer)[0]
     if row.text == "":
         return []
-    ids = row.ids if row.ids is not None else encode_texts([(row, row.text or "")], tokenizer)[0][0]
+    ids = row.ids if row.ids is not None else encode_texts([(row, row.text or "")], tokenizer)[0]
     mask = row.loss_mask or [True]
     first = mask.index(True) if True in mask else len(mask)
     return list(ids[:first] if first > 1 else ids[: int(len(ids) * text_share)][:max_text_tokens])

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redrafter.data.prompts import apply_template
+from redrafter.data.prompts import RowChat
 from redrafter.data.rows import Row, parse_row, read_entries
 from redrafter.errors import ArgumentError, CheckpointError
 
@@ -170,8 +170,8 @@ class Dialogues:
             if not turns:
                 continue
             messages += turns.pop(0)
-            text = apply_template(question.row, messages, self._tokenizer, add_generation_prompt=True)
-            prompt = list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            chat = RowChat(replace(question.row, messages=messages), self._tokenizer)
+            prompt = chat.encode(chat.render(messages, add_generation_prompt=True))
             if len(prompt) > self._most:
                 # Later turns contain this prompt, so they are too long as well.
                 self.skipped += 1 + len(turns)

@@ -4,13 +4,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.chat.messages import prepare_chat
+from redrafter.chat.control_tokens import choose_marker, control_tokens_of, remove_markers
+from redrafter.chat.messages import render_chat
 from redrafter.chat.template import ChatError, ChatTemplate, chat_template_of, opens_with_bos
 from redrafter.chat.thoughts import Thinking, ThoughtMarks
 from redrafter.sandbox.process import SandboxedProcess
-from redrafter.serve.control_tokens import ControlTokens, choose_marker
 from redrafter.serve.encoding import TextEncoder
 from redrafter.serve.images import ChatImageReader
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
@@ -30,7 +31,6 @@ class PromptEncoder:
     special_tokens_in_content: bool = False  # whether control tokens spelt in messages are encoded as such
     reasoning_parser: str = "auto"  # vLLM's name of the reasoning parser
     images: ChatImageReader | str = "this model takes no images"  # the reason, where there is no reader of images
-    control: ControlTokens | None = None  # of the tokenizer and template; None: created on first use
 
     @property
     def template(self) -> ChatTemplate:
@@ -49,18 +49,12 @@ class PromptEncoder:
     def with_context(self, context: int) -> "PromptEncoder":
         """Return a copy with another context length, which shares the processes of this one."""
         other = replace(self, context=context)
-        other.__dict__["_encoder"] = self._encoder
-        if self.tokenizer.chat_template:
-            other.__dict__["_control"] = self._control
+        other.__dict__["_encoders"] = self._encoders
         return other
 
     @cached_property
-    def _encoder(self) -> TextEncoder:
-        return TextEncoder(self.tokenizer) if self.control is None else self.control.encoder
-
-    @cached_property
-    def _control(self) -> ControlTokens:
-        return self.control or ControlTokens(self.tokenizer, self.template.text, self._encoder)
+    def _encoders(self) -> dict[int, TextEncoder]:
+        return {}  # by the `id` of the tokenizer, and of its copy that reads control tokens as text
 
     def encode_prompts(self, prompt: str | list[Any], add_special_tokens: bool | None = None) -> list[list[int]]:
         """Return the token ids of each prompt of a completion request: a string or token ids, or a list of either.
@@ -99,7 +93,11 @@ class PromptEncoder:
         inputs: dict[str, Any] | None = None
         if reader is not None:
             text, inputs = reader.place(text, urls, decoder)
-        text, ids = self._control.encode(text, marker)
+        try:
+            ids = control_tokens_of(self.template).encode(text, marker, self._encode)
+        except ChatError as error:
+            raise ApiError(400, str(error), error.param) from error
+        text = remove_markers(text, marker)
         thinking: Thinking = "over"
         # The template may have opened a thought at the end of the prompt, so the answer begins inside it.
         if (marks := self.thoughts) is not None and request.continue_final_message:
@@ -114,38 +112,50 @@ class PromptEncoder:
     def _render(self, request: ChatRequest) -> tuple[str, str]:
         """Render a chat, and return it with the marker in the control tokens that the request spells."""
         try:
-            messages, tools = prepare_chat(
-                self.template,
-                [message.model_dump(exclude=_NOT_RENDERED, exclude_none=True) for message in request.messages],
-                [{"type": tool.type, "function": dict(tool.function)} for tool in request.callable_tools],
-                parallel_calls=request.parallel_tool_calls is not False,
-            )
+            messages = [message.model_dump(exclude=_NOT_RENDERED, exclude_none=True) for message in request.messages]
+            tools = [{"type": tool.type, "function": dict(tool.function)} for tool in request.callable_tools]
             variables = self._variables(request)
-            marker = choose_marker(messages, tools, variables, self.template.text)
+            marker = ""
             if not self.special_tokens_in_content:
-                messages = [self._control.mark_message(message, marker) for message in messages]
-                tools, variables = self._control.mark(tools, marker), self._control.mark(variables, marker)
-            return self.template.render(messages, tools, **variables), marker
+                marker = choose_marker(messages, tools, variables, self.template.text)
+            text = render_chat(
+                self.template,
+                messages,
+                tools,
+                variables,
+                marker=marker,
+                parallel_calls=request.parallel_tool_calls is not False,
+                add_generation_prompt=request.add_generation_prompt is not False and not request.continue_final_message,
+                continue_final_message=request.continue_final_message,
+            )
         except ChatError as error:
             raise ApiError(400, str(error), error.param) from error
+        return text, marker
 
     def _variables(self, request: ChatRequest) -> dict[str, Any]:
-        self.template.check(request.chat_template_kwargs or {})
         variables = dict(request.chat_template_kwargs or {})
         for name in ("reasoning_effort", "verbosity"):
             if (value := getattr(request, name)) is not None:
                 self.template.check({name: value}, name)
                 variables[name] = value
-        continues = request.continue_final_message
-        add_prompt = not continues and request.add_generation_prompt is not False
-        return variables | {"add_generation_prompt": add_prompt, "continue_final_message": continues}
+        return variables
+
+    def _encode(
+        self,
+        tokenizer: PreTrainedTokenizerBase | Tokenizer,
+        text: str,
+        param: str = "messages",
+        add_special_tokens: bool = False,
+    ) -> list[int]:
+        encoder = self._encoders.get(id(tokenizer)) or self._encoders.setdefault(id(tokenizer), TextEncoder(tokenizer))
+        return encoder.encode(text, param, add_special_tokens=add_special_tokens)
 
     def _checked(self, prompt: str | list[int], param: str, add_special_tokens: bool | None = None) -> list[int]:
         if isinstance(prompt, str):
             self._check_size(prompt, param)
             if add_special_tokens is None:
                 add_special_tokens = not opens_with_bos(prompt, self.tokenizer)
-            prompt = self._encoder.encode(prompt, param, add_special_tokens=add_special_tokens)
+            prompt = self._encode(self.tokenizer, prompt, param, add_special_tokens)
         if not prompt:
             raise ApiError(400, "the prompt is empty", param)
         # Out-of-range ids would read past the embedding table on the device.
@@ -165,7 +175,7 @@ class PromptEncoder:
         # A long text is encoded in chunks until it is clearly too long, instead of as a whole.
         size, count = CHUNK_CHARACTERS * self.context, 0
         for begin in range(0, len(text), size) if len(text) > size else ():
-            count += len(self._encoder.encode(text[begin : begin + size], param))
+            count += len(self._encode(self.tokenizer, text[begin : begin + size], param))
             if count > 2 * self.context:  # with a margin, since a chunk may end within a token
                 raise self._too_long(f"more than {self.context}", param)
 

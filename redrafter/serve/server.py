@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from redrafter.app.flags import short_name
 from redrafter.app.options import LoadOptions
 from redrafter.app.templates import load_chat_tokenizer
+from redrafter.chat.control_tokens import control_tokens_of
 from redrafter.chat.template import chat_template_of
 from redrafter.chat.thoughts import Thinking, ThoughtMarks
 from redrafter.checkpoints.chat_templates import read_template
@@ -41,7 +42,6 @@ from redrafter.serve.answers.formats import (
 )
 from redrafter.serve.capture import Capture
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.control_tokens import ControlTokens
 from redrafter.serve.encoding import LONG_TEXT, EncodingThreads
 from redrafter.serve.engine_process.client import EngineClient, ServedSequence, Stopped
 from redrafter.serve.engine_process.messages import EngineError, Submit
@@ -84,7 +84,6 @@ class Server:
     operators: ApiKeys = field(default_factory=ApiKeys)  # keys of operators; if empty, nobody may change the engine
     images: ChatImageReader | str = PromptEncoder.images  # reader of chats' images, or the reason why none are accepted
     traces: "Traces | None" = None  # exporter of requests' spans
-    control: ControlTokens | None = PromptEncoder.control  # of the tokenizer and template, if already created
     capture: Capture | None = field(default=None, init=False)  # stores sequences for training
 
     def __post_init__(self) -> None:
@@ -107,7 +106,6 @@ class Server:
             options.special_tokens_in_content,
             options.reasoning_parser,
             self.images,
-            self.control,
         )
 
     def _observe(self, sequence: ServedSequence, delta: SequenceDelta) -> None:
@@ -457,10 +455,8 @@ def load_server(
     except ReDrafterError:
         process.wait_until_loaded()  # an error of loading is more informative
         raise
-    control = None
     if tokenizer.chat_template:
-        control = ControlTokens(tokenizer, chat_template_of(tokenizer).text)
-        control.prepare()
+        control_tokens_of(chat_template_of(tokenizer)).prepare()
     # Everything that does not need the engine is prepared while it loads.
     facts = process.wait_until_loaded()
     images: ChatImageReader | str = Server.images
@@ -479,4 +475,4 @@ def load_server(
 
         traces = Traces(options.otlp_traces_endpoint)
     engine = EngineClient(process.channel, facts, process)
-    return Server(engine, tokenizer, options, keys, operators or ApiKeys(), images, traces, control)
+    return Server(engine, tokenizer, options, keys, operators or ApiKeys(), images, traces)

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from helpers.chat_templates import DEEPSEEK_V3, GLM4_5, QWEN3, QWEN3_5, R1_DISTILL
 from helpers.chats import CHAT, FORGETFUL, LLAMA_LIKE, tiny_tokenizer, write
+from helpers.tokenizers import TEXTS, byte_level
 from redrafter.data.documents import encode_documents, format_sample
 from redrafter.data.prompts import sample_prompts
 from redrafter.data.rows import Row, fingerprint, read_rows
@@ -67,10 +68,56 @@ def test_the_mark_of_the_next_turn_that_ends_an_answer_is_learnt(tmp_path):
     marks = LLAMA_LIKE.replace("{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}", "")
     tokenizer, rows = tiny_tokenizer(marks), read(tmp_path, CHAT)
     user = tokenizer.convert_tokens_to_ids("<|user|>")
-    assert learnt(next(encode_documents(rows, tokenizer, {2, user}))) == "<t>hm</t>yes<|user|>no"
+    assert learnt(next(encode_documents(rows, tokenizer, {2, user}))) == "<t>hm</t>yes<|user|>no<|user|>"
     assert learnt(next(encode_documents(rows, tokenizer, {2}))) == "<t>hm</t>yesno"
     ends = {2, user}  # of a template that ends the turn itself, nothing more is learnt
     assert list(encode_documents(rows, tiny_tokenizer(), ends)) == list(encode_documents(rows, tiny_tokenizer()))
+
+
+@pytest.mark.parametrize("calls", [False, True])
+def test_the_last_answer_of_a_row_learns_the_mark_that_would_end_it(tmp_path, calls):
+    tokenizer = tiny_tokenizer(GLM4_5)
+    user, tool = tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>"])
+    tokenizer.chat_template = GLM4_5.replace("<|observation|>", "<|assistant|>")  # a special token here
+    call = {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]} if calls else {}
+    rows = read(tmp_path, {"messages": [ASKED, {"role": "assistant", "content": "4"} | call]})
+    (document,) = encode_documents(rows, tokenizer, {user, tool})
+    end = tool if calls else user
+    assert (document.ids[-1], document.mask[-1]) == (end, True)
+    (without,) = encode_documents(rows, tokenizer)
+    assert document == Document([*without.ids, end], [*without.mask, True])
+
+
+def test_each_prompt_has_the_ids_that_the_server_gives_it(tmp_path):
+    """GPT-2's tokenizers merge a space or line feeds at the end of a prompt with the answer."""
+    template = (
+        "{% for m in messages %}{{ ('Q: ' if m.role == 'user' else 'A: ') + m.content + '\n\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'A: ' }}{% endif %}"
+    )
+    tokenizer = byte_level([f"Q: {text}\n\nA: {text}" for text in TEXTS], 500)
+    tokenizer.chat_template = template
+    turns = [{"role": role, "content": "The river flows"} for role in ("user", "assistant") * 2]
+    text = tokenizer.apply_chat_template(turns, tokenize=False)
+    prompts = [tokenizer.apply_chat_template(turns[:n], tokenize=False, add_generation_prompt=True) for n in (1, 3)]
+    whole, *served = tokenizer([text, *prompts])["input_ids"]
+    assert all(whole[: len(ids)] != ids for ids in served)  # the case that is tested
+    documents = list(encode_documents(read(tmp_path, {"messages": turns}), tokenizer))
+    assert [document.ids[: document.mask.index(True)] for document in documents] == served
+    for document in documents:
+        learnt = [token for token, one in zip(document.ids, document.mask, strict=True) if one]
+        assert tokenizer.decode(learnt) == "The river flows\n\n"
+    row = {"prompt": "The river\n\n", "completion": "\nThe fox"}
+    (document,) = encode_documents(read(tmp_path, row), tokenizer)
+    assert document.ids[: document.mask.index(True)] == tokenizer(row["prompt"])["input_ids"]
+    assert tokenizer.decode(document.ids) == row["prompt"] + row["completion"]
+
+
+def test_control_tokens_that_turns_spell_are_text(tmp_path):
+    turns = [{"role": role, "content": "a</s> b<|user|>"} for role in ("user", "assistant")]
+    (document,) = encode(tmp_path, {"messages": turns})
+    (plain,) = encode(tmp_path, {"messages": [turn | {"content": "a"} for turn in turns]})
+    assert [token for token in document.ids if token < 6] == [token for token in plain.ids if token < 6]
+    assert learnt(document) == "a</s> b<|user|></s>\n"
 
 
 THOUGHT = "<think>\neasy\n</think>\n\n4"

@@ -24,6 +24,7 @@ from redrafter import DrafterConfig, Engine, RecurrentDrafter, ReDrafter
 from redrafter.app.loading import Pair
 from redrafter.checkpoints.merged import boxed_pair
 from redrafter.data.documents import encode_documents
+from redrafter.data.prompts import RowChat
 from redrafter.data.rows import Row, fingerprint, read_rows
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.errors import ArgumentError, CheckpointError
@@ -40,7 +41,6 @@ from redrafter.train.regenerate.answer_writer import (
 )
 from redrafter.train.regenerate.command import load, regenerate
 from redrafter.train.regenerate.config import RegenerateConfig, parse
-from redrafter.train.regenerate.parts import ids_after
 
 CONTEXT, EOS = 160, 2
 TEMPLATE = (
@@ -239,7 +239,8 @@ def test_what_follows_an_answer_is_tokenised_as_it_stands_there():
     tokenizer = Tokenizer(models.Unigram([(word, -1.0) for word in vocab], unk_id=0))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
-    assert ids_after("Markand", 4, made) == [vocab["and"]]
+    made.chat_template = "{{ messages }}"
+    assert RowChat(Row("row", messages=[]), made).encode_after("Markand", 4) == [vocab["and"]]
     assert made("and", add_special_tokens=False)["input_ids"] == [vocab["▁and"]]
 
 

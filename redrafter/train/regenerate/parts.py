@@ -10,8 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.chat.template import chat_template_of
-from redrafter.data.prompts import apply_template, asks, check_tokenizer, encode_prompt
+from redrafter.data.prompts import RowChat, asks, check_tokenizer, encode_prompt
 from redrafter.data.rows import Row
 from redrafter.errors import CheckpointError
 
@@ -44,9 +43,9 @@ def split_row(
         MismatchError: The row's ids are not of this tokenizer.
     """
     if row.messages is INVENTED:
-        return _split_invented(row, tokenizer)
+        return _split_invented(RowChat(row, tokenizer))
     if row.messages is not None:
-        return _split_conversation(row, row.messages, tokenizer, ends)
+        return _split_conversation(RowChat(row, tokenizer), row.messages, ends)
     if row.prompt is not None:
         return [AnswerPrompt(encode_prompt(row, tokenizer))]
     if row.text is not None:
@@ -64,9 +63,7 @@ def _beginning(ids: list[int], max_tokens: int) -> list[int]:
     return ids[: min(max_tokens, (len(ids) + 1) // 2)]
 
 
-def _split_conversation(
-    row: Row, messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
-) -> list[AnswerPrompt]:
+def _split_conversation(chat: RowChat, messages: list[dict[str, Any]], ends: Collection[int]) -> list[AnswerPrompt]:
     """Return the ids before each assistant turn of a conversation; without such turns, after what asks for one."""
     if not any(turn["role"] == "user" for turn in messages):
         raise CheckpointError("no user turn, so there is nothing to answer")
@@ -75,81 +72,62 @@ def _split_conversation(
     # The marker must not occur in the conversation itself.
     while any(marker in turn["content"] for turn, answered in zip(messages, answers, strict=True) if not answered):
         marker += "Z"
-    answer, chat, parts = {"role": "assistant", "content": marker}, list[dict[str, Any]](), list[AnswerPrompt]()
+    answer, turns, parts = {"role": "assistant", "content": marker}, list[dict[str, Any]](), list[AnswerPrompt]()
     call = list[int]()  # with which the last answer has to end before the next turns of the chat
     for number, (turn, answered) in enumerate(zip(messages, answers, strict=True)):
         if not answered:
-            chat.append(turn)
+            turns.append(turn)
             if any(answers) or not asks(messages, number):
                 continue
         try:
-            parts.append(AnswerPrompt(_render(row, chat, marker, tokenizer), call))
+            parts.append(AnswerPrompt(_encode_next(chat, turns, marker), call))
         except CheckpointError:
             # Templates may refuse a result after an answer without a call.
             if not call:
                 raise
             return [*parts, AnswerPrompt([], NO_ANSWER)]
         has_result = answered and any(following["role"] == "tool" for following in messages[number + 1 : number + 2])
-        call = _call(row, chat, turn, tokenizer, ends) if has_result else []
-        chat.append(answer)
+        call = _call(chat, turns, turn, ends) if has_result else []
+        turns.append(answer)
     return parts
 
 
-def _call(
-    row: Row,
-    chat: list[dict[str, Any]],
-    turn: dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    ends: Collection[int],
-) -> list[int]:
-    """Return the ids that the template writes of a turn after a chat, without its thoughts and its end token."""
+def _call(chat: RowChat, turns: list[dict[str, Any]], turn: dict[str, Any], ends: Collection[int]) -> list[int]:
+    """Return the ids that the template writes of a turn after others, without its thoughts and its end token."""
     try:
-        prompt = apply_template(row, chat, tokenizer, add_generation_prompt=True)
-        text = apply_template(row, [*chat, turn], tokenizer)
+        prompt, text = chat.render(turns, add_generation_prompt=True), chat.render([*turns, turn])
     except CheckpointError:
         return NO_ANSWER
-    marks, written = chat_template_of(tokenizer).thoughts(), text[len(prompt) :]
+    marks, written = chat.template.thoughts(), text[len(prompt) :]
     if not text.startswith(prompt):
         return NO_ANSWER
     if marks is not None:
         written = written.rpartition(marks.end)[2]
     written = written.lstrip()
-    ids = ids_after(text, len(text) - len(written), tokenizer)
+    ids = chat.encode_after(text, len(text) - len(written))
     return ids[: next((index for index, token in enumerate(ids) if token in ends), len(ids))] or NO_ANSWER
 
 
-def _split_invented(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[AnswerPrompt]:
+def _split_invented(chat: RowChat) -> list[AnswerPrompt]:
     """Return the ids before the content of a first user turn, and those between it and the assistant's answer."""
-    text = apply_template(row, [{"role": "user", "content": MARKER}], tokenizer, add_generation_prompt=True)
+    text = chat.render([{"role": "user", "content": MARKER}], add_generation_prompt=True)
     before, found, _ = text.partition(MARKER)
     if not found or not before:
         raise CheckpointError("the chat template puts nothing before a user's question, so the base cannot invent one")
-    opening = list(tokenizer(before, add_special_tokens=False)["input_ids"])
-    return [AnswerPrompt(opening), AnswerPrompt(ids_after(text[len(before) :], len(MARKER), tokenizer))]
+    return [AnswerPrompt(chat.encode(before)), AnswerPrompt(chat.encode_after(text[len(before) :], len(MARKER)))]
 
 
-def _render(row: Row, chat: list[dict[str, Any]], marker: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids that the template puts between the last answer of a chat and the next one.
+def _encode_next(chat: RowChat, turns: list[dict[str, Any]], marker: str) -> list[int]:
+    """Return the ids that the template puts between the last answer of some turns and the next one.
 
-    For a chat without answers, returns the ids of the whole chat.
+    For turns without answers, returns the ids of all.
     """
-    if not any(turn["role"] == "user" for turn in chat):
+    if not any(turn["role"] == "user" for turn in turns):
         raise CheckpointError("the assistant speaks before any user turn")
-    text = apply_template(row, chat, tokenizer, add_generation_prompt=True)
-    if not any(turn["content"] == marker for turn in chat):
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    text = chat.render(turns, add_generation_prompt=True)
+    if not any(turn["content"] == marker for turn in turns):
+        return chat.encode(text)
     if marker not in text:
         raise CheckpointError("the chat template leaves the assistant's last turn out")
     # Only the text after the last answer is new: earlier turns are already in the tokens, as the base wrote them.
-    return ids_after(text[text.rindex(marker) :], len(marker), tokenizer)
-
-
-def ids_after(text: str, start: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Encode `text[start:]` in the context of the preceding text, since many tokenizers add a leading space."""
-    if tokenizer.is_fast:
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        spans = encoded["offset_mapping"]
-        # A token that spans the boundary cannot be split, so encode the rest separately.
-        if not any(first < start < end for first, end in spans):
-            return [token for token, (_, end) in zip(encoded["input_ids"], spans, strict=True) if end > start]
-    return list(tokenizer(text[start:], add_special_tokens=False)["input_ids"])
+    return chat.encode_after(text[text.rindex(marker) :], len(marker))

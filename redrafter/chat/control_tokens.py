@@ -10,17 +10,19 @@
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerBase
 
-from redrafter.serve.encoding import TextEncoder
-from redrafter.serve.protocol.requests import ApiError
+from redrafter.chat.template import ChatError, ChatTemplate
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Encode: TypeAlias = "Callable[[PreTrainedTokenizerBase | Tokenizer, str], list[int]]"  # without special tokens
 _MARKERS = range(0xE000, 0xF8FF)  # private use area of Unicode
 _ESCAPED = re.compile(r"\\u([ef][0-9a-f]{3})")
 _TEXT_FIELDS = ("content", "reasoning_content", "name", "tool_call_id")  # of a message
@@ -31,12 +33,21 @@ def choose_marker(*values: Any) -> str:
     text = json.dumps(values, ensure_ascii=False).lower()
     used = set(text) | {chr(int(code, 16)) for code in _ESCAPED.findall(text)}
     if (free := next((chr(code) for code in _MARKERS if chr(code) not in used), None)) is None:
-        raise ApiError(400, "the messages hold every character of private use, and one must be left", "messages")
+        raise ChatError("the messages hold every character of private use, and one must be left")
     return free
 
 
-def _remove_markers(text: str, marker: str) -> str:
-    return text.replace(marker, "").replace(f"\\u{ord(marker):04x}", "")  # as a template's `tojson` may escape it
+def remove_markers(text: str, marker: str) -> str:
+    """Return a text without its markers; an empty `marker` marks nothing."""
+    # A template's `tojson` may escape the marker.
+    return text.replace(marker, "").replace(f"\\u{ord(marker):04x}", "") if marker else text
+
+
+def encode_plain(tokenizer: "PreTrainedTokenizerBase | Tokenizer", text: str) -> list[int]:
+    """Encode a text, in which spelled control tokens become control tokens, without adding special tokens."""
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer.encode(text, add_special_tokens=False).ids
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 class ControlTokens:
@@ -46,12 +57,11 @@ class ControlTokens:
     In messages of the assistant only special tokens are marked, since the model generates the others itself.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, encoder: TextEncoder | None = None):
-        """Read the control tokens of a tokenizer and its template; `encoder` encodes with that tokenizer."""
-        self._tokenizer, self.encoder = tokenizer, encoder or TextEncoder(tokenizer)
+    def __init__(self, template: ChatTemplate):
+        self._tokenizer = tokenizer = template.tokenizer
         added = [token for token in tokenizer.added_tokens_decoder.values() if len(token.content.strip()) > 1]
         self._special = {token.content for token in added if token.special}
-        self._all = self._special | {token.content for token in added if token.content in template}
+        self._all = self._special | {token.content for token in added if token.content in template.text}
         self._any_pattern, self._special_pattern = _match_any(self._all), _match_any(self._special)
         self._longest = max(map(len, self._all), default=0)
         self._beginnings = {name[:size] for name in self._all for size in range(1, len(name))}
@@ -60,7 +70,7 @@ class ControlTokens:
 
     def prepare(self) -> None:
         """Build the renamed tokenizer ahead of its first use; building it blocks all threads for tenths of a second."""
-        with suppress(ApiError):  # an unsupported tokenizer is an error only for a message that needs it
+        with suppress(ChatError):  # an unsupported tokenizer is an error only for a message that needs it
             self._renamed_tokenizer  # noqa: B018  # a cached property
 
     def mark_message(self, message: Mapping[str, Any], marker: str) -> dict[str, Any]:
@@ -91,24 +101,28 @@ class ControlTokens:
             return {self.mark(key, marker): self.mark(item, marker) for key, item in value.items()}
         return [self.mark(item, marker) for item in value] if isinstance(value, list) else value
 
-    def encode(self, text: str, marker: str) -> tuple[str, list[int]]:
-        """Encode a rendered chat, and return its text without markers together with its token ids.
+    def encode(self, text: str, marker: str, encode: Encode = encode_plain) -> list[int]:
+        """Return the token ids of a rendered chat, or of a part of one.
 
         A marker inside the spelling of a control token, such as `<|im_end|>`, shows that user text spelled it: it is
         encoded as plain text. A spelling without a marker comes from the chat template or the model, and becomes the
-        control token's id. `text` is the template's rendering of marked messages.
+        control token's id.
+
+        Args:
+            text: The template's rendering of marked messages.
+            marker: The marker; empty if nothing was marked.
+            encode: Function that encodes a text with the tokenizer, or with its copy.
 
         Raises:
-            ApiError: The text has markers, and the tokenizer is not one of the `tokenizers` library, the only kind that
-                can be copied with renamed control tokens.
+            ChatError: The text has markers, and the tokenizer is not one of the `tokenizers` library, the only kind
+                that can be copied with renamed control tokens.
         """
-        plain = _remove_markers(text, marker)
+        plain = remove_markers(text, marker)
         if plain == text:
-            return plain, self.encoder.encode(text, "messages")
+            return encode(self._tokenizer, plain)
         renamed = self._any_pattern.sub(lambda match: match[0] + self._suffix, text)
-        encoder, original_ids = self._renamed_tokenizer
-        tokens = encoder.encode(_remove_markers(renamed, marker), "messages")
-        return plain, [original_ids.get(token, token) for token in tokens]
+        tokenizer, original_ids = self._renamed_tokenizer
+        return [original_ids.get(token, token) for token in encode(tokenizer, remove_markers(renamed, marker))]
 
     def _mark_edges(self, text: str, marker: str) -> str:
         """Insert a marker where the edges of this text could form a control token with the template's text."""
@@ -124,11 +138,11 @@ class ControlTokens:
         return text[:begin] + before + middle + after + text[begin + len(middle) :]
 
     @cached_property
-    def _renamed_tokenizer(self) -> tuple[TextEncoder, dict[int, int]]:
+    def _renamed_tokenizer(self) -> tuple[Tokenizer, dict[int, int]]:
         """Tokenizer copy with renamed control tokens, and a map from its ids of added tokens to the original ids."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
-            raise ApiError(400, "a message spells a control token, which this model's tokenizer cannot read as text")
+            raise ChatError("a message spells a control token, which this model's tokenizer cannot read as text")
         spec = json.loads(backend.to_str()) | {"post_processor": None, "truncation": None, "padding": None}
         names = {name: name + self._suffix for name in self._all}
         added = spec["added_tokens"]
@@ -139,9 +153,13 @@ class ControlTokens:
         _rename(spec["model"], names)
         tokenizer = Tokenizer.from_str(json.dumps(spec))
         copied_ids = {name: tokenizer.token_to_id(name) for name in original_ids}
-        return TextEncoder(tokenizer), {
-            token: original_ids[name] for name, token in copied_ids.items() if token is not None
-        }
+        return tokenizer, {token: original_ids[name] for name, token in copied_ids.items() if token is not None}
+
+
+@lru_cache(maxsize=4)
+def control_tokens_of(template: ChatTemplate) -> ControlTokens:
+    """Return the control tokens of a chat template and its tokenizer."""
+    return ControlTokens(template)
 
 
 def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:

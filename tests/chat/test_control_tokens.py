@@ -14,8 +14,9 @@ from helpers import tokenizers
 pytest.importorskip("fastapi")
 
 from redrafter import boxed_pair
-from redrafter.serve import control_tokens
-from redrafter.serve.control_tokens import ControlTokens, choose_marker
+from redrafter.chat import control_tokens
+from redrafter.chat.control_tokens import ControlTokens, choose_marker, control_tokens_of
+from redrafter.chat.template import chat_template_of
 from redrafter.serve.encoding import LONG_TEXT, TextEncoder
 from redrafter.serve.prompts import PromptEncoder
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
@@ -120,12 +121,14 @@ def test_a_long_text_has_the_ids_of_one_call_of_the_tokenizer(tokenizer):
 
 def test_a_copy_of_the_tokenizer_is_made_before_a_message_needs_it(tokenizer, monkeypatch):
     """To make it stops all threads, for a second with 128,000 tokens."""
-    body, control = chat_body("a <s> b"), ControlTokens(tokenizer, tokenizer.chat_template)
-    expected = encoded(tokenizer, body)
+    template = chat_template_of(tokenizer)
+    control, marker, text = ControlTokens(template), choose_marker(""), f"a {tokenizer.eos_token} b"
     control.prepare()
-    monkeypatch.setattr(control_tokens, "Tokenizer", None)  # nothing can be made of it
-    made = PromptEncoder(tokenizer, "mine", len(tokenizer), 1 << 16, control=control)
-    assert made.encode_chat(ChatRequest.model_validate(body))[0] == expected
+    monkeypatch.setattr(control_tokens, "_rename", None)  # no other copy can be made
+    ids = control.encode(control.mark(text, marker), marker)
+    monkeypatch.undo()
+    assert ids == control_tokens_of(template).encode(control.mark(text, marker), marker)
+    assert ids != tokenizer(text, add_special_tokens=False).input_ids
 
 
 def prompts(tokenizer: Any, **options: bool) -> PromptEncoder:
@@ -254,7 +257,7 @@ def test_a_long_text_of_beginnings_is_read_soon(text):
     """A pattern that tried the names one by one would take minutes."""
     tokenizer = byte_level()
     tokenizer.add_special_tokens({"additional_special_tokens": [f"<|reserved_{n}|>" for n in range(1000)]})
-    control = ControlTokens(tokenizer, TEMPLATE)
+    control = control_tokens_of(chat_template_of(tokenizer))
     begin = time.process_time()
     assert control.mark(text, "\ue000") == text
     assert choose_marker(text) == "\ue000"
