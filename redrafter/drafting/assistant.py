@@ -94,7 +94,7 @@ class Shared:
     seen: Tensor
 
 
-@register_drafter("assistant", "gemma4_assistant", "gemma4_unified_assistant")
+@register_drafter()
 class AssistantDrafter(DrafterModel):
     """An assistant, which transformers computes."""
 

@@ -27,7 +27,7 @@ from redrafter.sampling.sampler import Sampler
 from redrafter.tree.beam_search import Expand
 
 
-@register_drafter("DFlash drafter", "redrafter_dflash")
+@register_drafter()
 class DFlashDrafter(BlockDrafter):
     """A drafter of blocks; it uses the target's embedding table and head, unless it has its own."""
 

@@ -66,7 +66,7 @@ class _Residual(nn.Module):
         return x + silu(layer(x))
 
 
-@register_drafter("recurrent drafter", "redrafter")
+@register_drafter()
 class RecurrentDrafter(TrainableDrafter):
     """The drafter's recurrence and head; the target's embedding table is shared and not stored.
 

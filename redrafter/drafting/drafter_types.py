@@ -15,14 +15,13 @@ from redrafter.files.drafter_kinds import DrafterKind, define_kind, drafter_kind
 DrafterClass = TypeVar("DrafterClass", bound=type[DrafterModel])
 
 
-def register_drafter(kind: str, *model_types: str) -> Callable[[DrafterClass], DrafterClass]:
+def register_drafter(kind: str = "", *model_types: str) -> Callable[[DrafterClass], DrafterClass]:
     """Return a decorator that registers the class of a drafter, so that checkpoints of its types load as it.
-
-    The arguments must be literals: `redrafter.files.drafter_kinds` reads them from the source.
 
     Args:
         kind: Name of drafters of the class in messages.
-        model_types: `model_type` in the `config.json` of their checkpoints.
+        model_types: `model_type` in the `config.json` of their checkpoints; none for a class that
+            `redrafter.files.drafter_kinds` or an entry point declares.
     """
 
     def register(drafter: DrafterClass) -> DrafterClass:

@@ -107,7 +107,7 @@ class _Layer(nn.Module):
         self.self_attn, self.mlp = AttentionProducts(2 * width, config, config.qk_norm), GatedMLP(config)
 
 
-@register_drafter("EAGLE-3 head", "redrafter_eagle3")
+@register_drafter()
 class EagleDrafter(TrainableDrafter):
     """An EAGLE-3 head; the target's embedding table is shared, unless the head has a table."""
 

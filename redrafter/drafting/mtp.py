@@ -67,7 +67,7 @@ class MTPConfig(AnyDrafterConfig):
     draft_len_per_beam: int = 4
 
 
-@register_drafter("MTP layer", "redrafter_mtp")
+@register_drafter()
 class MTPDrafter(DrafterModel):
     """An MTP layer; the target's embedding table and head are shared.
 

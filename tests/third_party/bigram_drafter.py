@@ -33,7 +33,7 @@ class BigramProposer(SearchProposer):
         return expand
 
 
-@register_drafter("bigram drafter", "bigram")
+@register_drafter()
 class BigramDrafter(DrafterModel):
     config_class = BigramConfig
     proposer_class = BigramProposer
