@@ -15,7 +15,7 @@ from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions, 
 from redrafter.app.parser import Parser, add_json
 from redrafter.app.paths import check_file, check_paths
 from redrafter.app.program import import_libraries, run_command, run_rank
-from redrafter.bench.options import NOT_IN_COMPARE, BenchOptions, CompareOptions, ServerOptions
+from redrafter.bench.options import NOT_IN_COMPARE, BenchOptions, CompareOptions
 from redrafter.errors import did_you_mean
 from redrafter.parallel.launched import launched_processes
 from redrafter.version import __version__
@@ -76,10 +76,8 @@ def _run(argv: list[str]) -> int:
 
 def _check(args: argparse.Namespace, option_types: Sequence[type]) -> None:
     """Validate options, and the files that they name, as far as possible before a model is loaded."""
-    # With --url, --model names a model of the servers, not a path; without it, `bench` rejects options of servers.
-    unchecked = LoadOptions if "url" in args else ServerOptions
     use_base_of_drafter(args)
-    check_paths(*(read_options(kind, args) for kind in option_types if kind is not unchecked))
+    check_paths(*(read_options(kind, args) for kind in option_types))
     if args.command == "generate" and args.file is not None and not args.prompts:
         check_file(args.file, "--file")
     for image in args.image if args.command == "generate" else ():
@@ -176,22 +174,19 @@ def build_parser() -> Parser:
     )
     add(
         "bench",
-        "measure how fast a model and its drafter are, or a server, and where the time goes",
+        "measure how fast a model and its drafter are, and where the time goes",
         "Measure plain decoding and speculation in turn on the same prompts: tokens per second by batch\n"
         "size, the time of each part of a step and the time to move its bytes, whether the tokens are\n"
-        "equal, and, with --against, Hugging Face's own generate. With --url, measure servers under load\n"
-        "instead; with --suite, answer a standard suite of questions. Tables on stdout, one JSON document\n"
-        "as its last line, progress on stderr.",
+        "equal, and, with --against, Hugging Face's own generate; with --suite, on a standard suite of\n"
+        "questions. Tables on stdout, one JSON document as its last line, progress on stderr.",
         (
             "redrafter bench --max-new-tokens 64",
             "redrafter bench --model my-base --drafter my-drafter --dtype bfloat16 \\\n"
             "      --batch-sizes 1,8,64 --against eager,static,assisted --plots plots --json bench.json",
-            "redrafter bench --url http://127.0.0.1:8000 --concurrency 1,8,32 --prompts prompts.jsonl",
             "redrafter bench --suite data/speed/qualitative --batch-sizes 1,8 --csv speed.csv --markdown speed.md",
         ),
         loading,
         (BenchOptions, "measuring", ()),
-        (ServerOptions, "measuring servers", ()),
         (SuiteOptions, "measuring on a standard suite", ()),
     )
     completed = add(

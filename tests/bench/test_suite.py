@@ -12,7 +12,6 @@ import torch
 
 from helpers.chats import write
 from helpers.command_line import fails, measured, ran
-from helpers.stub_server import END, StubServer, event, reply, stream
 from redrafter import ReDrafter, boxed_pair
 from redrafter.app.flags import flag
 from redrafter.bench import suite as suite_module
@@ -171,7 +170,7 @@ def test_a_difference_is_shown(suite, monkeypatch):
     assert "qa: OTHER TOKENS, which rounding does not explain, at new token 2 of prompt 0" in printed
 
 
-@pytest.mark.parametrize("command", ["bench --device cpu", "evaluate --device cpu", "bench --url http://127.0.0.1:9"])
+@pytest.mark.parametrize("command", ["bench --device cpu", "evaluate --device cpu"])
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -224,97 +223,3 @@ def test_where_no_turn_fits_it_is_said(capsys, tmp_path, command):
     write(tmp_path / "question.jsonl", QUESTIONS[-1:])
     err = fails(capsys, *command.split(), "8", "--device", "cpu", "--suite", str(tmp_path))
     assert "no question leaves room" in err or "no turn has a prompt of at most" in err
-
-
-# Servers
-
-
-def answer(text: str, stats: dict | None = None) -> list:
-    chunks = [event({"choices": [{"index": 0, "delta": {"content": word}}]}) for word in (*text.split("_"), "")]
-    told = {} if stats is None else {"metrics": {"speculative_decoding": stats}}
-    last = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3}} | told
-    return stream(*chunks, event(last), END)
-
-
-STATS = {"acceptance_histogram": [1, 0, 3], "num_spec_steps": 4, "num_accepted_draft_tokens": 6, "num_draft_tokens": 8}
-
-
-def test_a_server_is_asked_every_turn_after_its_own_answers(suite, tmp_path):
-    def say(body):
-        return answer(f"{len(body['messages'])}_ly", STATS)
-
-    with StubServer(say) as server:
-        words = ("--url", server.url, "--suite", suite, "--concurrency", "1", "--max-new-tokens", "7", "--seed", "9")
-        document, printed = bench(*words, "--csv", str(tmp_path / "out.csv"))
-    bodies = server.bodies[2:]  # after those to warm up with, all turns of the first question
-    asked = [[message["content"] for message in body["messages"]] for body in bodies]
-    long, last = QUESTIONS[3]["turns"]
-    assert asked == [
-        ["Write of the sea."],
-        ["Write of the sea.", "1ly", "Again, shorter."],
-        [QUESTIONS[2]["turns"][0]],
-        ["Who was the old man?"],
-        [long],
-        [long, "1ly", last],
-    ]
-    assert [message["role"] for message in bodies[1]["messages"]] == ["user", "assistant", "user"]
-    assert [body["seed"] for body in bodies] == [9, 9, 10, 9, 9, 9]
-    assert all(body["max_tokens"] == 7 and body["stream"] for body in bodies)
-    assert not any({"speculate", "ignore_eos", "cache_salt"} & {*body} for body in bodies)
-    row = document["suite"][0]
-    assert (row["turns"], row["tokens"], row["failed"], row["skipped"]) == (3, 9, 0, 0)
-    assert (row["accepted_length"], row["accepted_length_of_turns"], row["acceptance"]) == (2.5, 2.5, [0.75, 1.0])
-    assert "speedup" not in row
-    assert "all turns" in printed
-    with (tmp_path / "out.csv").open() as file:
-        assert [row["category"] for row in csv.DictReader(file)][-2:] == ["mean of categories", "all turns"]
-
-
-def test_a_second_server_is_compared_with_the_first(suite):
-    with StubServer(lambda body: answer("same")) as first, StubServer(lambda body: answer("same_ly")) as second:
-        document, _ = bench("--url", f"{first.url},{second.url}", "--suite", suite, "--concurrency", "2")
-    found = {(row["server"], row["category"]): row for row in document["suite"]}
-    assert "speedup" not in found[1, "qa"]
-    assert found[2, "qa"]["speedup"] > 0
-    assert [found[2, name]["differing_texts"] for name in ("writing", "qa", "rag")] == [3, 1, 2]
-
-
-def test_turns_that_do_not_fit_are_skipped_and_others_that_fail_are_told(suite):
-    too_long = {"error": {"message": "shorten it", "code": "context_length_exceeded"}}
-
-    def say(body):
-        said = body["messages"][0]["content"]
-        if said.startswith("long"):
-            return reply(json.dumps(too_long).encode(), 400)
-        return reply(b"broken", 500) if said.startswith("Who") else answer("fine")
-
-    with StubServer(say) as server:
-        document, printed = bench("--url", server.url, "--suite", suite, "--concurrency", "1", code=1)
-    rows = {row["category"]: row for row in document["suite"]}
-    counts = {name: tuple(row[key] for key in ("turns", "skipped", "failed")) for name, row in rows.items()}
-    assert counts == {"writing": (3, 0, 0), "qa": (0, 0, 1), "rag": (0, 2, 0)}
-    assert [error["error"] for error in document["errors"]] == ["1 requests failed; the first: HTTP 500: broken"]
-    assert rows["rag"]["tokens_per_second"] is None
-    assert "1 requests failed" in printed
-
-
-def test_a_chat_template_of_ones_own_is_none_of_a_servers(capsys, suite):
-    words = ("--url", "http://127.0.0.1:9", "--suite", suite, "--chat-template", __file__)
-    assert "--chat-template has no meaning with --url" in fails(capsys, "bench", *words)
-    words = ("--url", "http://127.0.0.1:9", "--suite", suite, "--num-requests", "40")
-    assert "--num-requests has no meaning with --suite" in fails(capsys, "bench", *words)
-
-
-@pytest.mark.parametrize("temperature", ["0", "0.8"])
-def test_our_own_server_is_asked_plainly_and_with_drafts(program, suite, temperature):
-    words = ("--url", program.url, "--suite", suite, "--concurrency", "2", "--max-new-tokens", "24")
-    document, _ = bench(*words, "--temperature", temperature, "--seed", "5")
-    rows = {row["category"]: row for row in document["suite"]}
-    assert [row["turns"] for row in rows.values()] == [3, 1, 0]
-    assert rows["rag"]["skipped"] == 2
-    for name in ("writing", "qa"):
-        row = rows[name]
-        assert (row["failed"], row["differing_texts"]) == (0, 0)
-        assert min(row["plain_tokens_per_second"], row["tokens_per_second"], row["steps"], row["accepted"]) > 0
-        # Nothing is copied from the same answers, which were written plainly just before.
-        assert row["accepted_length"] < 8

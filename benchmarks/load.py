@@ -1,0 +1,200 @@
+"""Measure servers of OpenAI's protocol under load, with a fixed number of streams at once, timed chunk by chunk.
+
+python benchmarks/load.py http://127.0.0.1:8000 http://127.0.0.1:8001 --concurrency 1,8,32 --prompts prompts.jsonl
+
+Request i continues prompt i (`/v1/completions`) or answers chat i (`/v1/chat/completions`), modulo their number, with
+the seed plus i. Texts are compared with the first load's. Above 0.8 of a processor, the client limits the measurement.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
+
+from redrafter.app.flags import integers
+from redrafter.data.prompts import turns_before_answer
+from redrafter.data.rows import Row
+from redrafter.measure.prompts import read_prompts
+from redrafter.measure.report import format_table
+
+FAILURES = (ClientError, OSError, ValueError, LookupError, AttributeError, TypeError, asyncio.TimeoutError)
+
+
+@dataclass
+class Completion:
+    """One request and its result; times are from `time.perf_counter`, in seconds."""
+
+    index: int
+    sent: float
+    ended: float = 0.0  # when its answer had ended, or failed
+    chunk_times: list[float] = field(default_factory=list)  # when each chunk of the stream came
+    text_times: list[float] = field(default_factory=list)  # the same of those with text
+    text: str = ""
+    tokens: int = 0  # by the server's count
+    drafts: tuple[int, int] = (0, 0)  # steps that had drafts, and accepted ones, of a server that reports them
+    error: str | None = None
+
+    def note(self, data: bytes, now: float) -> None:
+        """Record an event of the stream; raise `ValueError` for an error in it."""
+        event = json.loads(data)
+        if error := event.get("error"):
+            raise ValueError(error)
+        if event.get("choices"):
+            self.chunk_times.append(now)  # those without text carry tokens of incomplete characters
+            choice = event["choices"][0]
+            if text := choice.get("text") or choice.get("delta", {}).get("content"):
+                self.text += text
+                self.text_times.append(now)
+        self.tokens = (event.get("usage") or {}).get("completion_tokens", self.tokens)
+        if metrics := (event.get("metrics") or {}).get("speculative_decoding"):
+            self.drafts = metrics["num_spec_steps"], metrics["num_accepted_draft_tokens"]
+
+
+def body_of(row: Row) -> dict[str, Any]:
+    """Return the fields of a request for a row: a chat's messages up to the answer, or a text to continue."""
+    messages = deepcopy(turns_before_answer(row))
+    if not messages:
+        return {"prompt": row.text if row.prompt is None else row.prompt}
+    for message in (message for message in messages if message.get("tool_calls")):
+        # A request has the arguments of a call as JSON text, and an id for each call.
+        calls = [{"id": f"call_{number}"} | call for number, call in enumerate(message["tool_calls"])]
+        for call in (call["function"] for call in calls if not isinstance(call["function"]["arguments"], str)):
+            call["arguments"] = json.dumps(call["arguments"])
+        message["tool_calls"] = calls
+    more = {"tools": row.tools, "chat_template_kwargs": row.template_kwargs}
+    return {"messages": messages} | {name: value for name, value in more.items() if value}
+
+
+async def ask(session: ClientSession, url: str, index: int, body: dict[str, Any]) -> Completion:
+    """Send one request and time its stream; a failure is recorded, not raised."""
+    route = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    completion, done = Completion(index, time.perf_counter()), False
+    try:
+        async with session.post(url + route, json=body) as response:
+            if response.status != 200:
+                raise ValueError(f"HTTP {response.status}: {' '.join((await response.text()).split())[:300]}")
+            async for line in response.content:
+                if line.startswith(b"data: [DONE]"):
+                    done = True
+                elif line.startswith(b"data:"):
+                    completion.note(line[5:], time.perf_counter())
+        if not done or not completion.tokens or not completion.chunk_times:
+            raise ValueError("the stream ended without [DONE], or without usage")
+    except FAILURES as error:
+        completion.error = f"{type(error).__name__}: {error}"
+    completion.ended = time.perf_counter()
+    return completion
+
+
+async def run_load(session: ClientSession, url: str, bodies: Sequence[dict[str, Any]], slots: int) -> list[Completion]:
+    """Send all requests, so many at once, and return them in the order in which they ended."""
+    completions, indices = list[Completion](), iter(range(len(bodies)))  # shared: a slot takes the next index
+
+    async def fill_slot() -> None:
+        for index in indices:
+            # Otherwise a server reuses keys and values, or drafts, of the same prompt before.
+            completions.append(await ask(session, url, index, bodies[index] | {"cache_salt": uuid4().hex}))
+
+    await asyncio.gather(*(fill_slot() for _ in range(slots)))
+    return completions
+
+
+def percentiles(name: str, seconds: list[float]) -> dict[str, float | None]:
+    """Return p50 and p99 of times in ms, with linear interpolation, under `name`."""
+    cuts = (
+        statistics.quantiles(seconds if len(seconds) > 1 else seconds * 2, n=100, method="inclusive") if seconds else []
+    )
+    return {f"{name} p{share}": 1e3 * cuts[share - 1] if cuts else None for share in (50, 99)}
+
+
+def steady_rate(completions: Sequence[Completion], slots: int) -> float | None:
+    """Return tokens per second, spread evenly over chunks, from the last slot's first text until a slot is idle."""
+    first = sorted(completions, key=lambda one: one.index)[:slots]
+    begin = max([*one.chunk_times, one.ended][0] for one in first)
+    end = sorted(one.ended for one in completions)[-min(slots, len(completions))]
+    if end <= begin:
+        return None
+    shares = [(sum(begin < at <= end for at in one.chunk_times), one) for one in completions if not one.error]
+    return sum(count * one.tokens / len(one.chunk_times) for count, one in shares) / (end - begin)
+
+
+def summarize(completions: Sequence[Completion], slots: int, seconds: float) -> dict[str, Any]:
+    """Return throughput and latencies of a load, by the columns of the table; failed requests count as such only."""
+    answered = [one for one in completions if not one.error]
+    tokens, steps = sum(one.tokens for one in answered), sum(one.drafts[0] for one in answered)
+    shown = [one.text_times or [one.ended] for one in answered]  # a completion without text shows when it ends
+    streaming = sum(one.chunk_times[-1] - one.chunk_times[0] for one in answered)
+    return {
+        "tok/s": tokens / seconds,
+        "steady": steady_rate(completions, slots),
+        "req/s": len(answered) / seconds,
+        **percentiles("first", [times[0] - one.sent for times, one in zip(shown, answered, strict=True)]),
+        **percentiles("gap", [b - a for times in shown for a, b in pairwise(times)]),  # a chunk may hold several tokens
+        "per token": 1e3 * streaming / (tokens - len(answered)) if tokens > len(answered) else None,
+        **percentiles("request", [one.ended - one.sent for one in answered]),
+        "tokens": tokens,
+        "tokens/step": 1 + sum(one.drafts[1] for one in answered) / steps if steps else None,
+        "failed": len(completions) - len(answered),
+    }
+
+
+async def main() -> int:
+    """Measure each server at each concurrency, and print a row for each. Returns 1 if a request failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("urls", nargs="+", metavar="URL")
+    parser.add_argument("--concurrency", type=integers, default=(1, 8, 32), metavar="N,...")
+    parser.add_argument("--num-requests", type=int, help="at each concurrency (default: 4 times that, 8 at least)")
+    parser.add_argument("--prompts", help="file of prompts or rows (default: those that ship)")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", help="the server's name of its model (default: the first that it lists)")
+    parser.add_argument("--json", metavar="FILE", help="also write a line for each row")
+    args = parser.parse_args()
+    rows, key = read_prompts(args.prompts), os.environ.get("REDRAFTER_API_KEY") or os.environ.get("OPENAI_API_KEY")
+    shared = {"max_tokens": args.max_new_tokens, "temperature": args.temperature, "ignore_eos": True}
+    shared |= {"stream": True, "stream_options": {"include_usage": True}}
+    headers, timeout = {"Authorization": f"Bearer {key}"} if key else {}, ClientTimeout(3600, sock_connect=10)
+    reference, lines = dict[int, str](), list[dict[str, Any]]()  # texts of the first load by request; rows
+    async with ClientSession(headers=headers, connector=TCPConnector(limit=0), timeout=timeout) as session:
+        for slots in args.concurrency:
+            for url in (url.rstrip("/").removesuffix("/v1") for url in args.urls):
+                async with session.get(f"{url}/v1/models") as response:
+                    model = args.model or json.loads(await response.read())["data"][0]["id"]
+                bodies = [
+                    body_of(rows[index % len(rows)]) | shared | {"model": model, "seed": args.seed + index}
+                    for index in range(args.num_requests or max(8, 4 * slots))
+                ]
+                warm_up = await run_load(session, url, bodies[:slots], slots)
+                if all(one.error for one in warm_up):
+                    raise SystemExit(f"{url} answers nothing: {warm_up[0].error}")
+                began, cpu = time.perf_counter(), time.process_time()
+                done = await run_load(session, url, bodies, slots)
+                seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+                texts = {one.index: one.text for one in done if not one.error}
+                reference = reference or texts
+                same = sum(text == reference.get(index, text) for index, text in texts.items())
+                line = {"server": url, "at once": slots, **summarize(done, slots, seconds)}
+                lines.append(line | {"same texts": f"{same}/{len(texts)}", "client": cpu / seconds})
+    print(*format_table(list(lines[0]), [list(line.values()) for line in lines]), sep="\n")
+    if args.json:
+        Path(args.json).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return int(any(line["failed"] for line in lines))
+
+
+if __name__ == "__main__":
+    try:
+        raise SystemExit(asyncio.run(main()))
+    except (ClientError, LookupError, ValueError) as error:
+        raise SystemExit(f"not a server of OpenAI's protocol: {error}") from error

@@ -1,0 +1,151 @@
+"""The load generator on servers that a test makes up: who is asked what and when, and what goes wrong."""
+
+import asyncio
+import json
+import sys
+
+import pytest
+
+import load
+from helpers.stub_server import DROP, END, StubServer, chunk, completion, event, reply, stream, usage
+from load import Completion, percentiles, steady_rate, summarize
+
+
+@pytest.fixture
+def measure(monkeypatch, tmp_path):
+    """Return a function that runs the script on servers and returns its exit code and its lines of JSON."""
+    for name in ("REDRAFTER_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "prompts.txt").write_text("zero\none\ntwo\n")
+
+    def run(*servers: StubServer, words: str = "") -> tuple[int, list[dict]]:
+        names = ["--prompts", str(tmp_path / "prompts.txt"), "--json", str(tmp_path / "load.json")]
+        names += ["--concurrency", "1", "--num-requests", "4", "--max-new-tokens", "3", *words.split()]
+        monkeypatch.setattr(sys, "argv", ["load.py", *(server.url for server in servers), *names])
+        code = asyncio.run(load.main())
+        return code, [json.loads(line) for line in (tmp_path / "load.json").read_text().splitlines()]
+
+    return run
+
+
+def echo(body):
+    return completion([body["prompt"], " and", " on"])
+
+
+def test_requests_ask_for_what_was_typed(measure, capsys, monkeypatch):
+    monkeypatch.setenv("REDRAFTER_API_KEY", "secret")
+    with StubServer(echo) as server:
+        code, lines = measure(server, words="--temperature 0.5 --seed 100 --model mine")
+    out = capsys.readouterr().out
+    assert (code, out.splitlines()[0].split()[0]) == (0, "server")
+    assert "secret" not in out
+    assert all("bearer secret" in head for head in server.headers)
+    warm_up, *bodies = server.bodies
+    salts = {body.pop("cache_salt") for body in server.bodies}
+    assert len(salts) == 1 + 4  # nothing of the warm-up, or of the same prompt before, is used again
+    assert warm_up == bodies[0]
+    assert [(body["prompt"], body["seed"]) for body in bodies] == list(
+        zip(["zero", "one", "two", "zero"], [100, 101, 102, 103], strict=True)
+    )
+    asked = {"model": "mine", "max_tokens": 3, "temperature": 0.5, "ignore_eos": True, "stream": True}
+    assert all(body.items() >= (asked | {"stream_options": {"include_usage": True}}).items() for body in bodies)
+    assert lines[0].items() >= {"at once": 1, "failed": 0, "tokens": 12, "same texts": "4/4"}.items()
+
+
+def test_so_many_requests_are_in_flight_and_servers_are_compared(measure):
+    def other(body):
+        return completion(["x" if body["prompt"] == "two" else body["prompt"], " and", " on"], 0.02)
+
+    with StubServer(echo) as first, StubServer(other) as second:
+        _, lines = measure(first, second, words="--concurrency 1,3 --num-requests 6")
+    assert [(line["server"], line["at once"]) for line in lines] == [
+        (server.url, slots) for slots in (1, 3) for server in (first, second)
+    ]
+    assert [line["same texts"] for line in lines] == ["6/6", "4/6", "6/6", "4/6"]
+    assert second.most_at_once == 3
+
+
+def test_rows_of_messages_are_asked_as_chats(measure, tmp_path):
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
+    rows = [
+        {"messages": [*turns, {"role": "assistant", "content": "Me."}]},
+        {"prompt": [turns[1], call, {"role": "tool", "content": "2"}], "tools": [{"name": "f"}]},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with StubServer(lambda body: completion(["a", "b"])) as server:
+        assert measure(server, words=f"--prompts {tmp_path / 'rows.jsonl'} --num-requests 2")[0] == 0
+    chat, agent = server.bodies[-2:]
+    assert (chat["messages"], "prompt" in chat) == (turns, False)
+    called = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    assert agent["messages"][1]["tool_calls"] == [called]
+    assert agent["tools"][0]["function"] == {"name": "f"}
+    assert {head.split()[1] for head in server.headers[-2:]} == {"/v1/chat/completions"}
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (reply(b'{"error": {"message": "out of memory"}}', 500), "HTTP 500"),
+        (stream(chunk("a"), DROP), "Client"),
+        (stream(chunk("a"), usage(1, 1)), "the stream ended without [DONE], or without usage"),
+        (stream(b"data: {oops\n\n", END), "JSONDecodeError"),
+        (stream(b"data: 7\n\n", END), "AttributeError"),
+        (stream(chunk("a"), event({"error": {"message": "too slow"}}), END), "too slow"),
+    ],
+)
+def test_a_request_that_fails_is_counted_and_the_load_continues(broken, message):
+    async def run(url: str) -> list[Completion]:
+        async with load.ClientSession() as session:
+            return await load.run_load(session, url, [{"prompt": name} for name in ("zero", "one", "two")], 1)
+
+    with StubServer(lambda body: broken if body["prompt"] == "one" else completion(["a"])) as server:
+        done = asyncio.run(run(server.url))
+    assert [bool(one.error) for one in done] == [False, True, False]
+    assert message in done[1].error
+    assert summarize(done, 1, 1.0)["failed"] == 1
+
+
+def test_a_server_that_answers_nothing_ends_the_load_before_it_is_timed(measure):
+    with StubServer(lambda body: reply(b"busy", 503)) as server, pytest.raises(SystemExit, match="HTTP 503: busy"):
+        measure(server)
+    assert len(server.bodies) == 1
+
+
+def completed(index: int, sent: float, chunks: list[float], ended: float, **more) -> Completion:
+    return Completion(index, sent, ended, chunks, more.pop("texts", chunks), tokens=more.pop("tokens", len(chunks)))
+
+
+TWO_SLOTS = [  # the third request follows the first, the fourth the second
+    completed(0, 0.0, [1.0, 2.0, 3.0], 3.0),
+    completed(1, 0.0, [1.5, 2.5, 3.5], 3.6),
+    completed(2, 3.0, [4.0, 5.0, 6.0], 6.0),
+    completed(3, 3.6, [4.5, 5.5, 7.5], 7.6),
+]
+
+
+def test_a_summary_of_two_slots():
+    failed = Completion(4, 0.0, 0.1, error="no")
+    found = summarize([*TWO_SLOTS, failed], 2, 8.0)
+    assert (found["tok/s"], found["req/s"], found["failed"]) == (12 / 8, 4 / 8, 1)
+    for name, p50, p99 in (("first", 1000, 1485), ("gap", 1000, 1930), ("request", 3300, 3988)):
+        assert (found[f"{name} p50"], found[f"{name} p99"]) == (pytest.approx(p50), pytest.approx(p99))
+    assert found["per token"] == pytest.approx(1e3 * (2 + 2 + 2 + 3) / 8)
+    assert steady_rate(TWO_SLOTS, 2) == pytest.approx(9 / 4.5)
+    assert steady_rate(TWO_SLOTS[:1], 2) is None or steady_rate(TWO_SLOTS[:1], 2) > 0
+    # Chunks without text show nothing, but bring tokens.
+    quiet = summarize([completed(0, 0.0, [1.0, 2.0, 4.0, 5.0], 5.0, texts=[2.0, 5.0])], 1, 5.0)
+    assert (quiet["first p50"], quiet["gap p50"], quiet["per token"]) == (2000, 3000, pytest.approx(4000 / 3))
+    assert percentiles("x", []) == {"x p50": None, "x p99": None}
+
+
+@pytest.mark.variant  # starts a server
+def test_our_own_server_writes_the_same_texts_at_each_concurrency(measure, program):
+    class Server:
+        url = program.url
+
+    code, lines = measure(Server(), words="--concurrency 1,4 --num-requests 8 --max-new-tokens 12")
+    assert code == 0
+    for line in lines:
+        assert (line["failed"], line["tokens"], line["same texts"]) == (0, 96, "8/8")
+        assert line["tokens/step"] > 1
