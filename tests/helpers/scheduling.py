@@ -1,5 +1,6 @@
 """Sequences for a scheduler, and what `generate` writes for each of them alone."""
 
+import math
 import random
 import sys
 from collections.abc import Iterable, Mapping
@@ -8,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LogitsProcessor
 
 from helpers.models import VOCAB, memory_with_host, new_pool
 from helpers.seeing_models import Layout, prompts_with_images
 from redrafter import Engine
 from redrafter.model.images import ImageInputs
 from redrafter.sampling.params import SamplingParams
+from redrafter.sampling.processors import ThinkingBudget
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.row_caches import DenseRows
 from redrafter.scheduler.running_batch import RunningBatch
@@ -98,8 +101,21 @@ def dense_scheduler(engine: Engine, max_batch_size: int, speculate: bool = True)
     return Scheduler(engine, None, limits, speculate, batch)
 
 
-def alone(engine: Engine, sequence: TokenSequence, speculate: bool = False) -> list[int]:
-    """Return what `generate` writes for a sequence, without drafts unless told."""
+class ThoughtLimit(LogitsProcessor):
+    """Forces the end of a thought, which begins with the output, where its budget is spent: one text at a time."""
+
+    def __init__(self, budget: ThinkingBudget, start: int):
+        self.budget, self.start = budget, start
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        written = input_ids[0, self.start :].tolist()
+        if len(written) != self.budget.tokens or self.budget.end in written:
+            return scores
+        return torch.full_like(scores, -math.inf).index_fill(1, torch.tensor([self.budget.end]), 0.0)
+
+
+def arguments_of(sequence: TokenSequence) -> dict[str, Any]:
+    """Return the arguments of `generate` by which it writes a sequence alone."""
     params = sequence.params
     names = ["repetition_penalty", "frequency_penalty", "presence_penalty"]
     names += [] if params.greedy else ["seed", "temperature", "top_k", "top_p", "min_p"]
@@ -108,14 +124,21 @@ def alone(engine: Engine, sequence: TokenSequence, speculate: bool = False) -> l
         kinds["min_new_tokens"] = params.min_new_tokens
     if params.logit_bias:
         kinds["logit_bias"] = params.logit_bias
+    if params.thinking is not None:
+        assert not params.thinking.begin
+        kinds["logits_processor"] = [ThoughtLimit(params.thinking, len(sequence.prompt))]
     ids = torch.tensor([list(sequence.prompt)])
-    ends = sorted(params.stop_token_ids) or None
     kinds["attention_mask"] = torch.ones_like(ids)  # a text that is continued may hold the id of padding
     kinds["adapter"] = None if sequence.adapter is None else sequence.adapter.name
     kinds |= getattr(sequence.sink, "images", {})
-    kinds |= {"max_new_tokens": sequence.max_new_tokens, "eos_token_id": ends, "speculate": speculate}
-    found = engine.generate(ids, **kinds)
-    return found[0, ids.shape[1] :].tolist()
+    ends = sorted(params.stop_token_ids) or None
+    return kinds | {"input_ids": ids, "max_new_tokens": sequence.max_new_tokens, "eos_token_id": ends}
+
+
+def alone(engine: Engine, sequence: TokenSequence, speculate: bool = False) -> list[int]:
+    """Return what `generate` writes for a sequence, without drafts by default."""
+    found = engine.generate(**arguments_of(sequence), speculate=speculate)
+    return found[0, len(sequence.prompt) :].tolist()
 
 
 def run(scheduler: Scheduler, sequences: list[TokenSequence], apart: int = 0) -> None:
