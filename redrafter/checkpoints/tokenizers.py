@@ -18,7 +18,7 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> PreT
     """Load the tokenizer of a model, with its chat template. It pads on the left, as decoder-only generation needs."""
     check_source(str(name))
     try:
-        with reading(name) as (source, gguf):
+        with reading(name, texts=True) as (source, gguf):
             tokenizer: Any = AutoTokenizer.from_pretrained(
                 source, padding_side="left", trust_remote_code=trust_remote_code, **gguf
             )

@@ -29,6 +29,7 @@ PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")  # the names that llama-gguf
 _VERSIONS = (2, 3)
 _FLOAT, _BOOL, _TEXT, _LIST, _INT = 6, 7, 8, 9, 11  # types of metadata values
 _NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))  # with struct's letters
+_TOKENS = "tokenizer.ggml.tokens"
 # Keys of the ids that end a turn, as in Gemma's and Llama 3's files, in addition to the end token.
 _END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
@@ -79,11 +80,15 @@ def find_parts(file: Path) -> list[Path]:
 
 
 @contextmanager
-def reading(name: str | Path) -> Iterator[tuple[str, dict[str, str]]]:
+def reading(name: str | Path, *, texts: bool = False) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the arguments of transformers' `from_pretrained` for a model: a name, and `gguf_file=` for a GGUF file.
 
     The name of a GGUF file's model is an empty directory. In the file's own directory, transformers would prefer a
     tokenizer.json, and in the working directory a file with the same name.
+
+    Args:
+        name: Name of the model.
+        texts: Whether the tokenizer's arrays are read; a model needs the number of tokens alone.
 
     Raises:
         CheckpointError: The file is not a GGUF file, or truncated.
@@ -113,7 +118,7 @@ def reading(name: str | Path) -> Iterator[tuple[str, dict[str, str]]]:
     # gguf's own reader makes several objects for each token of the vocabulary, and transformers reads a file three
     # times: 36 s of the 58 that loading a model of 0.5B with 152,000 tokens took. It makes the table of names, of
     # every layer, for each module of the model: 4 s.
-    gguf.GGUFReader, gguf.get_tensor_name_map = _FieldsAndTensors, lru_cache(name_map)
+    gguf.GGUFReader, gguf.get_tensor_name_map = partial(_FieldsAndTensors, texts=texts), lru_cache(name_map)
     try:
         # An empty directory, so that transformers finds no other file than the GGUF file itself.
         with TemporaryDirectory(prefix="redrafter-") as empty:
@@ -341,13 +346,22 @@ class _Tensor(NamedTuple):
 class _FieldsAndTensors:
     """The part of `gguf.GGUFReader` that transformers uses, from this module's header of the file."""
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, *, texts: bool):
         import numpy as np
         from gguf import GGMLQuantizationType
 
         header = read_header(Path(path))
-        self.fields = {key: _Field.from_value(value) for key, value in header.metadata.items()}
-        mapped = {tensor.file: np.memmap(tensor.file, np.uint8, "r") for tensor in header.tensors}
+        metadata = header.metadata
+        if not texts and (tokens := metadata.get(_TOKENS)):
+            scalars = {
+                key: value
+                for key, value in metadata.items()
+                if not key.startswith("tokenizer.") or not isinstance(value, list | tuple)
+            }
+            metadata = scalars | {_TOKENS: [b""] * len(tokens)}
+        self.fields = {key: _Field.from_value(value) for key, value in metadata.items()}
+        # As ordinary arrays: dequantising slices them, which takes 2 to 4 times as long on a memmap.
+        mapped = {tensor.file: np.asarray(np.memmap(tensor.file, np.uint8, "r")) for tensor in header.tensors}
         # `gguf.dequantize` takes bytes of any format, in the tensor's shape but for the last dimension.
         self.tensors = [
             _Tensor(

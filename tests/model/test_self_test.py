@@ -114,6 +114,15 @@ def test_a_refusal_is_not_kept(llama, tmp_path, tests_run, monkeypatch):
     assert len(tests_run) >= 6
 
 
+def test_plain_forwards_of_trials_run_once_for_both_caches(llama, tmp_path, tests_run, monkeypatch):
+    forwards, paths = [], self_test._paths  # noqa: SLF001
+    monkeypatch.setattr(self_test, "_paths", lambda nodes: (forwards.append(1), paths(nodes))[1])
+    llama.to(torch.bfloat16).save_pretrained(tmp_path / "m")
+    bound(tmp_path / "m", dtype="bfloat16")
+    assert len(tests_run) == 2
+    assert len(forwards) == 5  # two prompts in bfloat16 and in float32, and a far trial
+
+
 def test_what_files_do_not_decide_is_tested_each_time(llama, tmp_path, tests_run, monkeypatch):
     llama.save_pretrained(tmp_path / "m")
     model = load_model(tmp_path / "m", dtype="float32", device="cpu", trust_remote_code=False)
