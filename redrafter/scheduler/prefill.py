@@ -22,9 +22,9 @@ from redrafter.model.forward_batch import Prompts
 from redrafter.model.target import Target
 from redrafter.scheduler.draft_reader import stack_tokens
 from redrafter.scheduler.logprobs import score_prompt
-from redrafter.scheduler.paged_memory import tables_of
 from redrafter.scheduler.row_caches import CachePair, RowCaches
 from redrafter.scheduler.sequence import TokenSequence
+from redrafter.scheduler.sequence_blocks import tables_of
 from redrafter.scheduler.waiting_queue import Limits
 
 TARGET_SECONDS = 0.25  # duration of a prefill forward; running and new sequences wait as long for it

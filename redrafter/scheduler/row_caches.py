@@ -19,8 +19,9 @@ from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.target import Target
-from redrafter.scheduler.paged_memory import PagedMemory, draft_tables_of, tables_of
+from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.sequence import TokenSequence
+from redrafter.scheduler.sequence_blocks import draft_tables_of, tables_of
 
 
 @dataclass(frozen=True)

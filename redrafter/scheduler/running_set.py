@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 
 from redrafter.errors import CacheFullError
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.scheduler.paged_memory import SequenceBlocks
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.sequence import SequenceDelta, Stats, TokenSequence
+from redrafter.scheduler.sequence_blocks import SequenceBlocks
 from redrafter.scheduler.waiting_queue import Limits, WaitingQueue
 
 MAX_CANCELLATIONS_PER_ROUND = 512  # reporting each to its sink takes some microseconds

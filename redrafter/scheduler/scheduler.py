@@ -32,7 +32,7 @@ from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.captured_step import LaunchedForward, LaunchedStep, Timer, bucket
 from redrafter.scheduler.engine_change import EngineChange, Models
-from redrafter.scheduler.paged_memory import PagedMemory, SequenceBlocks
+from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.prefill import Chunk, PrefilledRows, Prefiller, padded_tokens
 from redrafter.scheduler.row_caches import PagedRows
 from redrafter.scheduler.running_batch import RunningBatch
@@ -46,6 +46,7 @@ from redrafter.scheduler.sequence import (
     check_sequences,
     not_finite,
 )
+from redrafter.scheduler.sequence_blocks import SequenceBlocks
 from redrafter.scheduler.waiting_queue import Limits
 
 _LOG = logging.getLogger(__name__)

@@ -18,7 +18,8 @@ from helpers.recurrent import recurrent_model
 from redrafter import CacheFullError, DraftTarget, Engine, PromptLookup, ReDrafter
 from redrafter.model.target import Target
 from redrafter.model.tree_forward import TreeForward
-from redrafter.scheduler.paged_memory import PagedMemory, SequenceBlocks
+from redrafter.scheduler.paged_memory import PagedMemory
+from redrafter.scheduler.sequence_blocks import SequenceBlocks
 from redrafter.tree.sizes import TreeShape
 
 THREADS, ROUNDS = 6, 2

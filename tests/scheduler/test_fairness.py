@@ -204,7 +204,7 @@ def test_one_client_cannot_fill_the_queue_for_all(engine):
 
 
 @pytest.mark.parametrize(
-    "where", ["paged_memory.SequenceBlocks.allocate", "prefill.choose_chunks", "running_batch.RunningBatch.step"]
+    "where", ["sequence_blocks.SequenceBlocks.allocate", "prefill.choose_chunks", "running_batch.RunningBatch.step"]
 )
 def test_a_round_that_fails_loses_nobody_who_waits(where, engine, monkeypatch):
     served = scheduler(engine, max_batch_size=2)
