@@ -12,7 +12,7 @@ from redrafter.model.target import Target
 
 
 class Rounded(nn.Linear):
-    """Multiplies in bfloat16, as NF4's kernels for CPUs do, or rounds its inputs to 8 bits, as dynamic int8 does."""
+    """Multiplies in bfloat16, as NF4's AVX512 kernels do, or rounds its inputs to 8 bits, as dynamic int8 does."""
 
     bits = False
 
