@@ -50,8 +50,9 @@ def run_command(command: Callable[[], int]) -> int:
         return code
     # The shell's convention: 128 plus the signal's number, here SIGINT.
     except KeyboardInterrupt as interrupt:
-        what = f": {interrupt}" if interrupt.args else ""
-        print(f"\nredrafter: stopped{what}", file=sys.stderr)
+        if process_rank() == 0:
+            what = f": {interrupt}" if interrupt.args else ""
+            print(f"\nredrafter: stopped{what}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader of stdout has closed it. Without this, the interpreter reports an error when it flushes at exit.

@@ -70,8 +70,8 @@ def train(
         refresh_seconds: In a single process `progress` is also called after the first step that ends this much later
             than its last call.
 
-    Raises `NotFiniteLossError` if the loss of a step is not finite. Nothing is written after that step. After Ctrl-C, a
-    single process with `checkpoints` completes its step, writes one, and raises `KeyboardInterrupt`.
+    Raises `NotFiniteLossError` if the loss of a step is not finite. Nothing is written after that step. After Ctrl-C,
+    the processes of a training with `checkpoints` complete their step, write one, and raise `KeyboardInterrupt`.
     """
     accelerator = accelerator or new_accelerator(config)
     trainer = Trainer(model, drafter, config, accelerator, resumed)
@@ -81,12 +81,20 @@ def train(
     first_step: float | None = 0.0  # seconds of the first step, until its line is shown
     alone = accelerator.num_processes == 1
     last_shown, shown_at = 0, time.monotonic()
-    with trainer.teacher, _interrupts_noted(alone and checkpoints is not None) as interrupted:
+
+    def save_due() -> bool:
+        return bool(config.save_every and clock.step % config.save_every == 0)
+
+    with trainer.teacher, _interrupts_noted(checkpoints is not None) as interrupted:
         for group in trainer.time_waiting(_groups(batches, config.accumulate)):
             # Ask before the step, on every process: all must leave the loop at the same step, or collectives deadlock.
-            fraction_done = clock.broadcast_fraction_done()
+            fraction_done, ends = clock.agree(interrupted.is_set())
             if fraction_done >= 1:
                 break
+            if ends and first_step is None:  # at least one step was made
+                if not save_due():
+                    trainer.save()
+                raise KeyboardInterrupt(f"step {clock.step} is saved; the same command with --resume continues")
             half_step = 0.5 / (clock.steps or ASSUMED_STEPS)
             trainer.step(group, config.peak_lr * learning_rate_factor(fraction_done, config.warmup, half_step))
             if first_step is not None:
@@ -107,11 +115,8 @@ def train(
                     show_progress(numbers)
             if config.validate_every and clock.step % config.validate_every == 0:
                 trainer.run_validation()
-            ends = interrupted.is_set()
-            if ends or (config.save_every and clock.step % config.save_every == 0):
+            if save_due():
                 trainer.save()
-            if ends:
-                raise KeyboardInterrupt(f"step {clock.step} is saved; the same command with --resume continues")
     trainer.read_meter()
     if last_shown != clock.step and accelerator.is_main_process:
         show_progress(trainer.progress())

@@ -127,8 +127,7 @@ class Clock:
         self.steps, self.minutes, self.accelerator = config.steps, config.minutes, accelerator
         self.state = state or TrainingState()
         # On hosts: a broadcast by GPUs would make each host wait for its GPU before every step.
-        shared = self.minutes is not None and accelerator.num_processes > 1
-        self._host_group: Any = dist.new_group(backend="gloo") if shared else None
+        self._host_group: Any = dist.new_group(backend="gloo") if accelerator.num_processes > 1 else None
         self._seconds_before = self.state.seconds
         self.start()
 
@@ -171,14 +170,14 @@ class Clock:
             return by_steps
         return max(by_steps, self.seconds / (60 * self.minutes))
 
-    def broadcast_fraction_done(self) -> float:
-        """Broadcast `fraction_done` from rank 0. Collective: call it on every rank."""
+    def agree(self, interrupted: bool) -> tuple[float, bool]:
+        """Return the largest `fraction_done` of all ranks, and whether any was interrupted. Collective: all call it."""
         # Clocks differ, but all processes must run the same steps.
         if self._host_group is None:
-            return self.fraction_done
-        fraction = torch.tensor(self.fraction_done, dtype=torch.float64)
-        dist.broadcast(fraction, 0, group=self._host_group)
-        return float(fraction)
+            return self.fraction_done, interrupted
+        largest = torch.tensor([self.fraction_done, interrupted], dtype=torch.float64)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._host_group)
+        return float(largest[0]), bool(largest[1])
 
 
 class LossMeter:

@@ -1,6 +1,8 @@
 """Several processes train one drafter, whoever holds the base: the one of one process. They also end together."""
 
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from helpers.apart import start_together
+from helpers.processes import soon
 from helpers.training import command, record
 from redrafter import ArgumentError, RecurrentDrafter, UnsupportedError
 from redrafter.drafting.drafter_types import open_drafter_model
@@ -245,6 +248,21 @@ def test_an_fsdp_configuration_of_accelerate_is_refused(tmp_path):
     assert "redrafter: error: accelerate is configured for FSDP" in done.stderr
     assert not done.stdout
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_one_process_saves_one_checkpoint_and_ends_all(tmp_path):
+    words = command(tmp_path, "--steps", "5000", "--save-every", "1")
+    processes = start_together([["train", *words]] * 2, tmp_path)
+    assert soon(lambda: list((tmp_path / "out.checkpoints").glob("step-*")))
+    os.kill(processes[1].pid, signal.SIGINT)
+    for process in processes:
+        process.join()
+    first, second = ((tmp_path / f"said.{rank}").read_text() for rank in range(2))
+    assert [process.exitcode for process in processes] == [130, 130], (first, second)
+    assert first.count("redrafter: stopped: step ") == 1
+    assert first.endswith(" is saved; the same command with --resume continues\n")
+    assert not second.strip()
 
 
 def test_processes_that_would_each_train_alone_are_refused(monkeypatch):

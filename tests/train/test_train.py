@@ -230,7 +230,8 @@ def test_time_counts_on_without_what_is_beside_the_training(monkeypatch):
     with clock.timed("validating", paused=True):
         now[0] += 0.2
     assert clock.seconds == pytest.approx(30)
-    assert clock.broadcast_fraction_done() == pytest.approx(0.5)
+    assert clock.agree(False) == (pytest.approx(0.5), False)
+    assert clock.agree(True)[1]
     assert clock.state.seconds_by_activity["validating"] == pytest.approx(0.2)
     now[0] += 6
     assert clock.seconds == pytest.approx(36)
