@@ -74,6 +74,18 @@ def find_model_file(model: str, name: str) -> str | None:
         return None  # loading the model raises the precise error
 
 
+def find_snapshot(model: str) -> Path | None:
+    """Return the directory of a model: its own, or that of the latest snapshot downloaded; None if there is none."""
+    if Path(model).exists():
+        return Path(model) if Path(model).is_dir() else None
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except (OSError, ValueError):
+        return None
+
+
 def read_card(model: str) -> dict[str, Any]:
     """Return the header of the model card of a directory or repository; an empty one where there is none to read.
 

@@ -22,6 +22,7 @@ from redrafter.errors import ReDrafterError
 from redrafter.files.atomic_file import write_atomically
 from redrafter.files.gguf_file import find_gguf, find_parts
 from redrafter.files.home import home
+from redrafter.files.hub import find_snapshot
 from redrafter.model.linear_layers import is_quantized
 from redrafter.model.patch import ModelState
 from redrafter.model.positions import find_dynamic_rope
@@ -77,11 +78,13 @@ def stamps_of_model(name: str | Path, load: Mapping[str, object]) -> list[_Stamp
     """Return the stamps of the files of a model; None where these and `load` do not decide what is loaded."""
     unknown = [key for key in load if key not in _COVERED and load[key] not in _OF_NO_EFFECT.get(key, (None,))]
     objects = [key for key in load if not isinstance(load[key], _COVERED.get(key, object) | None)]
-    file, folder = find_gguf(name), Path(name)
-    # The base of an adapter is elsewhere.
-    if unknown or objects or (file is None and (not folder.is_dir() or (folder / "adapter_config.json").exists())):
+    if unknown or objects:
         return None
-    return _stamps(find_parts(file) if file is not None else folder.iterdir())
+    if (file := find_gguf(name)) is not None:
+        return _stamps(find_parts(file))
+    folder = find_snapshot(str(name))
+    # The base of an adapter is elsewhere.
+    return None if folder is None or (folder / "adapter_config.json").exists() else _stamps(folder.iterdir())
 
 
 def passed_tests(model: PreTrainedModel, files: list[_Stamp] | None, load: Mapping[str, object]) -> PassedTests:

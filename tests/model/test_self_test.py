@@ -4,10 +4,11 @@ import os
 
 import pytest
 import torch
+from huggingface_hub import constants
 from torch import nn
 from torch.nn import functional
 
-from redrafter import UnsupportedError
+from redrafter import PromptLookup, UnsupportedError
 from redrafter.checkpoints.models import bind, load_model
 from redrafter.files.home import HOME
 from redrafter.model import float32_mode, passed_tests, self_test
@@ -90,6 +91,20 @@ def test_a_model_that_passed_is_not_tested_again_until_a_file_or_the_dtype_or_a_
     os.utime(tmp_path / "m" / "model.safetensors", ns=(1, 1))
     bound(tmp_path / "m")
     assert len(tests_run) == 10
+
+
+def test_a_repository_of_the_hub_is_not_tested_again_by_an_engine(llama, tmp_path, tests_run, monkeypatch):
+    folder = tmp_path / "hub" / "models--some-org--llama"
+    llama.save_pretrained(folder / "snapshots" / "abc")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    for _ in range(2):
+        PromptLookup.from_pretrained("some-org/llama", device="cpu")
+        assert len(tests_run) == 1
+    os.utime(folder / "snapshots" / "abc" / "model.safetensors", ns=(1, 1))
+    PromptLookup.from_pretrained("some-org/llama", device="cpu")
+    assert len(tests_run) == 2
 
 
 @pytest.mark.parametrize("content", ["", '{"masks": 1, "contiguous": false}'])
