@@ -142,9 +142,12 @@ class StepTimes:
         changed = list(self._timed.items()) if proposer is self.plain else [(id(proposer), proposer)]
         for key, each in changed:
             kind = StepKind(rows, key, sampled)
-            if each is self.plain or kind not in self._ratios or min(plain.count, self._ratios[kind].count) < ENOUGH:
+            if each is self.plain or kind not in self._ratios or not plain.count:
                 continue
             ratio = exp(self._ratios[kind].mean - plain.mean)
+            # Other programs may stretch a step, but never shorten it: a shorter one counts at once.
+            if min(plain.count, self._ratios[kind].count) < ENOUGH and ratio >= 1:
+                continue
             self._know(kind, each, ratio * self.assumed.time_of(each, rows) / self.assumed.time_of(self.plain, rows))
 
     def correct_reading(self, tokens: int, seconds: float) -> None:
