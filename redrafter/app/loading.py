@@ -159,7 +159,7 @@ class Pair:
         for flag, ids in (("logit-bias", options.logit_bias or ()), ("stop-token-ids", options.stop_token_ids)):
             if wrong := [token for token in ids if not 0 <= token < size]:
                 raise ArgumentError(
-                    f"--{flag} {wrong[0]} is no token: the model's vocabulary has the ids 0 to {size - 1}"
+                    f"--{flag} {wrong[0]} is not a token: the model's vocabulary has the ids 0 to {size - 1}"
                 )
         if options.stop_token_ids:
             arguments["eos_token_id"] = [*end_tokens(self.engine.model), *options.stop_token_ids]

@@ -205,11 +205,11 @@ def _arguments(call: dict[str, Any]) -> dict[str, Any]:
         try:
             arguments = json.loads(arguments or "null")
         except (ValueError, RecursionError) as error:
-            raise ChatError(f"the arguments of {name} are no JSON: {error}") from error
+            raise ChatError(f"the arguments of {name} are not valid JSON: {error}") from error
     if arguments is None:
         return {}
     if not isinstance(arguments, dict):
-        raise ChatError(f"the arguments of {name} are no JSON object: {json.dumps(arguments)[:80]}")
+        raise ChatError(f"the arguments of {name} are not a JSON object: {json.dumps(arguments)[:80]}")
     return arguments
 
 

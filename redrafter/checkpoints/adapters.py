@@ -119,7 +119,7 @@ def _pairs(path: str | Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[T
     for key, tensor in tensors.items():
         match = re.fullmatch(rf"(?:{re.escape(PREFIX)})?(.+)\.lora_([AB])\.weight", key)
         if match is None:
-            raise _unsupported(path, f"it holds {key}, which is no weight of LoRA on a linear layer")
+            raise _unsupported(path, f"it holds {key}, which is not a LoRA weight of a linear layer")
         halves.setdefault(match[1], {})[match[2]] = tensor
     if not halves:
         raise CheckpointError(f"{path} holds no weights")
@@ -151,4 +151,4 @@ def _of_pattern(patterns: Mapping[str, object], name: str, default: object) -> o
     try:
         return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), default)
     except re.error as error:
-        raise ArgumentError(f"a pattern of {CONFIG_FILE} is no regular expression: {error}") from error
+        raise ArgumentError(f"a pattern of {CONFIG_FILE} is not a regular expression: {error}") from error

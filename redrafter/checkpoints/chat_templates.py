@@ -35,7 +35,7 @@ def read_template(file: str | Path) -> str:
         raise ArgumentError(f"chat template {file} cannot be read: {error.strerror}") from error
     except (ValueError, LookupError, TypeError) as error:
         raise ArgumentError(
-            f"chat template {file} cannot be read: it is no text in UTF-8, or no JSON that has a chat_template"
+            f"chat template {file} cannot be read: it is not text in UTF-8, or not JSON with a chat_template"
         ) from error
     return text
 

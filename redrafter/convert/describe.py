@@ -107,7 +107,7 @@ def _locate(name: str) -> Path:
         return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
     except Exception as error:
         raise CheckpointError(
-            f"{name} is no directory, and was not downloaded, which info never does: type `hf download {name}` first"
+            f"{name} is not a directory, and was not downloaded, which info never does: type `hf download {name}` first"
         ) from error
 
 

@@ -78,7 +78,7 @@ def check_string(value: Any, where: str, name: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise CheckpointError(f"{where}: {name} holds half a surrogate pair, which is no text") from error
+        raise CheckpointError(f"{where}: {name} holds a lone surrogate, which is not text") from error
     return value
 
 

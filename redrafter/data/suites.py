@@ -95,7 +95,7 @@ def suite_files(name: str) -> list[Path]:
     root = Path(name)
     files = [root] if root.is_file() else list(_find_files(root)) if root.is_dir() else []
     if not files:
-        what = f"holds no {', '.join(SUITE_SUFFIXES)} file" if root.is_dir() else "is no directory"
+        what = f"holds no {', '.join(SUITE_SUFFIXES)} file" if root.is_dir() else "is not a directory"
         raise ArgumentError(
             f"--suite {name} {what}: give the directory with the question.jsonl of Spec-Bench or MT-Bench, or what "
             "SPEED-Bench's prepare_data.py wrote"

@@ -115,7 +115,7 @@ def missing_attribute(engine: str, name: str) -> str:
         instead = "load one with AutoTokenizer.from_pretrained(model)"
     elif name in ("config", "generation_config", "dtype", "parameters", "save_pretrained"):
         instead = f"write engine.model.{name}"
-    return f"{engine!r} object has no attribute {name!r}, since it is no model of transformers: {instead}"
+    return f"{engine!r} object has no attribute {name!r}, since it is not a model of transformers: {instead}"
 
 
 def check_bound(engine: type, given: object, kind: Any) -> None:

@@ -55,7 +55,7 @@ def weight_files(directory: Path) -> tuple[list[Path], set[str]]:
         raise CheckpointError(f"{index} has no weight_map")
     for name in weight_map.values():
         if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{index} names {name!r}, which is no file of that directory")
+            raise CheckpointError(f"{index} names {name!r}, which is not a file of that directory")
     return [directory / name for name in sorted(set(weight_map.values()))], set(weight_map)
 
 

@@ -25,7 +25,7 @@ def open_regular(path: Path) -> Iterator[FileIO]:
         with open(path, "rb", buffering=0, opener=open_at_once) as file:
             # Checked on the open file, as the path may be replaced after a check by name.
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise CheckpointError(f"{path} cannot be read: it is no regular file, but a device or a pipe")
+                raise CheckpointError(f"{path} cannot be read: it is not a regular file, but a device or a pipe")
             yield file
     except (OSError, ValueError) as error:  # ValueError: NUL in a name
         raise CheckpointError(

@@ -118,9 +118,9 @@ def _parse_header(path: Path, head: bytes, data_bytes: int) -> dict[str, tuple[t
     try:
         header = json.loads(head)
     except (ValueError, RecursionError) as error:
-        raise _wrong(path, f"its header is no JSON ({first_line(error)})") from error
+        raise _wrong(path, f"its header is not valid JSON ({first_line(error)})") from error
     if not isinstance(header, dict):
-        raise _wrong(path, "its header is no JSON object")
+        raise _wrong(path, "its header is not a JSON object")
     header.pop("__metadata__", None)
     places = {}
     for name, entry in header.items():

@@ -89,7 +89,9 @@ def checked_text(value: object) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ArgumentError(f"grammar: half a character, {value[error.start]!r}, at {error.start}") from error
+        raise ArgumentError(
+            f"grammar: a lone surrogate, which is not a character, {value[error.start]!r}, at {error.start}"
+        ) from error
     return value
 
 

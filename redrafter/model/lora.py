@@ -91,7 +91,7 @@ def _check_layers(model: nn.Module, weights: LoraWeights) -> None:
         if layer is model.get_output_embeddings():  # type: ignore[operator]
             raise weights.refusal(f"it changes {name}, the model's head")
         if not isinstance(layer, nn.Linear | Conv1D):
-            raise weights.refusal(f"{name} is no linear layer but a {type(layer).__name__}")
+            raise weights.refusal(f"{name} is not a linear layer but a {type(layer).__name__}")
         if (a.shape[1], len(b)) != (widths := _widths(layer)):
             raise MismatchError(
                 f"{weights.source} was made for another model: its {name} reads {a.shape[1]} numbers and writes "

@@ -177,7 +177,7 @@ def stored_shapes(
     """
     past = cache_in(output)
     if past is None and getattr(config, "is_decoder", None) is False:
-        raise UnsupportedError(f"{name} is no decoder: its tokens see later ones; load it with is_decoder=True")
+        raise UnsupportedError(f"{name} is not a decoder: its tokens see later ones; load it with is_decoder=True")
     layers = getattr(past, "layers", None)
     if layers is None:
         kept = "no keys and values of past tokens" if past is None else f"past tokens in its {type(past).__name__}"

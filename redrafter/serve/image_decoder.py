@@ -65,7 +65,7 @@ def _open(payloads: Sequence[bytearray], pixels: int) -> list[Any]:
         try:
             data = base64.b64decode(payload, validate=True)
         except (binascii.Error, ValueError) as error:
-            raise _Refusal(f"an image is no base64: {error}", None) from error
+            raise _Refusal(f"an image is not valid base64: {error}", None) from error
         image = _read(lambda: Image.open(io.BytesIO(data), formats=FORMATS))  # noqa: B023  # called at once
         width, height = image.size
         # A small file may decompress to gigabytes.

@@ -170,7 +170,9 @@ class PromptEncoder:
             text.encode()
         except UnicodeEncodeError as error:
             raise ApiError(
-                400, f"the prompt holds {error.object[error.start]!a}, half of a character", param
+                400,
+                f"the prompt holds {error.object[error.start]!a}, a lone surrogate, which is not a character",
+                param,
             ) from error
         # A long text is encoded in chunks until it is clearly too long, instead of as a whole.
         size, count = CHUNK_CHARACTERS * self.context, 0

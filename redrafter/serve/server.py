@@ -177,7 +177,7 @@ class Server:
         try:
             # In a thread, since the path may be on a network file system.
             if not await asyncio.to_thread(os.path.isdir, path):
-                raise CheckpointError(f"{path} is no directory")
+                raise CheckpointError(f"{path} is not a directory")
             await self.engine.change_adapters(name, path)
         except CheckpointError as error:
             _LOG.warning("no adapter is loaded: %s", error)
@@ -384,7 +384,7 @@ class Server:
         bias = {}
         for token, value in (request.logit_bias or {}).items():
             if not (token.isdecimal() and len(token) < 20 and int(token) < facts.vocab_size):
-                what = f"logit_bias names {token!r}, which is no token id below {facts.vocab_size}"
+                what = f"logit_bias names {token!r}, which is not a token id below {facts.vocab_size}"
                 raise ApiError(400, what, "logit_bias")
             bias[int(token)] = value
         try:

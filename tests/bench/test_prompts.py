@@ -42,7 +42,7 @@ def test_only_a_line_feed_ends_a_row_and_instructions_come_after_their_input(tmp
         ("p.json", '[{"input": "a"}, {"output": "b"}]', "p.json:row 2: a row has one of"),
         ("p.json", '[{"input": "", "instruction": ""}]', "p.json:row 1: the prompt is empty"),
         ("p.json", '[{"input": "a", "instruction": 7}]', 'p.json:row 1: "instruction" must be a string'),
-        ("p.json", '[{"input": "a", "instruction": "\\ud83d"}]', "half a surrogate pair"),
+        ("p.json", '[{"input": "a", "instruction": "\\ud83d"}]', "a lone surrogate"),
         ("p.jsonl", '{"text": "a"}\n{"text": 7}', "p.jsonl:2: "),
         ("p.jsonl", "\n{\n", "p.jsonl:2: not JSON"),
         ("p.jsonl", '{"prompt": "a", "completion": "b", "response": "c"}', "both completion and response"),

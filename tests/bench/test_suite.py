@@ -177,7 +177,7 @@ def test_a_difference_is_shown(suite, monkeypatch):
         ("--suite {suite} --prompts {suite}/question.jsonl", "--prompts has no meaning with --suite: leave it out"),
         ("--suite {suite} --prompt-tokens 9", "--prompt-tokens has no meaning with --suite"),
         ("--suite {folder}", "holds no .jsonl"),
-        ("--suite {folder}/gone", "gone is no directory"),
+        ("--suite {folder}/gone", "gone is not a directory"),
         ("--csv out.csv", "--csv is for --suite: give that too"),
         ("--suite {suite} --csv {folder}/no/out.csv", "cannot write"),
         ("--suite=", "--suite needs a name, got an empty one"),

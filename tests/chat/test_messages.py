@@ -46,9 +46,9 @@ def test_a_call_without_arguments_has_an_empty_object(text):
     texts = {render_chat(template(text), [ASKED, call(arguments)]) for arguments in (None, "", "null", "{}", {})}
     assert len(texts) == 1
     for wrong in ("[]", "3", [1]):
-        with pytest.raises(ChatError, match="the arguments of call 'c' are no JSON object"):
+        with pytest.raises(ChatError, match="the arguments of call 'c' are not a JSON object"):
             render_chat(template(text), [ASKED, call(wrong)])
-    with pytest.raises(ChatError, match="the arguments of call 'c' are no JSON: "):
+    with pytest.raises(ChatError, match="the arguments of call 'c' are not valid JSON: "):
         render_chat(template(text), [ASKED, call("{")])
 
 

@@ -61,7 +61,7 @@ def test_info_says_why_a_drafter_does_not_fit(folder, capsys, tmp_path):
     ("model_type", "answer"),
     [
         ("rwkv", "no: RwkvForCausalLM has recurrent layers, and does not keep their state in transformers' cache"),
-        ("bert", "no: BertLMHeadModel is no decoder: its tokens see later ones"),
+        ("bert", "no: BertLMHeadModel is not a decoder: its tokens see later ones"),
         ("t5", "no: transformers has no causal LM of the type t5; it is an encoder-decoder"),
         ("mamba", "yes, by its config"),
         ("mixtral", "yes, by its config"),

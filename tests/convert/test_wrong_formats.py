@@ -189,8 +189,8 @@ def test_a_base_that_is_not_whole_is_refused(pair, tmp_path, capsys):
     for index, says in (
         ({}, "has no weight_map"),
         ({"weight_map": None}, "has no weight_map"),
-        ({"weight_map": {"a": "../b.safetensors"}}, "no file of that directory"),
-        ({"weight_map": {"a": 1}}, "no file of that directory"),
+        ({"weight_map": {"a": "../b.safetensors"}}, "not a file of that directory"),
+        ({"weight_map": {"a": 1}}, "not a file of that directory"),
         ({"weight_map": {"lost": "model.safetensors"}}, "tensors that no file has: lost"),
     ):
         (base / "model.safetensors.index.json").write_text(json.dumps(index))

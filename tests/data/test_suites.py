@@ -137,7 +137,7 @@ def test_where_there_is_no_suite_it_is_said_what_to_give(tmp_path):
     for name, message in (
         ("empty", "holds no .jsonl"),
         ("other", "holds no .jsonl"),
-        ("gone", "is no directory: give the directory with the question.jsonl of Spec-Bench"),
+        ("gone", "is not a directory: give the directory with the question.jsonl of Spec-Bench"),
         ("blank", "question.jsonl holds no question"),
     ):
         with pytest.raises(ArgumentError, match=message):

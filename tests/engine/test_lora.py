@@ -307,7 +307,7 @@ OTHER_LAYERS = [
         "changes lm_head, the model's head; merge it",
         "llama",
     ),
-    (on_layers("llama", "embed_tokens"), UnsupportedError, "no weight of LoRA on a linear layer", "llama"),
+    (on_layers("llama", "embed_tokens"), UnsupportedError, "not a LoRA weight of a linear layer", "llama"),
     (on_layers("gpt2", "c_attn"), MismatchError, "has no layer transformer.h.0.attn.c_attn", "llama"),
     (
         lambda folder: adapted(model=tiny_model("llama", hidden_size=16)).save_pretrained(folder),
@@ -329,7 +329,7 @@ NOT_WHOLE = [
     (lambda folder: change_tensors(folder, lambda name, x: None), "holds no weights"),
     (lambda folder: change_config(folder, r=3), "weights of rank 4 .* says 3"),
     (lambda folder: change_config(folder, lora_alpha="8"), "no number lora_alpha"),
-    (lambda folder: change_config(folder, rank_pattern={"(": 4}), "is no regular expression"),
+    (lambda folder: change_config(folder, rank_pattern={"(": 4}), "is not a regular expression"),
     (lambda folder: rmtree(folder), "is not a directory"),
 ]
 REFUSED = [(partial(change_config, **fields), UnsupportedError, said, "llama") for fields, said in MORE_THAN_LORA]

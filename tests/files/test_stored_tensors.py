@@ -102,9 +102,9 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path, left):
 @pytest.mark.parametrize(
     ("header", "data", "told"),
     [
-        (b"{", b"", "its header is no JSON"),
-        (b"[" * 100_000, b"", "its header is no JSON"),
-        ([], b"", "its header is no JSON object"),
+        (b"{", b"", "its header is not valid JSON"),
+        (b"[" * 100_000, b"", "its header is not valid JSON"),
+        ([], b"", "its header is not a JSON object"),
         ({"a": {"dtype": "F32"}}, b"", "no dtype, shape and data_offsets of a"),
         ({"a": entry(shape=(-2,))}, b"", "no dtype, shape and data_offsets of a"),
         ({"a": entry(offsets=(0, 8, 9))}, b"", "no dtype, shape and data_offsets of a"),
@@ -184,7 +184,7 @@ def test_a_directory_is_read_as_save_pretrained_wrote_it(tmp_path):
     with pytest.raises(CheckpointError, match="names tensors that no file has: b"):
         read_directory(tmp_path)
     index.write_text(json.dumps({"weight_map": {"a": "../model-1.safetensors"}}))
-    with pytest.raises(CheckpointError, match="no file of that directory"):
+    with pytest.raises(CheckpointError, match="not a file of that directory"):
         read_directory(tmp_path)
     index.unlink()
     with pytest.raises(CheckpointError, match=r"has no model\.safetensors"):

@@ -276,9 +276,9 @@ CIRCLE["items"] = CIRCLE
         ({"regex": "x" * 50_000_000}, "50000000 characters"),
         ('{"regex": "' + "x" * 5_000_000 + '"}', "as JSON"),
         ([["x" * 100] * 100] * 100_000, "one of json_schema"),
-        ({"json_schema": {"enum": [HALF]}}, "half a character"),
-        ({"choice": ["a", HALF]}, "half a character"),
-        *(({kind: HALF}, "half a character") for kind in ("json_schema", "regex", "lark", "ebnf")),
+        ({"json_schema": {"enum": [HALF]}}, "a lone surrogate"),
+        ({"choice": ["a", HALF]}, "a lone surrogate"),
+        *(({kind: HALF}, "a lone surrogate") for kind in ("json_schema", "regex", "lark", "ebnf")),
     ],
 )
 def test_what_is_large_or_half_a_character_is_refused_before_it_is_read(spec, wrong):

@@ -87,7 +87,7 @@ REASONS = {  # the others say something of their own
     "blip-2": "Blip2ForConditionalGeneration cannot be a target: .*pixel_values",
     "kosmos-2": "Kosmos2ForConditionalGeneration cannot be a target: .*pixel_values",
     "xmod": "XmodForCausalLM cannot be a target: .*language",
-    **{name: r"is no decoder: .*; load it with is_decoder=True" for name in BERT_LIKE},
+    **{name: r"is not a decoder: .*; load it with is_decoder=True" for name in BERT_LIKE},
     **{
         f"{name} decoder": "keeps past tokens in its EncoderDecoderCache"
         for name in ("megatron-bert", "rembert", "roc_bert")

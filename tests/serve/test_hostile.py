@@ -45,17 +45,17 @@ def blocks(*content: Any) -> dict[str, Any]:
 
 
 WRONG = {
-    "half a character in a name": (COMPLETION, {HALF: 1}, (400,)),
-    "half a character in a model's name": (COMPLETION, {"model": HALF}, (400,)),
-    "half a character in a message": (CHAT, said(HALF), (400,)),
-    "half a character in a tool": (CHAT, tool(parameters={"title": HALF}), (400,)),
-    "half a character in a choice": (COMPLETION, {"structured_outputs": {"choice": [HALF]}}, (400,)),
+    "a lone surrogate in a name": (COMPLETION, {HALF: 1}, (400,)),
+    "a lone surrogate in a model's name": (COMPLETION, {"model": HALF}, (400,)),
+    "a lone surrogate in a message": (CHAT, said(HALF), (400,)),
+    "a lone surrogate in a tool": (CHAT, tool(parameters={"title": HALF}), (400,)),
+    "a lone surrogate in a choice": (COMPLETION, {"structured_outputs": {"choice": [HALF]}}, (400,)),
     "a digit that is no number": (COMPLETION, {"logit_bias": {"\u00b2": 1}}, (400,)),
     "no number": (COMPLETION, {"temperature": float("nan")}, (400,)),
     "a number of many digits": (COMPLETION, {"structured_outputs": {"json": {"const": "DIGITS"}}}, (400,)),
     "an id of many digits": (COMPLETION, {"logit_bias": {"9" * 5000: 1}}, (400,)),
-    "half a character in a block": (MESSAGES, blocks({"type": "text", "text": HALF}), (400,)),
-    "half a character in a block's type": (MESSAGES, blocks({"type": HALF}), (400,)),
+    "a lone surrogate in a block": (MESSAGES, blocks({"type": "text", "text": HALF}), (400,)),
+    "a lone surrogate in a block's type": (MESSAGES, blocks({"type": HALF}), (400,)),
     "a type of a megabyte": (MESSAGES, blocks({"type": "x" * 1_000_000}), (400,)),
     "a type that is a list": (MESSAGES, blocks({"type": [["text"]]}), (400,)),
     "a result of a result": (

@@ -236,7 +236,7 @@ def test_a_mark_that_a_user_spells_stands_for_no_image(served):
         ("https://example.org/cat.png", "this server fetches nothing: send the image itself, as data:image/png"),
         ("file:///etc/passwd", "this server fetches nothing"),
         ("data:text/plain;base64,aGk=", "this server fetches nothing"),
-        ("data:image/png;base64,%%%", "an image is no base64"),
+        ("data:image/png;base64,%%%", "an image is not valid base64"),
         ("data:image/png;base64,aGVsbG8=", "an image cannot be read .* send PNG, JPEG, WEBP, GIF"),
     ],
 )

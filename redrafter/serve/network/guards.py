@@ -227,14 +227,14 @@ def check_framing(headers: list[tuple[bytes, bytes]]) -> None:
 def host_of(headers: list[tuple[bytes, bytes]]) -> str | None:
     """Return the name or address in the `Host` header, without its port and brackets, or None without the header.
 
-    Raises `ApiError` for several such headers, and for one that is no name or address.
+    Raises `ApiError` for several such headers, and for one that is not a name or an address.
     """
     hosts = [value.decode("latin-1").lower() for name, value in headers if name == b"host"]
     if len(hosts) > 1:
         raise ApiError(400, f"the request has {len(hosts)} Host headers: send one")
     match = _HOST.fullmatch(hosts[0]) if hosts else None
     if hosts and match is None:
-        raise ApiError(400, f"the Host header {hosts[0]!r} is no name or address")
+        raise ApiError(400, f"the Host header {hosts[0]!r} is not a name or an address")
     return None if match is None else next(name for name in match.groups() if name is not None)
 
 
@@ -382,10 +382,10 @@ def _loads(body: bytes) -> Any:
         raise ApiError(400, "the body is not UTF-8") from None
     # A lone surrogate is valid JSON, but tokenizers and UTF-8 cannot encode it.
     if b"\\ud" in body.lower() and _LONE.search(_PAIR.sub(b"-", body.replace(b"\\\\", b"-"))):
-        raise ApiError(400, "the body holds half a character: a surrogate that stands alone")
+        raise ApiError(400, "the body holds a lone surrogate, which is not a character")
 
     def refuse_constant(name: str) -> None:
-        raise ApiError(400, f"the body is no JSON: {name} is no number there")
+        raise ApiError(400, f"the body is not valid JSON: {name} is not a number of JSON")
 
     try:
         return json.loads(text, parse_constant=refuse_constant)

@@ -286,7 +286,7 @@ def _refused_field(error: RequestValidationError, server: "Server") -> ApiError:
     first = error.errors()[0]
     kind, param, message = first["type"], field_path(first), first["msg"].removeprefix("Value error, ")
     if kind == "json_invalid":
-        return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', message)}")
+        return ApiError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', message)}")
     if (not IMAGE_TAGS.isdisjoint(first["loc"]) or kind == "image") and isinstance(server.images, str):
         # Advice on the format of images would mislead clients of a model that takes none.
         return ApiError(400, server.images, (param or "").partition(".")[0] or None, "no_images")

@@ -694,7 +694,7 @@ def test_the_input_of_a_call_is_an_object_or_null(program, arguments):
     answer = program.post("/v1/messages", TALK | {"messages": [USER, called, result]})
     if arguments not in (None, {}):
         assert answer.status_code == 400
-        assert "the arguments of call 'call-7' are no JSON object" in answer.json()["error"]["message"]
+        assert "the arguments of call 'call-7' are not a JSON object" in answer.json()["error"]["message"]
     assert (answer.status_code == 200) == (arguments in (None, {}))
 
 
@@ -716,7 +716,7 @@ def test_errors_have_anthropics_types(claude, program):
         assert says in answer.json()["error"]["message"]
         assert ("type" in answer.json()) == (path != "/v1/complete")
     broken = httpx.post(f"{program.url}/v1/messages", content=b"{", headers={"content-type": "application/json"})
-    assert MessagesErrorAnswer.model_validate(broken.json()).error.message.startswith("the body is no JSON")
+    assert MessagesErrorAnswer.model_validate(broken.json()).error.message.startswith("the body is not valid JSON")
 
 
 @pytest.mark.parametrize(

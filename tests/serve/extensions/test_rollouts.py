@@ -265,9 +265,9 @@ def test_files_that_are_no_regular_ones_or_are_cut_short_stop_nobody(http, serve
     shutil.copytree(boxed_pair() / "drafter", tmp_path / "drafter", ignore=lambda *_: ["model.safetensors"])
     os.mkfifo(tmp_path / "drafter" / "model.safetensors")
     cases = [
-        ("/v1/update_weights", "pipe", "model.safetensors cannot be read: it is no regular file"),
+        ("/v1/update_weights", "pipe", "model.safetensors cannot be read: it is not a regular file"),
         ("/v1/update_weights", "cut", "model.safetensors cannot be read: it is cut short"),
-        ("/v1/drafter", "drafter", "model.safetensors cannot be read: it is no regular file"),
+        ("/v1/drafter", "drafter", "model.safetensors cannot be read: it is not a regular file"),
         ("/v1/drafter", "cut/drafter", "model.safetensors cannot be read: it is cut short"),
     ]
     before = complete(http).json()["choices"][0]["text"]
