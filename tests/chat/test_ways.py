@@ -19,7 +19,7 @@ from redrafter.data.suites import Dialogues, Question
 from redrafter.errors import ReDrafterError
 from redrafter.serve.prompts import PromptEncoder
 from redrafter.serve.protocol.requests import ChatRequest
-from redrafter.train.regenerate.answer_writer import BaseLimits, make_task
+from redrafter.train.regenerate.answer_writer import BaseLimits, RowDraws, make_task
 from redrafter.train.regenerate.config import RegenerateConfig
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -64,7 +64,7 @@ def ways(name: str, chat: dict[str, Any]) -> dict[str, tuple[list[int], str]]:
 
     def regenerate() -> list[int]:
         limits = BaseLimits(frozenset(), len(tokenizer), None)
-        parts = make_task(0, parse_row(chat, "row"), tokenizer, limits, RegenerateConfig(output="x")).parts
+        parts = make_task(0, parse_row(chat, "row"), tokenizer, limits, RowDraws.of_row(0, RegenerateConfig())).parts
         return parts[0].ids
 
     def generate() -> list[int]:
