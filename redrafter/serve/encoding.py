@@ -1,8 +1,7 @@
-"""Encode texts without delaying other clients: long texts in processes, requests in turns by client."""
+"""Encode texts without delaying other clients: in threads without the GIL, and in turns by client."""
 
 import asyncio
 import time
-from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
@@ -12,12 +11,7 @@ from weakref import WeakValueDictionary
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from redrafter.sandbox.frames import receive_frame, send_frame
-from redrafter.sandbox.process import SandboxedProcess, Zygote, zygote_of
-from redrafter.serve.protocol.requests import ApiError
-
-LONG_TEXT = 1 << 13  # characters; a shorter text takes up to 3 ms, about twice the cost of starting a process
-WAIT_SECONDS = 120.0  # wall-clock time to encode one text, on a machine that is busy
+LONG_TEXT = 1 << 13  # characters; a shorter text takes up to 3 ms
 # Requests encoded at once in total and per client, for small (False) and large (True) bodies.
 AT_ONCE = {False: (4, 2), True: (2, 1)}
 LOOP_REST = 4  # rest of the event loop, in times of what it took to encode a request: a fifth of its time at most
@@ -27,53 +21,35 @@ T = TypeVar("T")
 class TextEncoder:
     """Encodes texts with one tokenizer.
 
-    Long texts are encoded in processes of low priority: a thread of the server would occupy the engine's cores for
-    seconds, and hold the GIL while it builds lists from the encoding. Tokenizers that do not belong to the `tokenizers`
-    library, or that override how texts are encoded, encode in the calling thread.
+    The `tokenizers` library encodes a batch without the GIL, so a long text in a thread delays no other request. Other
+    tokenizers, and those that override how texts are encoded, hold it. Truncation and padding, which a tokenizer's file
+    may ask for, are switched off.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | Tokenizer):
-        self._tokenizer = tokenizer
         self._backend: Tokenizer | None = None
-        self._splits_special = False
         if isinstance(tokenizer, Tokenizer):
             self._backend = tokenizer
-        elif isinstance(tokenizer, PreTrainedTokenizerFast):
+        else:
+            self._tokenizer = tokenizer
+        if isinstance(tokenizer, PreTrainedTokenizerFast):
             derived = takewhile(lambda kind: kind is not PreTrainedTokenizerFast, type(tokenizer).__mro__)
             # A subclass that overrides encoding must be called; otherwise its Rust tokenizer gives the same ids faster.
             if not any({"__call__", "_encode_plus"} & {*vars(kind)} for kind in derived):
-                self._backend, self._splits_special = tokenizer.backend_tokenizer, tokenizer.split_special_tokens
+                self._backend = tokenizer.backend_tokenizer
+                if self._backend.encode_special_tokens != tokenizer.split_special_tokens:
+                    self._backend.encode_special_tokens = tokenizer.split_special_tokens
+        # Changed only if need be: a tokenizer that encodes in another thread refuses changes.
+        if self._backend is not None and self._backend.truncation is not None:
+            self._backend.no_truncation()
+        if self._backend is not None and self._backend.padding is not None:
+            self._backend.no_padding()
 
-    def encode(self, text: str, param: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the token ids of a text; errors name the field `param` of the request.
-
-        Raises:
-            ApiError: The text takes too long or too much memory.
-        """
-        if self._backend is not None and len(text) > LONG_TEXT:
-            return self._encode_apart(text, param, add_special_tokens)
-        if isinstance(self._tokenizer, Tokenizer):  # as a batch, which releases the GIL; `encode` would hold it
-            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the token ids of a text."""
+        if self._backend is not None:  # as a batch, which releases the GIL; `encode` would hold it
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return list(self._tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
-
-    def _encode_apart(self, text: str, param: str, add_special_tokens: bool) -> list[int]:
-        process = SandboxedProcess(lambda: zygote_of(self, self._start))
-        connection = process.connection
-        try:
-            connection.settimeout(WAIT_SECONDS)
-            send_frame(connection, b"1" if add_special_tokens else b"0")
-            send_frame(connection, text.encode())
-            return array("I", bytes(receive_frame(connection))).tolist()
-        except (EOFError, OSError) as error:
-            what = "the prompt takes too long or too much memory to be tokenized: shorten it"
-            raise ApiError(400, what, param, "prompt_too_complex") from error
-        finally:
-            process.end()
-
-    def _start(self) -> Zygote:
-        assert self._backend is not None
-        spec = self._backend.to_str().encode()
-        return Zygote("redrafter.serve.encoding_process", [spec, b"1" if self._splits_special else b"0"])
 
 
 class ClientTurns:

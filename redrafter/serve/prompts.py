@@ -47,7 +47,7 @@ class PromptEncoder:
         return self.template.thoughts(self.reasoning_parser)
 
     def with_context(self, context: int) -> "PromptEncoder":
-        """Return a copy with another context length, which shares the processes of this one."""
+        """Return a copy with another context length, which shares the encoders of this one."""
         other = replace(self, context=context)
         other.__dict__["_encoders"] = self._encoders
         return other
@@ -141,21 +141,17 @@ class PromptEncoder:
         return variables
 
     def _encode(
-        self,
-        tokenizer: PreTrainedTokenizerBase | Tokenizer,
-        text: str,
-        param: str = "messages",
-        add_special_tokens: bool = False,
+        self, tokenizer: PreTrainedTokenizerBase | Tokenizer, text: str, add_special_tokens: bool = False
     ) -> list[int]:
         encoder = self._encoders.get(id(tokenizer)) or self._encoders.setdefault(id(tokenizer), TextEncoder(tokenizer))
-        return encoder.encode(text, param, add_special_tokens=add_special_tokens)
+        return encoder.encode(text, add_special_tokens=add_special_tokens)
 
     def _checked(self, prompt: str | list[int], param: str, add_special_tokens: bool | None = None) -> list[int]:
         if isinstance(prompt, str):
             self._check_size(prompt, param)
             if add_special_tokens is None:
                 add_special_tokens = not opens_with_bos(prompt, self.tokenizer)
-            prompt = self._encode(self.tokenizer, prompt, param, add_special_tokens)
+            prompt = self._encode(self.tokenizer, prompt, add_special_tokens)
         if not prompt:
             raise ApiError(400, "the prompt is empty", param)
         # Out-of-range ids would read past the embedding table on the device.
@@ -177,7 +173,7 @@ class PromptEncoder:
         # A long text is encoded in chunks until it is clearly too long, instead of as a whole.
         size, count = CHUNK_CHARACTERS * self.context, 0
         for begin in range(0, len(text), size) if len(text) > size else ():
-            count += len(self._encode(self.tokenizer, text[begin : begin + size], param))
+            count += len(self._encode(self.tokenizer, text[begin : begin + size]))
             if count > 2 * self.context:  # with a margin, since a chunk may end within a token
                 raise self._too_long(f"more than {self.context}", param)
 

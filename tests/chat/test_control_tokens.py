@@ -115,7 +115,7 @@ def test_a_long_text_has_the_ids_of_one_call_of_the_tokenizer(tokenizer):
     text = "".join(made.choices(pieces, k=20_000))
     assert len(text) > LONG_TEXT
     for added in (False, True):
-        ids = TextEncoder(tokenizer).encode(text, "prompt", add_special_tokens=added)
+        ids = TextEncoder(tokenizer).encode(text, add_special_tokens=added)
         assert ids == tokenizer(text, add_special_tokens=added).input_ids
 
 

@@ -5,8 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +16,9 @@ from transformers import PreTrainedTokenizerFast
 pytest.importorskip("fastapi")
 
 from helpers.chats import tiny_tokenizer
-from helpers.processes import children, soon
-from redrafter.sandbox.process import zygote_of
-from redrafter.serve import encoding
 from redrafter.serve.encoding import LONG_TEXT, ClientTurns, EncodingThreads, TextEncoder
-from redrafter.serve.encoding_process import NICENESS
 from redrafter.serve.prompts import PromptEncoder
-from redrafter.serve.protocol.requests import ApiError, ChatRequest
+from redrafter.serve.protocol.requests import ChatRequest
 from redrafter.serve.routes import app
 from redrafter.serve.server import SHORT_BODY_BYTES, Server
 
@@ -58,7 +53,6 @@ def test_no_thread_waits_for_all_of_a_long_chat_that_spells_control_tokens():
     tokenizer = tiny_tokenizer()
     prompts = PromptEncoder(tokenizer, "mine", len(tokenizer), 1 << 20)
     request = ChatRequest.model_validate({"messages": [{"role": "user", "content": MARKS * 20_000}]})
-    prompts.encode_chat(request)  # starts the process from which others are forked
     shares = []
     for _ in range(3):
         begin = time.perf_counter()
@@ -68,44 +62,18 @@ def test_no_thread_waits_for_all_of_a_long_chat_that_spells_control_tokens():
     assert min(shares) < 0.5, shares
 
 
-def niceness(process: str) -> int:
-    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[16])
-
-
-def test_a_long_text_is_encoded_in_a_process_of_low_priority(pair):
-    encoder, done = TextEncoder(pair[1]), threading.Event()
-    encoder.encode("a" * (LONG_TEXT + 1), "prompt")
-    zygote = zygote_of(encoder, lambda: pytest.fail("it has ended"))
-    thread = threading.Thread(target=lambda: (encoder.encode("a b c " * 50_000, "prompt"), done.set()))
-    thread.start()
-    priorities = set[int]()
-    while not done.is_set():
-        for child in children(zygote.pid):
-            with suppress(FileNotFoundError):
-                priorities.add(niceness(f"{child}"))
-        time.sleep(0.001)
-    thread.join()
-    assert max(priorities) == min(niceness("self") + NICENESS, 19)
-    assert soon(lambda: not children(zygote.pid))
-
-
-def test_a_short_text_and_a_tokenizer_with_code_of_its_own_need_no_process(monkeypatch, pair):
+def test_every_tokenizer_encodes_as_if_it_were_called(pair):
     class Own(PreTrainedTokenizerFast):
         def _encode_plus(self, *args: Any, **how: Any) -> Any:
-            return super()._encode_plus(*args, **how)
+            return super()._encode_plus(*args, **how) | {"input_ids": [7]}
 
-    monkeypatch.setattr(encoding, "SandboxedProcess", lambda _: pytest.fail("a process was started"))
-    assert TextEncoder(pair[1]).encode("a", "prompt") == pair[1]("a", add_special_tokens=False).input_ids
-    own = Own(tokenizer_object=tiny_tokenizer().backend_tokenizer)
+    cut = tiny_tokenizer()
+    cut.backend_tokenizer.enable_truncation(4)
     text = "a b c " * LONG_TEXT
-    assert TextEncoder(own).encode(text, "prompt") == own(text, add_special_tokens=False).input_ids
-
-
-def test_a_text_that_takes_too_long_is_refused(monkeypatch, pair):
-    monkeypatch.setattr(encoding, "WAIT_SECONDS", 0.01)
-    with pytest.raises(ApiError, match="too long or too much memory") as error:
-        TextEncoder(pair[1]).encode("a b c " * 100_000, "messages")
-    assert (error.value.status, error.value.param) == (400, "messages")
+    for tokenizer in (pair[1], cut, Own(tokenizer_object=tiny_tokenizer().backend_tokenizer)):
+        ids = TextEncoder(tokenizer).encode(text)
+        assert ids == tokenizer(text, add_special_tokens=False).input_ids
+    assert ids == [7]
 
 
 def test_the_event_loop_encodes_a_short_request_itself():
