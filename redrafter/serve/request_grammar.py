@@ -61,7 +61,7 @@ def forced_tools(request: ChatRequest) -> list[CalledTool]:
         return []
     named = choice.function.name if isinstance(choice, ToolChoice) else None
     functions = [tool.function for tool in request.tools or () if named in (None, tool.function.name)]
-    return [CalledTool(function.name, _arguments_schema(function.parameters)) for function in functions]
+    return [CalledTool(each.name, _arguments_schema(each.parameters), bool(each.strict)) for each in functions]
 
 
 def strict_tools(request: ChatRequest) -> list[CalledTool]:

@@ -39,7 +39,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "all types": KEYWORDS
     | {
         "properties": {
-            "s": {"type": "string", "maxLength": 5},
+            "s": {"type": "string"},
             "i": {"type": "integer", "minimum": -3, "maximum": 12},
             "n": {"type": "number", "minimum": -1.5, "maximum": 2.5},
             "b": {"type": "boolean"},
@@ -57,8 +57,8 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "choices": KEYWORDS
     | {
         "properties": {
-            "e": {"enum": ["a", "\n</parameter", "b\"'\\é🙂", "null", "5", "</arg_value", ""]},
-            "m": {"enum": ["a", 1, None, "null", 2.5, True]},
+            "e": {"enum": ["a", "b\"'\\é🙂", "null", "5", ""]},
+            "m": {"enum": ["a", 1, None, 2.5, True]},
             "c": {"const": "x y"},
             "k": {"const": 7},
         },
@@ -67,30 +67,13 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "unions": KEYWORDS
     | {
         "properties": {
-            "u": {
-                "anyOf": [{"type": "string", "minLength": 2, "maxLength": 4}, {"type": "null"}],
-                "default": None,
-                "title": "U",
-            },
-            "y": {"type": ["string", "null"], "enum": ["a", "b"]},
-            "v": {"type": ["string", "integer"], "maxLength": 3, "minimum": 100, "maximum": 999},
-            "w": {"oneOf": [{"type": "boolean"}, {"type": "string", "enum": ["true", "yes"]}, {"type": "null"}]},
-            "x": {"anyOf": [{"const": "[1"}, {"$ref": "#/$defs/L"}, {"enum": ["[]", "null"]}]},
+            "u": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None, "title": "U"},
+            "y": {"type": ["string", "null"], "enum": ["a", "b", None]},
+            "v": {"type": ["string", "integer"]},
+            "w": {"anyOf": [{"type": "boolean"}, {"$ref": "#/$defs/L"}]},
         },
-        "required": ["u", "v", "w", "x"],
+        "required": ["u", "v", "w"],
         "$defs": {"L": {"type": "array", "items": {"type": "integer", "maximum": 9, "minimum": 0}, "maxItems": 2}},
-    },
-    "patterns": KEYWORDS
-    | {
-        "properties": {
-            "p": {"type": "string", "pattern": "^[a-c]{2,3}/\\d$"},
-            "q": {"type": "string", "pattern": "(x|y)z", "maxLength": 5},
-            "d": {"type": "string", "format": "date"},
-            "t": {"type": "string", "format": "date-time"},
-            "g": {"type": "string", "format": "uuid"},
-            "a": {"type": "string", "format": "email", "maxLength": 12},
-        },
-        "required": ["p", "q", "d", "t", "g", "a"],
     },
     "references": {
         "$ref": "#/$defs/P",
@@ -98,7 +81,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
             "P": KEYWORDS
             | {"properties": {"t": {"$ref": "#/$defs/Tree"}, "s": {"$ref": "#/$defs/a~1b"}}, "required": ["t"]},
             "Tree": TREE,
-            "a/b": {"type": "string", "maxLength": 4},
+            "a/b": {"type": "string"},
         },
     },
     "marks": KEYWORDS
@@ -220,7 +203,6 @@ def allows(grammar: Any, special: bool, text: str) -> bool:
 
 TYPED = KEYWORDS | {"properties": {"i": {"type": "integer"}, "s": {"type": "string"}}, "required": ["i"]}
 SEP = "<｜tool▁sep｜>"
-DOUBLING: dict[str, Any] = {f"{n}": {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 40} for n in range(8)} | {"8": {}}
 CALLS = {
     "qwen3_coder": [
         "<tool_call>\n<function=tool-0>\n<parameter=i>\n1\n</parameter>\n<parameter=s>\na\n\n</parameter>\n</function>\n"
@@ -262,45 +244,13 @@ def test_a_call_is_allowed_as_models_of_the_form_write_it_and_no_other(name, spe
     assert not any(allows(grammar, special, text) for text in others)
 
 
-@pytest.mark.parametrize("special", [False, True], ids=["spelled marks", "marks that are tokens"])
-@pytest.mark.parametrize(("name", "around"), [("qwen3_coder", "\n{}\n"), ("glm45", "{}")])
-def test_a_text_beside_other_types_is_none_that_would_be_read_as_one(name, around, special):
-    kinds: list[tuple[dict[str, Any], list[str], list[str]]] = [
-        (
-            {"type": ["string", "integer"], "minimum": 100},
-            ["100", "-", "a 1", "true", "[1]"],
-            ["12", " 12 ", "-7", "1e2"],
-        ),
-        (
-            {"anyOf": [{"type": "string"}, {"const": None}]},
-            ["null", "Null", "None x", "5", ""],
-            ["None", " null", "null\n"],
-        ),
-        ({"type": ["string", "number"], "title": "n"}, ["1.5", "2nd", "-0", "1e5", "--"], ["01", " 1", "1.", "1e"]),
-        ({"type": ["string", "null"], "maxLength": 4}, ["null", "nul", "no"], [" null", "None", "nulls"]),
-        ({"type": ["string", "boolean"], "enum": ["a", True]}, ["a", "true"], ["false", "True", "b"]),
-        (
-            {"anyOf": [{"type": "string"}, {"type": "array", "maxItems": 1}]},
-            ["[1]", "1]", "null"],
-            ["[1, 2]", " [a", "[1, "],
-        ),
-    ]
-    for schema, fits, breaks in kinds:
-        parameters = KEYWORDS | {"properties": {"a": schema}, "required": ["a"]}
-        grammar = compiled(special, call_source(name, special, parameters))
-        head, tail = ("<tool_call>\n<function=tool-0>\n<parameter=a>", "</parameter>\n</function>\n</tool_call>")
-        if name == "glm45":
-            head, tail = "<tool_call>tool-0<arg_key>a</arg_key><arg_value>", "</arg_value></tool_call>"
-        for value in fits:
-            assert allows(grammar, special, head + around.format(value) + tail), (schema, value)
-        for value in breaks:
-            assert not allows(grammar, special, head + around.format(value) + tail), (schema, value)
-
-
 def test_calls_after_args_are_of_tokenizers_that_have_it():
     text = '[TOOL_CALLS]tool-0[ARGS]{"i": 1}'
     assert allows(compiled(True, call_source("mistral", True, TYPED)), True, text)
     assert not allows(compiled(False, call_source("mistral", False, TYPED)), False, text)
+
+
+TEXT = {"type": "string"}
 
 
 @pytest.mark.parametrize(
@@ -308,6 +258,40 @@ def test_calls_after_args_are_of_tokenizers_that_have_it():
     [
         ({"anyOf": [{"type": "object"}]}, "'anyOf' at their top"),
         ({"type": "object", "patternProperties": {"a": {}}}, "'patternProperties' at their top"),
+        ({"properties": {"a": TEXT | {"pattern": "^a"}}}, "'pattern' for the text 'a'"),
+        ({"properties": {"a": TEXT | {"maxLength": 3}}}, "'maxLength' for the text 'a'"),
+        ({"properties": {"a": TEXT | {"enum": ["a"], "format": "date"}}}, "'format' for the text 'a'"),
+        ({"properties": {"a": {"not": {"const": "a"}}}}, "'not' for the text 'a'"),
+        ({"properties": {"a": {"allOf": [TEXT]}}}, "'allOf' for the text 'a'"),
+        ({"properties": {"a": {"anyOf": [TEXT | {"minLength": 2}, {"type": "null"}]}}}, "'minLength' for the text 'a'"),
+        ({"properties": {"a": {"anyOf": [{"anyOf": [TEXT]}]}}}, "'anyOf' for the text 'a'"),
+        ({"properties": {"a": {"anyOf": [TEXT], "type": "string"}}}, "'anyOf' for the text 'a'"),
+        ({"properties": {"a": {"type": ["string", "integer"], "minimum": 3}}}, "'minimum' for the text 'a'"),
+        ({"properties": {"a": {"enum": ["x</parameter></arg_value>"]}}}, "'enum' for the text 'a'"),
+        ({"properties": {"a": {"enum": ["null", None]}}}, "'enum' for the text 'a'"),
+        ({"properties": {"a": {"enum": ["b"], "const": "b"}}}, "'const' for the text 'a'"),
+        ({"properties": {"a": {"type": "array", "items": {"$ref": "#"}}}}, "the reference '#'"),
+    ],
+)
+def test_what_a_form_without_quotes_cannot_keep_to_is_refused_by_name_where_it_is_strict(schema, says):
+    for name in ("qwen3_coder", "glm45"):
+        with pytest.raises(ArgumentError) as raised:
+            call_source(name, False, schema)
+        assert says in str(raised.value)
+        assert f"form {name!r}" in str(raised.value)
+        assert "--tool-call-parser hermes" in str(raised.value)
+        if "reference" in says:
+            continue
+        lark = LarkWriter(unspelled(False), name)
+        source = lark.source(PARSERS[name].write_forced(lark, [CalledTool("tool-0", schema, strict=False)]))
+        head, tail = ALLOWED[name]
+        call = f"{head}tool-0{tail}".replace("=i>", "=a>").replace(">i<", ">a<").replace("{}", "a")
+        assert allows(compiled(False, source), False, call), call
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
         ({"type": "array"}, "another type than an object"),
         ({"properties": [1]}, "another type than an object"),
         ({"properties": {"a": {}}, "required": [["a"]]}, "another type than an object"),
@@ -318,59 +302,28 @@ def test_calls_after_args_are_of_tokenizers_that_have_it():
         ({"properties": {"a": 5}}, "'5' is no schema"),
         ({"properties": {"a": {"$ref": "#/$defs/none"}}}, "has no '#/$defs/none'"),
         ({"properties": {"a": {"$ref": "#/properties/a"}}}, "in a circle"),
-        ({"properties": {"a": {"type": "text"}}}, "the type 'text'"),
-        ({"properties": {"a": {"type": [["string"]]}}}, "the type"),
-        ({"properties": {"a": {"enum": []}}}, "has no value"),
-        ({"properties": {"a": {"anyOf": []}}}, "an argument 'a' that has no value"),
-        ({"properties": {"a": {"type": []}}}, "the type '[]'"),
-        ({"properties": {"a": {"not": {"const": "a"}}}}, "'not' for a string"),
-        ({"properties": {"a": {"enum": ["</parameter>", "</arg_value>"], "const": "b"}}}, "is combined with 'const'"),
-        (
-            {"properties": {"a": {"enum": ["x</parameter></arg_value>"]}}},
-            "only values that are too long or short, or would be",
-        ),
-        ({"properties": {"a": {"type": "string", "pattern": "[" * 100_000}}}, "the pattern '[[["),
-        (
-            {
-                "properties": {str(n): {"$ref": "#/$defs/a"} for n in range(900)},
-                "$defs": {"a": {"enum": ["y" * 50_000]}},
-            },
-            "too many arguments or choices",
-        ),
-        ({"properties": {"a": {"allOf": [{"type": "string"}, {"minLength": 2}]}}}, "'allOf' for a string"),
-        (
-            {"properties": {"a": {"anyOf": [{"type": "string"}], "minLength": 2}}},
-            "'anyOf' with 'minLength' for a string",
-        ),
-        ({"properties": {"a": {"oneOf": [{"type": "string"}, {"pattern": "x"}]}}}, "'oneOf' of options that may hold"),
-        ({"properties": {"a": {"type": "string", "minLength": "0}x"}}}, "the lengths ['0}x', 131072] of a string"),
-        ({"properties": {"a": {"type": "string", "maxLength": -1}}}, "the lengths [0, -1] of a string"),
-        ({"properties": {"a": {"type": "string", "minLength": 3, "maxLength": 2}}}, "the lengths [3, 2] of a string"),
-        ({"properties": {"a": {"enum": ["abc"], "maxLength": 2}}}, "only values that are too long or short"),
-        ({"properties": {"a": {"enum": ["abc"], "pattern": "b"}}}, "'pattern' with the values of a string"),
-        ({"properties": {"a": {"type": "string", "format": "hostname"}}}, "the format 'hostname' of a string"),
-        ({"properties": {"a": {"type": "string", "format": {}}}}, "the format '{}' of a string"),
-        ({"properties": {"a": {"type": "string", "pattern": 5}}}, "the pattern '5'"),
-        ({"properties": {"a": {"type": "string", "pattern": "^a|b"}}}, "'^' or '$' with '|'"),
-        ({"properties": {"a": {"type": ["string", "null"], "enum": ["null"]}}}, "read as another type"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "in a circle"),
-        ({"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": DOUBLING}, "too many arguments or choices"),
         ({"properties": {"a": {"enum": ["x" * 140_000]}}}, "131072 are the most"),
         ({"properties": {"a": {"enum": ["\ud800"]}}}, "a lone surrogate"),
+        (
+            {
+                "properties": {str(n): {"type": "array", "items": [n, {"$ref": "#/$defs/a"}]} for n in range(900)},
+                "$defs": {"a": {"enum": ["y" * 50_000]}},
+            },
+            "are too large for calls of the form",
+        ),
     ],
 )
-def test_what_a_form_without_quotes_cannot_keep_to_is_refused_by_name(schema, says):
+def test_what_no_call_of_a_form_without_quotes_can_follow_is_refused(schema, says):
     for name in ("qwen3_coder", "glm45"):
+        lark = LarkWriter({}, name)
         with pytest.raises(ArgumentError) as raised:
-            call_source(name, False, schema)
+            PARSERS[name].write_forced(lark, [CalledTool("tool-0", schema, strict=False)])
         assert says in str(raised.value)
-        if "cannot be kept to" in str(raised.value):
-            assert f"form {name!r}" in str(raised.value)
-            assert "--tool-call-parser hermes" in str(raised.value)
 
 
 @pytest.mark.parametrize("pattern", ["(?=a)b", "(a", "a)|(b", "[/", "\\1", "a^b", "(?P<x>"])
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "hermes"])
+@pytest.mark.parametrize("name", ["pythonic", "hermes"])
 def test_a_pattern_that_cannot_be_read_is_an_error_of_the_grammar(name, pattern):
     schema = KEYWORDS | {"properties": {"a": {"type": "string", "pattern": pattern}}}
     with pytest.raises(ArgumentError, match="grammar: ") as raised:

@@ -11,13 +11,19 @@ pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 openai = pytest.importorskip("openai")
 
-from helpers.serving import SCHEMA, listening, text_of
+from helpers.serving import listening, text_of
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.protocol.requests import ChatRequest
 from redrafter.serve.routes.app import server_app
 from redrafter.serve.server import Server
 
 PARSERS = ["qwen3_coder", "glm45", "mistral", "pythonic", "deepseek_v3", "hermes", "openai", "llama3_json"]
+SCHEMA = {  # which every form can keep to
+    "type": "object",
+    "properties": {"name": {"enum": ["Rex", "Max"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
 TOOL = {"type": "function", "function": {"name": "find", "parameters": SCHEMA}}
 STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}
 FORCED = {"tools": [TOOL], "tool_choice": "required"}

@@ -3,7 +3,7 @@
 import ast
 import json
 import re
-from typing import Any
+from typing import Any, TypeGuard
 from urllib.parse import unquote
 
 # Python types by JSON type. Lookups take the first match: boolean precedes integer, as `bool` is a subclass of `int`.
@@ -62,7 +62,7 @@ def schema_types(schema: Any, root: Any) -> set[str]:
     return types
 
 
-def is_inner(reference: Any) -> bool:
+def is_inner(reference: Any) -> TypeGuard[str]:
     """Return whether the value of `$ref` points to a part of the schema that contains it."""
     return isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))
 

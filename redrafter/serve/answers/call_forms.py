@@ -234,7 +234,7 @@ class PythonicCalls(_NamedArguments):
         first = later = '")"'
         # Built from the last argument to the first, since each rule refers to the rest; `first` has no comma before it.
         for argument in reversed([*lark.arguments(tool, _PLAIN_NAME)]):
-            value = cls._write_value(lark, tool, argument.schema)
+            value = lark.argument(tool, argument.schema)
             name = json.dumps(f"{argument.name}=") if argument.name is not None else f'{lark.free_name(tool)} "="'
             if argument.name is None:
                 later = lark.rule(f'(", " {name} {value})* {later}')
@@ -244,18 +244,6 @@ class PythonicCalls(_NamedArguments):
             first = lark.rule(f"{name} {value} {later}{or_first}")
             later = lark.rule(f'", " {name} {value} {later}{or_later}')
         return f"{json.dumps(f'{tool.name}(')} {first}"
-
-    @classmethod
-    def _write_value(cls, lark: LarkWriter, tool: CalledTool, schema: Any) -> str:
-        """Return an expression for a value in JSON, in which Python's names replace `true`, `false` and `null`."""
-        declared = schema.get("type") if isinstance(schema, dict) else None
-        listed = declared if isinstance(declared, list) else [declared]
-        names = {"boolean": '"True" | "False"', "null": '"None"'}
-        named = [names[kind] for kind in listed if isinstance(kind, str) and kind in names]
-        if not named or not {*schema}.isdisjoint({"enum", "const", "$ref", "not"}):
-            return lark.json(schema, tool.parameters)
-        rest = [kind for kind in listed if kind not in names]
-        return f"({' | '.join([*named, *([lark.json(schema | {'type': rest}, tool.parameters)] if rest else [])])})"
 
 
 class XmlCalls(_NamedArguments):

@@ -13,23 +13,15 @@ from redrafter.chat.thoughts import Thinking, ThoughtMarks
 from redrafter.errors import ArgumentError
 from redrafter.grammar.limits import MAX_GRAMMAR_CHARS
 from redrafter.grammar.source import GrammarSource, checked_text
-from redrafter.serve.answers.arguments import JSON_TYPES, as_json, schema_types
-from redrafter.serve.answers.schemas import (
-    ANNOTATIONS,
-    DEFINITIONS,
-    FORMATS,
-    IGNORED,
-    LOOKS_LIKE,
-    OF_OTHER_TYPES,
-    TEXT_KEYWORDS,
-    drop_ignored,
-    escape_pattern,
-    resolve,
-    scalar_terminals,
-    scan_pattern,
-    standalone,
-)
+from redrafter.serve.answers.arguments import as_json, follow, is_inner, schema_types
 
+_DEFINITIONS = ("$defs", "definitions")
+_IGNORED = frozenset({"$id", "$schema", "x-guidance"})  # at the top of a tool's parameters
+_ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "nullable"}
+    | {"$comment", "contentEncoding", "contentMediaType", *_IGNORED, *_DEFINITIONS}
+)
+_REFERENCE = re.compile(r'"\$ref": "((?!#/\$defs/|#/definitions/)[^"]*)"')  # to another place than the definitions
 # Without this, a model may fill a call with spaces and line breaks until the token limit. A separator is a regular
 # expression; it allows a space because models are trained to write JSON with one.
 _COMPACT_JSON = {
@@ -38,9 +30,7 @@ _COMPACT_JSON = {
     "item_separator": ", ?",
     "key_separator": ": ?",
 }
-_MAX_WORK = 32 * MAX_GRAMMAR_CHARS  # characters of schemas to inspect; a schema counts once per argument that uses it
 _BLANKS = r"/[ \t\r\n]+/"
-_BLANK = r"[\s\x1c-\x1f]*"
 
 
 class Argument(NamedTuple):
@@ -58,10 +48,17 @@ class Argument(NamedTuple):
 
 
 class CalledTool(NamedTuple):
-    """A tool that may be called, with the JSON schema of its parameters; references start at that schema's root."""
+    """A tool that may be called.
+
+    Attributes:
+        name: Its name.
+        parameters: The JSON schema of its parameters; references start at that schema's root.
+        strict: Whether a form that cannot enforce all of the schema is an error.
+    """
 
     name: str
     parameters: dict[str, Any]
+    strict: bool = True
 
 
 class LarkWriter:
@@ -77,7 +74,8 @@ class LarkWriter:
         self._rules: list[str] = []
         self._names: dict[str, str] = {}  # names of rules, by body
         self._spells = False  # whether a schema spells a special token
-        self._work = 0  # characters of schemas inspected so far
+        self._size = 0  # characters of all rules
+        self._definitions: dict[str, str] = {}  # of the tools' parameters as JSON, by the tool's name
         names = sorted(special, key=len, reverse=True)
         self._pattern = re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)()")
 
@@ -96,6 +94,10 @@ class LarkWriter:
         if (name := self._names.get(body)) is None:
             name = self._names[body] = f"{'T' if terminal else 'r'}{len(self._rules)}"
             self._rules.append(f"{name}: {body}")
+            self._size += len(body)
+            if self._size > MAX_GRAMMAR_CHARS:
+                what = "grammar: the tools' parameters are too large for calls of the form"
+                raise ArgumentError(f"{what} {self._form!r}: offer fewer or smaller tools")
         return name
 
     def has(self, token: str) -> bool:
@@ -154,11 +156,23 @@ class LarkWriter:
         thought = f"{self.up_to(marks.end)} {blank}?"
         return f"{thought} {rest}" if thinking == "open" else f"({self.mark(marks.begin)} {thought})? {rest}"
 
-    def json(self, schema: Any, root: Any = None) -> str:
-        """Return an expression for compact JSON of a schema, which may refer to other parts of `root`."""
-        alone = drop_ignored(schema) if root is None else standalone(schema, root)
-        text = GrammarSource.json_schema({"x-guidance": _COMPACT_JSON, **alone}).text
-        self._look_for_tokens(alone)
+    def json(self, schema: dict[str, Any]) -> str:
+        """Return an expression for compact JSON of a schema."""
+        self._look_for_tokens(schema)
+        schema = {name: value for name, value in schema.items() if name not in _IGNORED}
+        return self.rule(f"%json {GrammarSource.json_schema({'x-guidance': _COMPACT_JSON, **schema}).text}")
+
+    def argument(self, tool: CalledTool, schema: dict[str, Any]) -> str:
+        """Return an expression for compact JSON of an argument's schema, which may refer to the tool's definitions."""
+        own = {name: value for name, value in schema.items() if name not in (*_IGNORED, *_DEFINITIONS)}
+        text = json.dumps({"x-guidance": _COMPACT_JSON, **own})
+        if '"$ref"' in text:
+            if tool.name not in self._definitions:
+                named = {name: tool.parameters[name] for name in _DEFINITIONS if name in tool.parameters}
+                self._definitions[tool.name] = json.dumps(named)
+            if (other := _REFERENCE.search(text + self._definitions[tool.name])) is not None:
+                raise self.refuse(tool, f"the reference {other[1][:80]!r}")
+            text = f"{text[:-1]}, {self._definitions[tool.name][1:]}"
         return self.rule(f"%json {text}")
 
     def refuse(self, tool: CalledTool, what: str) -> ArgumentError:
@@ -176,13 +190,13 @@ class LarkWriter:
             name: Pattern that the whole name must match to be valid in the format.
 
         Raises:
-            ArgumentError: Such a format cannot enforce the tool's parameters.
+            ArgumentError: Such a format cannot enforce the parameters of a strict tool, or those of any tool.
         """
-        size = len(GrammarSource.json_schema(tool.parameters).text)  # this call also validates the schema
+        GrammarSource.json_schema(tool.parameters)  # checks its size
         self._look_for_tokens(tool.parameters)
-        schema = resolve(tool.parameters, tool.parameters)
-        known = ANNOTATIONS | IGNORED | {*DEFINITIONS, "type", "properties", "required", "additionalProperties"}
-        if unknown := [keyword for keyword in schema if keyword not in known]:
+        schema = _resolve(tool.parameters, tool.parameters)
+        known = _ANNOTATIONS | {"type", "properties", "required", "additionalProperties"}
+        if tool.strict and (unknown := [keyword for keyword in schema if keyword not in known]):
             raise self.refuse(tool, f"{unknown[0]!r} at their top")
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if schema.get("type", "object") != "object" or not (
@@ -191,33 +205,23 @@ class LarkWriter:
             and all(isinstance(key, str) for key in required)
         ):
             raise self.refuse(tool, "another type than an object")
-        # Each argument may copy the definitions of the whole schema.
-        self._spend(tool, size * len({*properties, *required}))
         more = schema.get("additionalProperties", "properties" not in schema)
         for key in dict.fromkeys([*properties, *required]):
             if name.fullmatch(key) is None:
                 raise self.refuse(tool, f"an argument called {key[:80]!r}")
             if (value := properties.get(key, schema.get("additionalProperties", True))) is not False:
-                yield Argument(key, {} if value is True else value, key in required)
+                yield Argument(key, _resolve(value, tool.parameters), key in required)
             elif key in required:
                 raise self.refuse(tool, f"the argument {key!r}, which is required and may not be given")
         if more is not False:
-            yield Argument(None, {} if more is True else more, False)
+            yield Argument(None, _resolve(more, tool.parameters), False)
 
     def _look_for_tokens(self, schema: dict[str, Any]) -> None:
         self._spells = self._spells or self._pattern.search(json.dumps(schema, ensure_ascii=False)) is not None
 
-    def _spend(self, tool: CalledTool, work: int) -> None:
-        self._work += work
-        if self._work > _MAX_WORK:
-            raise ArgumentError(
-                f"grammar: the parameters of {tool.name!r} have too many arguments or choices for calls of the "
-                f"form {self._form!r}: offer fewer or smaller tools"
-            )
-
     def free_name(self, tool: CalledTool) -> str:
         """Return a terminal for the name of an argument that a tool's parameters do not have."""
-        taken = [key for key in resolve(tool.parameters, tool.parameters).get("properties", {}) if key]
+        taken = [key for key in _resolve(tool.parameters, tool.parameters).get("properties", {}) if key]
         others = f" & ~({' | '.join(json.dumps(key) for key in taken)})" if taken else ""
         return self.rule(f"/[a-zA-Z_][a-zA-Z0-9_]{{0,63}}/{others}", terminal=True)
 
@@ -230,131 +234,56 @@ class LarkWriter:
             end: Text of the form after the value.
             mark: The part of `end` that no value may hold.
         """
-        options = []
-        types = schema_types(argument.schema, tool.parameters)
         head, *rest = self._pieces(end)
-        # Without strings the value is JSON, which needs no exclusions.
-        whole = bool(types) and "string" not in types
-        branches = [argument.schema] if whole else self._branches(tool, argument.schema)
-        scalars = [None if whole or schema.get("type") == "string" else scalar_terminals(schema) for schema in branches]
-        # A number with a separate grammar would be lexed as the beginning of a string.
-        own = [words for words, schema in zip(scalars, branches, strict=True) if schema.get("type") != "string"]
-        numbers = ["/-?[0-9](?s:.*)/"] if None in own and types & {"integer", "number"} else []
-        for schema, words in zip(branches, scalars, strict=True):
-            if words is not None:
-                parts, may_be_empty = [f"({' | '.join(words)})"], False
-            elif whole or schema.get("type") != "string":
-                options.append(" ".join([self.json(schema, tool.parameters), head, *rest]))
-                continue
-            else:
-                # Readers leave out a line break at either end of a value.
-                bare = [] if end.startswith("\n") else [r"/\n(?s:.*)/", r"/(?s:.*)\n/"]
-                parts, may_be_empty = self._text(tool, schema, types, mark, bool(bare))
-                looks = [f"/{_BLANK}{LOOKS_LIKE[kind]}{_BLANK}/" for kind in sorted(types - {"string"})]
-                # A string that looks like another allowed type would be parsed as that type.
-                if "enum" not in schema:
-                    parts.append(_without(mark, others=[*bare, *looks, *numbers]))
-            if head.startswith("<"):
-                value = self.rule(" & ".join([*parts, "/(?s:.+)/"]), terminal=True)
-                options.append(" ".join([f"{value}?" if may_be_empty else value, head, *rest]))
-            else:  # one lexeme for value and end, since lexemes match greedily
-                options.append(" ".join([self.rule(f"({' & '.join(parts)}) {head}", terminal=True), *rest]))
-        if not options:
-            raise self.refuse(tool, f"an argument {argument.name!r} that has no value")
-        return f"({' | '.join(options)})"
+        types = schema_types(argument.schema, tool.parameters)
+        if types and "string" not in types:
+            return " ".join([self.argument(tool, argument.schema), head, *rest])
+        values, kept = _written_values(argument.schema, types, mark), {"type"}
+        text = f"(/(?s:.*)/ & {_without(mark)})"
+        if values:
+            text, kept = f"({' | '.join(map(json.dumps, values))})", {"type", "enum", "const"}
+        if tool.strict and (unkept := sorted(_keywords(argument.schema) - kept - _ANNOTATIONS)):
+            raise self.refuse(tool, f"{unkept[0]!r} for the text {argument.name!r}")
+        if not head.startswith("<"):  # one lexeme for value and end, since lexemes match greedily
+            return " ".join([self.rule(f"{text} {head}", terminal=True), *rest])
+        written = self.rule(f"{text} & /(?s:.+)/", terminal=True)
+        return " ".join([f"{written}?" if "" in values or not values else written, head, *rest])
 
-    def _branches(self, tool: CalledTool, schema: Any, depth: int = 0) -> list[dict[str, Any]]:
-        """Split a schema into alternatives that allow either strings or values of other types, not both."""
-        self._spend(tool, _MAX_WORK >> 13)  # nested options could otherwise grow exponentially
-        schema = resolve(schema, tool.parameters)
-        for keyword in ("anyOf", "oneOf", "allOf"):
-            if keyword in schema:
-                others = [other for other in schema if other not in ANNOTATIONS and other != keyword]
-                listed = schema[keyword]
-                if (
-                    others
-                    or depth > 8
-                    or not isinstance(listed, list)
-                    or len(listed) > (1 if keyword == "allOf" else 64)
-                ):
-                    raise self.refuse(tool, f"{keyword!r} {f'with {others[0]!r} ' if others else ''}for a string")
-                # `oneOf` forbids values that two options allow; a grammar cannot count, so options must have distinct
-                # types.
-                if keyword == "oneOf":
-                    kinds = [kind for option in listed for kind in schema_types(option, tool.parameters) or {"string"}]
-                    if len(kinds) > len({*kinds} - ({"integer"} if "number" in kinds else set())):
-                        raise self.refuse(tool, "'oneOf' of options that may hold at once")
-                return [branch for option in listed for branch in self._branches(tool, option, depth + 1)]
-        declared = schema.get("type")
-        listed = declared if isinstance(declared, list) else [declared] if declared is not None else []
-        if declared == [] or not all(isinstance(kind, str) and kind in JSON_TYPES for kind in listed):
-            raise self.refuse(tool, f"the type {str(declared)[:80]!r}")
-        if "enum" in schema or "const" in schema:
-            if ("enum" in schema and "const" in schema) or not isinstance(schema.get("enum", []), list):
-                raise self.refuse(tool, "an 'enum' that is not a list or is combined with 'const'")
-            values = schema["enum"] if "enum" in schema else [schema["const"]]
-            # Strings are written without quotes and other values as JSON, so they need separate branches.
-            kinds = [kind for kind in listed if kind != "string"]
-            texts = [value for value in values if isinstance(value, str) and (not listed or "string" in listed)]
-            others = [value for value in values if not isinstance(value, str)] if kinds or not listed else []
-            more = {keyword: value for keyword, value in schema.items() if keyword not in ("const", "enum")}
-            of_texts = more | {"type": "string", "enum": texts}
-            of_others = {"enum": others} | ({"type": kinds} if kinds else {})
-        else:
-            texts = [kind for kind in listed or ["string"] if kind == "string"]
-            others = [kind for kind in listed if kind != "string"]
-            of_texts, of_others = schema | {"type": "string"}, schema | {"type": others}
-        if not texts and not others:
-            raise self.refuse(tool, "an argument that has no value")
-        return [*([of_texts] if texts else []), *([of_others] if others else [])]
 
-    def _text(
-        self, tool: CalledTool, schema: dict[str, Any], types: set[str], mark: str, bare: bool
-    ) -> tuple[list[str], bool]:
-        """Return the pattern that a string has to match, and whether it may be empty."""
-        known = TEXT_KEYWORDS | ANNOTATIONS | OF_OTHER_TYPES | {*DEFINITIONS}
-        if unknown := [keyword for keyword in schema if keyword not in known and not keyword.startswith("x-")]:
-            raise self.refuse(tool, f"{unknown[0]!r} for a string")
-        others = types - {"string"}
-        parts = ["/(?s:.*)/"]
-        least, most = schema.get("minLength", 0), schema.get("maxLength", MAX_GRAMMAR_CHARS)
-        if not all(type(length) is int and length >= 0 for length in (least, most)) or least > most:
-            raise self.refuse(tool, f"the lengths {str([least, most])[:80]} of a string")
-        if least or "maxLength" in schema:
-            parts.append(f"/(?s:.{{{least},{most if most < MAX_GRAMMAR_CHARS else ''}}})/")
-        if "enum" in schema:
-            if beside := [keyword for keyword in ("pattern", "format") if keyword in schema]:
-                raise self.refuse(tool, f"{beside[0]!r} with the values of a string")
-            # A value with the end mark in it would be cut there.
-            texts = [text for text in schema["enum"] if mark not in text and not (bare and text != text.strip("\n"))]
-            texts = [text for text in texts if not others or as_json(text.strip(), others) is None]
-            if not (texts := [text for text in texts if least <= len(text) <= most]):
-                raise self.refuse(
-                    tool, "only values that are too long or short, or would be read as another type or cut"
-                )
-            return [f"({' | '.join(map(json.dumps, texts))})"], "" in texts
-        if "pattern" in schema:
-            parts.append(self._search(tool, schema["pattern"]))
-        if "format" in schema:
-            kind = schema["format"]
-            if not isinstance(kind, str) or kind not in FORMATS:
-                raise self.refuse(tool, f"the format {str(kind)[:80]!r} of a string")
-            parts.append(f"/{escape_pattern(FORMATS[kind])}/")
-        return parts, not (least or "pattern" in schema or "format" in schema)
+def _written_values(schema: dict[str, Any], types: set[str], mark: str) -> list[str]:
+    """Return an enumeration's values as they are written; empty if one of them would be read as another value."""
+    listed = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    values = listed if isinstance(listed, list) and not ("enum" in schema and "const" in schema) else []
+    texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+    for value, text in zip(values, texts, strict=True):
+        is_text = as_json(text.strip(), types - {"string"}) is None
+        if is_text != isinstance(value, str) or mark in text or text != text.strip("\n"):
+            return []
+    return texts
 
-    def _search(self, tool: CalledTool, pattern: Any) -> str:
-        """Return a terminal for strings that contain a match of a pattern; `^` and `$` anchor it."""
-        scanned = scan_pattern(pattern) if isinstance(pattern, str) else None
-        if scanned is None:
-            raise self.refuse(tool, f"the pattern {str(pattern)[:80]!r}")
-        choice, ends = scanned
-        begins = pattern.startswith("^")
-        # An anchor would belong to one alternative only, which the rewritten pattern cannot express.
-        if (begins or ends) and choice:
-            raise self.refuse(tool, f"'^' or '$' with '|' in the pattern {pattern[:80]!r}")
-        body = pattern[begins : len(pattern) - ends]
-        # JSON Schema searches for a pattern anywhere; lexemes match as a whole.
-        return f"/{'' if begins else '(?s:.*)'}({escape_pattern(body)}){'' if ends else '(?s:.*)'}/"
+
+def _keywords(schema: dict[str, Any]) -> set[str]:
+    """Return the keywords of a schema, and those of its alternatives in place of `anyOf`."""
+    if not isinstance(listed := schema.get("anyOf"), list) or "type" in schema:
+        return {*schema}
+    return ({*schema} - {"anyOf"}).union(*(each for each in listed if isinstance(each, dict)))
+
+
+def _resolve(schema: Any, root: Any) -> dict[str, Any]:
+    """Replace a reference to a part of `root` by that part, and return the schema."""
+    # A bound, since references may form a cycle.
+    for _ in range(32):
+        if schema is True:
+            return {}
+        if not isinstance(schema, dict):
+            raise ArgumentError(f"grammar: {str(schema)[:80]!r} is no schema of a value")
+        reference = schema.get("$ref")
+        if not is_inner(reference) or {*schema} - {"$ref"} - _ANNOTATIONS:
+            return schema
+        if (found := follow(root, reference)) is None:
+            raise ArgumentError(f"grammar: the schema has no {reference[:80]!r}, to which it refers")
+        schema = found
+    raise ArgumentError("grammar: references of the schema lead in a circle")
 
 
 def _without(*marks: str, others: Iterable[str] = ()) -> str:
