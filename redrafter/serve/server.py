@@ -337,7 +337,9 @@ class Server:
         if asked.images is not None and not isinstance(self.images, str):
             deltas = self.images.count(deltas, asked.images, client)
         if self.traces is not None:
-            deltas = self.traces.follow(deltas, request, asked, choices, name, str(facts.get("id", "")))
+            from redrafter.serve.traces import follow
+
+            deltas = follow(deltas, asked, choices, name)
         if not request.stream:
             async with aclosing(deltas):  # otherwise the engine would continue after an error
                 body = await collect_answer(deltas, choices, name, best)

@@ -1,8 +1,8 @@
 """Export traces of requests to OpenTelemetry, with names of vLLM and the semantic conventions for generative AI.
 
-Each request that reaches the engine is one span, which contains no text. The SDK sends spans from a separate thread,
-and drops them if the collector does not accept them, so that no request waits. This module is imported only with
-`--otlp-traces-endpoint`.
+OpenTelemetry's instrumentation of FastAPI begins a span for each request; those that reach the engine get attributes
+here, and no text. The SDK sends spans from a separate thread, and drops them if the collector does not accept them, so
+that no request waits. This module is imported only with `--otlp-traces-endpoint`.
 
 https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
 """
@@ -15,39 +15,36 @@ from contextlib import aclosing
 from typing import Any
 from urllib.parse import urlsplit
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from fastapi import FastAPI
 
 from redrafter.errors import ArgumentError, MissingDependencyError, first_line, how_to_install
 from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.answers.choice import usage_and_metrics
-from redrafter.serve.answers.formats import AnyChoice
+from redrafter.serve.answers.formats import AnyChoice, ChatChoice
 from redrafter.serve.engine_process.messages import Submit
 from redrafter.serve.metrics import REASONS
-from redrafter.serve.protocol.requests import ChatRequest, CompletionRequest
-from redrafter.version import __version__
 
 try:
-    from opentelemetry import context
+    from opentelemetry import trace
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    from opentelemetry.trace import SpanKind, StatusCode
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+    from opentelemetry.trace import StatusCode
 except ImportError as error:
-    what = f"--otlp-traces-endpoint needs OpenTelemetry's SDK and its exporter: {how_to_install('serve,otel')}"
+    what = f"--otlp-traces-endpoint needs OpenTelemetry's SDK and instrumentation: {how_to_install('serve,otel')}"
     raise MissingDependencyError(what) from error
 
-SPAN_NAME = "llm_request"  # vLLM's name
 TRACES_PATH = "/v1/traces"  # default path of a collector
 CLOSE_SECONDS = 2.0  # time limit for sending the last spans
-PARENT_HEADERS = (b"traceparent", b"tracestate")
+QUIET_URLS = "/health,/v1/health,/metrics"  # asked every few seconds
 
 Deltas = AsyncGenerator[tuple[AnyChoice, list[SequenceDelta]], None]  # each choice with its new deltas
 
 
 class Traces:
-    """Creates a span for each request, as a child of the client's span, and sends it to a collector.
+    """Sends a span of each request, a child of the client's span, to a collector.
 
     The SDK's environment variables apply: service name, sampling, headers, certificates, batches.
     """
@@ -72,8 +69,6 @@ class Traces:
                 f"OpenTelemetry refuses its settings in the environment ({settings}): {first_line(error)}; "
                 "change them, or leave out --otlp-traces-endpoint"
             ) from error
-        self._tracer = self._provider.get_tracer("redrafter", __version__)
-        self._parents = TraceContextTextMapPropagator()
 
     def close(self) -> None:
         """Send the remaining spans and stop. They are dropped if the collector takes too long."""
@@ -82,73 +77,48 @@ class Traces:
         ending.start()
         ending.join(CLOSE_SECONDS)
 
-    def continue_traces(self, app: ASGIApp) -> ASGIApp:
-        """Wrap an application so that its spans are children of the span in the `traceparent` header, if any."""
+    def instrument(self, app: FastAPI) -> None:
+        """Let an application begin a span for each request, but for those of health and metrics."""
+        FastAPIInstrumentor.instrument_app(
+            app, tracer_provider=self._provider, excluded_urls=QUIET_URLS, exclude_spans=["receive", "send"]
+        )
 
-        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            sent = {
-                name.decode(): value.decode("latin-1")
-                for name, value in scope.get("headers", ())
-                if name in PARENT_HEADERS
-            }
-            if not sent:
-                return await app(scope, receive, send)
-            token = context.attach(self._parents.extract(sent))
-            try:
-                await app(scope, receive, send)
-            finally:
-                context.detach(token)
 
-        return answer
-
-    async def follow(
-        self,
-        deltas: Deltas[AnyChoice],
-        request: CompletionRequest | ChatRequest,
-        asked: Submit,
-        choices: Sequence[AnyChoice],
-        model: str,
-        request_id: str,
-    ) -> Deltas[AnyChoice]:
-        """Pass a request's deltas through, and end its span when the request ends, fails or is abandoned."""
-        params = asked.params
-        about: dict[str, Any] = {
-            "gen_ai.operation.name": "chat" if isinstance(request, ChatRequest) else "text_completion",
-            "gen_ai.provider.name": "redrafter",
-            "gen_ai.request.id": request_id,
-            "gen_ai.request.model": model,
-            "gen_ai.response.model": model,
-            "gen_ai.request.max_tokens": asked.max_new_tokens,
-            "gen_ai.request.temperature": params.temperature,
-            "gen_ai.request.top_p": params.top_p,
-            "gen_ai.request.top_k": params.top_k,
-            "gen_ai.request.seed": params.seed,
-            "gen_ai.request.n": len(choices),
-            "gen_ai.request.choice.count": len(choices),
-        }
-        # Spans need wall-clock times, but the request's arrival was taken from the monotonic clock.
-        before = time.perf_counter() - choices[0].arrived_at  # seconds since its arrival
-        began = time.time_ns() - round(1e9 * before)
-        span = self._tracer.start_span(SPAN_NAME, kind=SpanKind.SERVER, start_time=began, attributes=about)
-        finishes = dict.fromkeys(choices, REASONS["cancelled"])
-        failed: BaseException | None = None
-        try:
-            async with aclosing(deltas):
-                async for choice, gained in deltas:
-                    if (finish := gained[-1].finish) is not None:
-                        finishes[choice], failed = REASONS[finish], failed or gained[-1].error
-                    yield choice, gained
-        except Exception as error:
-            failed = error
-            raise
-        finally:
-            if span.is_recording():
-                span.set_attribute("gen_ai.response.finish_reasons", list(finishes.values()))
-                span.set_attributes(_measured(choices))
-                if failed is not None:
-                    span.set_attribute("error.type", type(failed).__name__)
-                    span.set_status(StatusCode.ERROR, str(failed))
-            span.end()
+async def follow(
+    deltas: Deltas[AnyChoice], asked: Submit, choices: Sequence[AnyChoice], model: str
+) -> Deltas[AnyChoice]:
+    """Pass a request's deltas through, and describe them in its span when the request ends, fails or is abandoned."""
+    span, params = trace.get_current_span(), asked.params
+    about: dict[str, Any] = {
+        "gen_ai.operation.name": "chat" if isinstance(choices[0], ChatChoice) else "text_completion",
+        "gen_ai.provider.name": "redrafter",
+        "gen_ai.request.id": asked.request_id,
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+        "gen_ai.request.max_tokens": asked.max_new_tokens,
+        "gen_ai.request.choice.count": len(choices),
+        "gen_ai.request.n": len(choices),
+    }
+    about |= {f"gen_ai.request.{name}": getattr(params, name) for name in ("temperature", "top_p", "top_k", "seed")}
+    finishes = dict.fromkeys(choices, REASONS["cancelled"])
+    failed: BaseException | None = None
+    try:
+        async with aclosing(deltas):
+            async for choice, gained in deltas:
+                if (finish := gained[-1].finish) is not None:
+                    finishes[choice], failed = REASONS[finish], failed or gained[-1].error
+                yield choice, gained
+    except Exception as error:
+        failed = error
+        raise
+    finally:
+        if span.is_recording():
+            span.set_attributes(
+                about | {"gen_ai.response.finish_reasons": list(finishes.values())} | _measured(choices)
+            )
+            if failed is not None:
+                span.set_attribute("error.type", type(failed).__name__)
+                span.set_status(StatusCode.ERROR, str(failed))
 
 
 def _measured(choices: Sequence[AnyChoice]) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def server_app(server: "Server") -> FastAPI:
     policy = AccessPolicy.from_options(server.keys, options, server.operators)
     app = create_app(server, policy, options.max_body_size, options.allow_runtime_lora_updating)
     if server.traces is not None:
-        app.add_middleware(server.traces.continue_traces)
+        server.traces.instrument(app)
     return app
 
 
