@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.utils.hub import cached_file
@@ -21,7 +20,8 @@ from redrafter.drafting.mtp_attention import ATTENTION_NAME, DraftedEntries, Pas
 from redrafter.errors import CheckpointError, UnsupportedError, first_line, warn
 from redrafter.files.checkpoint_kind import read_json
 from redrafter.files.gguf_file import SUFFIX
-from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE
+from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE, read_file_headers
+from redrafter.files.stored_tensors import map_tensor
 from redrafter.model.forward_batch import decoder_stack
 from redrafter.model.patch import MODEL_ERRORS
 from redrafter.model.target import Target
@@ -193,11 +193,7 @@ def _files_by_tensor(name: str, revision: str | None) -> dict[str, str]:
     weights = _find(name, WEIGHTS_FILE, revision)
     if weights is None:
         return {}
-    try:
-        with safe_open(weights, framework="pt") as tensors:
-            return dict.fromkeys(tensors.keys(), WEIGHTS_FILE)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{weights} is cut short or no safetensors file: {first_line(error)}") from error
+    return dict.fromkeys(read_file_headers(weights), WEIGHTS_FILE)
 
 
 def _find(name: str, file: str, revision: str | None) -> Path | None:
@@ -210,13 +206,10 @@ def _find(name: str, file: str, revision: str | None) -> Path | None:
 def _read(name: str, revision: str | None, wanted: Mapping[str, str], files: Mapping[str, str]) -> dict[str, Tensor]:
     """Return tensors by the drafter's names; `wanted` has the checkpoint's names, and `files` where these are."""
     tensors: dict[str, Tensor] = {}
-    # Each file is opened once, and only those with the MTP layer are downloaded.
+    # Only files with the MTP layer are downloaded.
     for file in sorted({files[theirs] for theirs in wanted.values()}):
         path = _find(name, file, revision)
         if path is None:
             raise CheckpointError(f"{name} has no {file}, where its index says that its MTP layer is: {_OTHERWISE}")
-        with safe_open(path, framework="pt") as stored:
-            for mine, theirs in wanted.items():
-                if files[theirs] == file:
-                    tensors[mine] = stored.get_tensor(theirs)
+        tensors |= {ours: map_tensor(path, theirs) for ours, theirs in wanted.items() if files[theirs] == file}
     return tensors

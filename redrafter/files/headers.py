@@ -3,6 +3,8 @@
 Nothing here imports torch.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,12 +87,25 @@ def read_headers(directory: Path) -> dict[str, Header]:
 
 
 def read_file_headers(file: Path) -> dict[str, Header]:
-    """Return the headers of the tensors of a safetensors file by their names."""
+    """Return the headers of the tensors of a safetensors file by their names, in the order of their data."""
+    with open_safetensors(file, "np") as tensors:
+        slices = {name: tensors.get_slice(name) for name in tensors.offset_keys()}
+        return {name: Header(file, tuple(x.get_shape()), str(x.get_dtype())) for name, x in slices.items()}
+
+
+@contextmanager
+def open_safetensors(file: Path, framework: str) -> Iterator[safe_open]:
+    """Open a safetensors file, and check that its header describes all of it.
+
+    Raises:
+        CheckpointError: It is no regular file, or broken.
+    """
+    with open_regular(file):  # safetensors would wait for a FIFO's writer
+        pass
     try:
-        with open_regular(file):  # safetensors would wait for a FIFO's writer
-            pass
-        with safe_open(file, framework="np") as tensors:
-            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  not a dict
-            return {name: Header(file, tuple(x.get_shape()), str(x.get_dtype())) for name, x in slices.items()}
+        with safe_open(file, framework=framework) as tensors:
+            yield tensors
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} is missing, cut short or no safetensors file: {first_line(error)}") from error
+        raise CheckpointError(
+            f"{file} cannot be read: it is cut short or not a safetensors file: {first_line(error)}"
+        ) from error

@@ -5,25 +5,23 @@ ends by SIGBUS; if it is rewritten, tensors change that were checked before. A F
 since safetensors opens it while it holds Python's lock. Here only regular files are opened, and no read holds the lock.
 """
 
-import json
 import os
 from collections.abc import Sequence
 from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import torch
 from torch import Tensor
 
-from redrafter.errors import CheckpointError, first_line
+from redrafter.errors import CheckpointError
 from redrafter.files.dtype_names import SAFETENSORS_DTYPES
-from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE, weight_files
+from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE, open_safetensors, read_file_headers, weight_files
 from redrafter.files.regular_file import open_regular
 
 SUFFIX = ".safetensors"
-MAX_HEADER_BYTES = 32 << 20  # parsing holds Python's lock; the header of 100,000 tensors has 12 MB
 READ_BYTES = 1 << 30  # per call, as Linux reads less than 2 GiB at once
 
 
@@ -80,73 +78,33 @@ def read_safetensors(files: Sequence[Path]) -> dict[str, Tensor]:
 
 
 def _read_tensors(path: Path, file: FileIO, size: int) -> dict[str, Tensor]:
-    """Read the tensors of a file of `size` bytes: https://github.com/huggingface/safetensors, "Format"."""
-
-    def read_into(data: Any) -> None:
-        view = memoryview(data)
-        while view:
-            if not (count := file.readinto(view[:READ_BYTES])):
-                raise _wrong(path, f"its {size} bytes became fewer while it was read")
-            view = view[count:]
-
-    if size < 8:
-        raise _wrong(path, f"it has {size} bytes")
-    read_into(length := bytearray(8))
-    header_bytes = int.from_bytes(length, "little")
-    if header_bytes > min(size - 8, MAX_HEADER_BYTES):
-        raise _wrong(path, f"it has {size} bytes, and its header states a length of {header_bytes}")
-    read_into(head := bytearray(header_bytes))
-    places = _parse_header(path, bytes(head), size - 8 - header_bytes)
+    """Read the tensors of a file of `size` bytes."""
+    places, total = [], 0
+    # safetensors checks that tensors have the bytes of their shapes, and that these are all of the data, without gaps.
+    for name, (_, shape, code) in read_file_headers(path).items():
+        if (dtype := SAFETENSORS_DTYPES.get(code)) is None:
+            raise CheckpointError(f"{path} holds {name} as {code}, which is not known here")
+        places.append((name, dtype, shape, total, total := total + prod(shape) * dtype.itemsize))
     # Before the allocation, which Linux would grant and then end the process for.
     if size > (free := psutil.virtual_memory().available):
         raise CheckpointError(
             f"{path} has {size / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of the machine's memory are free"
         )
-    data = torch.empty(size - 8 - header_bytes, dtype=torch.uint8)
-    read_into(data.numpy().data)
-    tensors = {}
-    for name, (dtype, shape, begin, end) in places.items():
-        part = data[begin:end]
-        # A view in another dtype needs an aligned offset, which the format does not promise.
-        aligned = part if begin % dtype.itemsize == 0 else part.clone()
-        tensors[name] = aligned.view(dtype).view(shape)
-    return tensors
+    data = torch.empty(total, dtype=torch.uint8)
+    file.seek(max(size - total, 0))
+    view = memoryview(data.numpy().data)
+    while view:
+        if not (count := file.readinto(view[:READ_BYTES])):
+            raise CheckpointError(f"{path} cannot be read: its {size} bytes became fewer while it was read")
+        view = view[count:]
+    # A view in another dtype needs an aligned offset, which the format does not promise.
+    aligned = lambda part, dtype: part if part.storage_offset() % dtype.itemsize == 0 else part.clone()  # noqa: E731
+    return {
+        name: aligned(data[begin:end], dtype).view(dtype).view(shape) for name, dtype, shape, begin, end in places
+    }
 
 
-def _parse_header(path: Path, head: bytes, data_bytes: int) -> dict[str, tuple[torch.dtype, list[int], int, int]]:
-    """Return the dtype, shape, first and last offset of each tensor, which together cover all data."""
-    try:
-        header = json.loads(head)
-    except (ValueError, RecursionError) as error:
-        raise _wrong(path, f"its header is not valid JSON ({first_line(error)})") from error
-    if not isinstance(header, dict):
-        raise _wrong(path, "its header is not a JSON object")
-    header.pop("__metadata__", None)
-    places = {}
-    for name, entry in header.items():
-        try:
-            code, shape, (begin, end) = entry["dtype"], list(entry["shape"]), entry["data_offsets"]
-            whole = all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end))
-        except (KeyError, TypeError, ValueError):
-            whole = False
-        if not whole:
-            raise _wrong(path, f"its header has no dtype, shape and data_offsets of {name}")
-        dtype = SAFETENSORS_DTYPES.get(code)
-        if dtype is None:
-            raise CheckpointError(f"{path} holds {name} as {code}, which is not known here")
-        if end - begin != prod(shape) * dtype.itemsize:
-            raise _wrong(path, f"{name} of shape {shape} as {code} has {end - begin} bytes")
-        places[name] = dtype, shape, begin, end
-    expected = 0
-    # The format allows neither gaps nor overlaps, which would hide data or alias tensors.
-    for name, (_, _, begin, end) in sorted(places.items(), key=lambda item: item[1][2:]):
-        if begin != expected:
-            raise _wrong(path, f"the bytes of {name} begin at {begin} instead of {expected}")
-        expected = end
-    if expected != data_bytes:
-        raise _wrong(path, f"its tensors have {expected} bytes, and {data_bytes} are there")
-    return places
-
-
-def _wrong(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be read: it is cut short or no safetensors file: {what}")
+def map_tensor(file: Path, name: str) -> Tensor:
+    """Return a tensor of a safetensors file that is mapped into memory: of the file, only what is used is read."""
+    with open_safetensors(file, "pt") as tensors:
+        return tensors.get_tensor(name)
