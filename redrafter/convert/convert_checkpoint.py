@@ -4,7 +4,7 @@
 
 In a checkout, `python convert/convert_checkpoint.py ...` is equivalent. Unchanged weight files become hard links if the
 file system supports them, so that a merged checkpoint takes only the drafter's size on the disk: do not write into the
-weight files of either directory. Tensors are read a few rows at a time. The output appears only once it is complete.
+weight files of either directory. Tensors are read one at a time. The output appears only once it is complete.
 """
 
 import shlex

@@ -39,7 +39,7 @@ from redrafter.formats.sources import (
     open_drafter,
     read_own,
 )
-from redrafter.formats.tensors import LazyTensor
+from redrafter.formats.tensors import StoredTensor
 from redrafter.model.recurrent_layers import layer_tensors
 from redrafter.model.supported import check_states_found, check_supported, config_width, stored_shapes
 from redrafter.version import __version__
@@ -195,7 +195,7 @@ def _describe_drafter(drafter: SourceDrafter) -> dict[str, object]:
     return drafter_facts(config.kind, _stored(drafter.tensors), own)
 
 
-def _stored(tensors: Mapping[str, LazyTensor]) -> Stored:
+def _stored(tensors: Mapping[str, StoredTensor]) -> Stored:
     return {name: (tensor.shape, dtype_name(tensor.dtype)) for name, tensor in tensors.items()}
 
 

@@ -30,7 +30,7 @@ from redrafter.formats import apple, dflash, eagle, trtllm
 from redrafter.formats.model_card import make_header, make_introduction
 from redrafter.formats.sources import SourceBase, SourceDrafter
 from redrafter.formats.tensors import (
-    LazyTensor,
+    StoredTensor,
     cast,
     memory_tensor,
     split_into_files,
@@ -69,7 +69,7 @@ class ConversionPlan:
         copy: Whether to copy weight files that could be hard links.
     """
 
-    weights: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
+    weights: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
     copies: dict[str, Path] = field(default_factory=dict)
     json_files: dict[str, dict[str, object]] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class ConversionPlan:
         # Hard links work only within one file system.
         disk = _existing_parent(output).stat().st_dev
         linked = lambda file: not self.copy and _is_weights(file) and file.resolve().stat().st_dev == disk  # noqa: E731
-        written = sum(tensor.nbytes for tensors in self.weights.values() for tensor in tensors.values())
+        written = sum(tensor.meta.nbytes for tensors in self.weights.values() for tensor in tensors.values())
         return written + sum(file.stat().st_size for file in self.copies.values() if not linked(file))
 
     def check_space(self, output: Path) -> None:
@@ -173,7 +173,7 @@ def add_shortlist(drafter: SourceDrafter, size: int, rank: int) -> SourceDrafter
         raise ArgumentError(f"--head-shortlist-rank must be from 1 to the head's width {head.shape[1]}, got {rank}")
     config.head_shortlist, config.head_shortlist_rank = size, rank
     config.check()
-    rough = zip(("proj", "head"), low_rank_factors(head.read_rows(0, head.length), rank), strict=True)
+    rough = zip(("proj", "head"), low_rank_factors(head.read(), rank), strict=True)
     added = {f"shortlist.{name}.weight": memory_tensor(head.name, weight.contiguous()) for name, weight in rough}
     return replace(drafter, config=config, tensors=drafter.tensors | added)
 
@@ -329,7 +329,7 @@ def plan_trtllm(drafter: SourceDrafter, base: SourceBase | None, config: Convert
     return ConversionPlan(weights=weights, json_files={"config.json": pair_config}, notes=notes)
 
 
-def _trtllm_base(base: SourceBase, config: ConvertConfig) -> tuple[dict[str, Any], list[dict[str, LazyTensor]]]:
+def _trtllm_base(base: SourceBase, config: ConvertConfig) -> tuple[dict[str, Any], list[dict[str, StoredTensor]]]:
     """Return the TensorRT-LLM config of a base and its tensors on each rank.
 
     A base that is a TensorRT-LLM checkpoint, possibly quantised, keeps its config, ranks and number format.
@@ -425,7 +425,7 @@ def _training_notes(config: AnyDrafterConfig, shape: TreeShape) -> tuple[str, ..
     return () if note is None else (note,)
 
 
-def _cast_floats(tensors: Mapping[str, LazyTensor], dtype: str | None) -> dict[str, LazyTensor]:
+def _cast_floats(tensors: Mapping[str, StoredTensor], dtype: str | None) -> dict[str, StoredTensor]:
     """Cast floating-point tensors to a number format; id maps keep their integers."""
     if dtype is None:
         return dict(tensors)

@@ -99,9 +99,7 @@ def _read_tensors(path: Path, file: FileIO, size: int) -> dict[str, Tensor]:
         view = view[count:]
     # A view in another dtype needs an aligned offset, which the format does not promise.
     aligned = lambda part, dtype: part if part.storage_offset() % dtype.itemsize == 0 else part.clone()  # noqa: E731
-    return {
-        name: aligned(data[begin:end], dtype).view(dtype).view(shape) for name, dtype, shape, begin, end in places
-    }
+    return {name: aligned(data[begin:end], dtype).view(dtype).view(shape) for name, dtype, shape, begin, end in places}
 
 
 def map_tensor(file: Path, name: str) -> Tensor:

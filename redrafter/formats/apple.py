@@ -12,7 +12,7 @@ from typing import Any
 from redrafter.drafting.drafter_config import AnyDrafterConfig, DrafterConfig
 from redrafter.errors import CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import APPLE_MODEL_TYPE
-from redrafter.formats.tensors import LazyTensor
+from redrafter.formats.tensors import StoredTensor
 
 HEAD_LISTS = ("lm_head", "lm_heads", "0")  # names of the list of residual layers and head, newest first
 UNUSED_NORM = "emb_norm.weight"  # in some checkpoints; nothing reads it, and it is kept for the way back
@@ -25,9 +25,9 @@ _OTHER_KEYS = {
 }
 
 
-def rename_tensors(stored: Mapping[str, LazyTensor], layers: int, directory: Path) -> dict[str, LazyTensor]:
+def rename_tensors(stored: Mapping[str, StoredTensor], layers: int, directory: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a drafter with `layers` residual layers by this project's names."""
-    tensors: dict[str, LazyTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         if (new_name := _to_redrafter_name(name, layers)) in tensors:
             raise CheckpointError(
@@ -57,7 +57,9 @@ def to_apple_name(name: str, layers: int) -> str:
     return re.sub(r"^layers\.(\d+)\.", r"lm_head.\1.", name)
 
 
-def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTensor], directory: Path) -> DrafterConfig:
+def to_redrafter_config(
+    config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], directory: Path
+) -> DrafterConfig:
     """Convert Apple's config; keys without a counterpart are kept in `source_config`, for the way back.
 
     The tensors, by Apple's names, determine the vocabulary and the recurrence if the config does not.
@@ -72,7 +74,7 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTen
     if not isinstance(vocabulary, int) or vocabulary < 1:
         if head is None:
             raise CheckpointError(f"{directory} has no tensor lm_head.{layers}.weight, which its config asks for")
-        vocabulary = head.length
+        vocabulary = head.shape[0]
     return DrafterConfig(
         vocab_size=vocabulary,
         hidden_size=config["hidden_size"],

@@ -24,10 +24,9 @@ from redrafter.drafting.drafter_config import DEFAULT_ROPE, ROPE_TYPES, EagleCon
 from redrafter.drafting.drafter_model import check_draft_ids
 from redrafter.errors import CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import SPECULATORS_KEY, config_errors
-from redrafter.formats.tensors import LazyTensor, memory_tensor
+from redrafter.formats.tensors import StoredTensor, memory_tensor
 
 EMBEDDING = "embed_tokens.weight"  # in both formats, and in ours
-ROWS_AT_ONCE = 8192  # of an embedding table, when two are compared
 LAYER_TYPES = ("llama", "qwen3")  # `model_type` of the decoder layers that can be computed
 SPECULATORS_VERSION = "0.9.0"  # whose config classes have the fields that are written
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -56,7 +55,7 @@ _LAYER_KEYS = (
 _UNREAD = re.compile(r"t2d|d2t|verifier_(lm_head|norm)\.weight|.*\.rotary_emb\.inv_freq")
 
 
-def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTensor], directory: Path) -> EagleConfig:
+def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], directory: Path) -> EagleConfig:
     """Convert the config of a head in either format; its tensors decide whether it has separate embeddings."""
     read = _of_speculators if SPECULATORS_KEY in config else _of_eagle
     layer = layer_config(config.get("transformer_layer_config", config), directory, LAYER_TYPES)
@@ -155,7 +154,7 @@ def as_dict(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def split_tensors(tensors: Mapping[str, LazyTensor], config: EagleConfig, directory: Path) -> dict[str, LazyTensor]:
+def split_tensors(tensors: Mapping[str, StoredTensor], config: EagleConfig, directory: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a head by this project's names, without those that nothing reads."""
     renamed = {
         re.sub(r"^layers\.0\.", "midlayer.", name): tensor
@@ -166,8 +165,8 @@ def split_tensors(tensors: Mapping[str, LazyTensor], config: EagleConfig, direct
 
 
 def draft_ids(
-    tensors: Mapping[str, LazyTensor], size: int | None, vocab_size: int, directory: Path
-) -> dict[str, LazyTensor]:
+    tensors: Mapping[str, StoredTensor], size: int | None, vocab_size: int, directory: Path
+) -> dict[str, StoredTensor]:
     """Return `draft_ids`, the base's id of each of a drafter's `size` ids, `[V']` int64, by its name.
 
     It is left out of a drafter that has all ids of its base in order; `size` is None then.
@@ -176,9 +175,9 @@ def draft_ids(
         if size is not None:
             raise CheckpointError(f"{directory} has no tensor d2t, which maps its {size} ids to the base's")
         return {}
-    offsets = tensors["d2t"].read_rows(0, tensors["d2t"].length).long()
+    offsets = tensors["d2t"].read().long()
     ids = offsets + torch.arange(len(offsets))
-    known = tensors["t2d"].read_rows(0, tensors["t2d"].length).bool() if "t2d" in tensors else None
+    known = tensors["t2d"].read().bool() if "t2d" in tensors else None
     agree = known is not None and len(known) == vocab_size and torch.equal(known.nonzero().flatten(), ids.sort().values)
     # Offsets to ids that no two neighbours of the vocabulary are among would rise so too, and no real set is like that.
     if not agree and len(offsets) > 1 and bool((offsets.diff() > 0).all()):
@@ -268,24 +267,20 @@ def speculators_fields(
     }
 
 
-def to_speculators_tensors(tensors: Mapping[str, LazyTensor], config: EagleConfig) -> dict[str, LazyTensor]:
+def to_speculators_tensors(tensors: Mapping[str, StoredTensor], config: EagleConfig) -> dict[str, StoredTensor]:
     """Return a head's tensors by speculators' names, with `d2t`, offsets to the target's ids, and `t2d`, `[V]` bool."""
     written = {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in tensors.items()}
     return written | speculators_maps(written.pop("draft_ids", None), config.vocab_size)
 
 
-def speculators_maps(draft_ids: LazyTensor | None, vocab_size: int) -> dict[str, LazyTensor]:
+def speculators_maps(draft_ids: StoredTensor | None, vocab_size: int) -> dict[str, StoredTensor]:
     """Return `d2t` and `t2d` for a drafter's ids; None for all of the target's."""
-    ids = torch.arange(vocab_size) if draft_ids is None else draft_ids.read_rows(0, draft_ids.length)
+    ids = torch.arange(vocab_size) if draft_ids is None else draft_ids.read()
     known = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True)
     maps = {"d2t": ids - torch.arange(len(ids)), "t2d": known}
     return {name: memory_tensor("draft_ids", tensor) for name, tensor in maps.items()}
 
 
-def is_same(one: LazyTensor, other: LazyTensor) -> bool:
+def is_same(one: StoredTensor, other: StoredTensor) -> bool:
     """Return whether two tensors hold the same numbers in the same format."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    starts = range(0, one.length, ROWS_AT_ONCE)
-    blocks = ((first, min(first + ROWS_AT_ONCE, one.length)) for first in starts)
-    return all(torch.equal(one.read_rows(*block), other.read_rows(*block)) for block in blocks)
+    return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(one.read(), other.read())

@@ -8,7 +8,6 @@ scales of inputs are not read. Other quantised weights are refused by name.
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from redrafter.errors import CheckpointError, UnsupportedError, first_line
 from redrafter.files.checkpoint_kind import read_json
 from redrafter.files.dtype_names import dtype_name
-from redrafter.formats.tensors import LazyTensor
+from redrafter.formats.tensors import StoredTensor, empty
 
 _KEYS = ("quantization_config", "compression_config")  # of config.json; the second is older
 _MODELOPT_FILE = "hf_quant_config.json"
@@ -28,8 +27,8 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def read_quantized(
-    config: Mapping[str, Any], tensors: Mapping[str, LazyTensor], directory: Path
-) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
+    config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], directory: Path
+) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     """Return the config without its quantisation, and the tensors with FP8 weights as numbers of the drafter's dtype.
 
     Both are the same where nothing is quantised.
@@ -47,7 +46,7 @@ def read_quantized(
     if settings is None:
         return plain, dict(tensors)
     dtypes = (x.dtype for name, x in tensors.items() if name.endswith("norm.weight") and x.dtype in _FLOATS)
-    dtype, read = next(dtypes, torch.bfloat16), dict[str, LazyTensor]()
+    dtype, read = next(dtypes, torch.bfloat16), dict[str, StoredTensor]()
     try:
         block = _block_size(settings)
     except (AttributeError, TypeError, ValueError, KeyError) as error:
@@ -92,8 +91,8 @@ def _block_size(settings: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _scaled(
-    weight: LazyTensor, scale: LazyTensor, block: tuple[int, int] | None, dtype: torch.dtype, directory: Path
-) -> LazyTensor:
+    weight: StoredTensor, scale: StoredTensor, block: tuple[int, int] | None, dtype: torch.dtype, directory: Path
+) -> StoredTensor:
     """Return the product of a weight `[M, N]` and its scales: one, `[M]` or `[M, 1]`, or those of blocks."""
     if len(weight.shape) != 2:
         raise UnsupportedError(f"{directory} has {weight.name} in 8 bits, which is no matrix, and is not read")
@@ -110,12 +109,11 @@ def _scaled(
             f"blocks of {weight.name} of shape {weight.shape}"
         )
 
-    def read_rows(first: int, last: int) -> Tensor:
-        numbers = weight.read_rows(first, last).float()
-        scales = scale.read_rows(0, scale.length).float().view(math.ceil(rows / shared[0]), -1)
+    def read() -> Tensor:
+        scales = scale.read().float().view(math.ceil(rows / shared[0]), -1)
         if not scales.isfinite().all():
             raise CheckpointError(f"{directory} has numbers that are not finite in {scale.name}")
-        row = torch.arange(first, first + len(numbers)) // shared[0]
-        return (numbers * scales[row][:, torch.arange(columns) // shared[1]]).to(dtype)
+        wide = scales[torch.arange(rows) // shared[0]][:, torch.arange(columns) // shared[1]]
+        return (weight.read().float() * wide).to(dtype)
 
-    return replace(weight, dtype=dtype, read_rows=read_rows, read_factor=8)
+    return StoredTensor(weight.name, empty(weight.shape, dtype), read)

@@ -38,12 +38,7 @@ from redrafter.files.hub import find_model_file
 from redrafter.files.regular_file import read_regular
 from redrafter.formats import apple, dflash, eagle, trtllm
 from redrafter.formats.float8 import read_quantized
-from redrafter.formats.tensors import (
-    LazyTensor,
-    check_tensors,
-    memory_tensor,
-    open_directory,
-)
+from redrafter.formats.tensors import StoredTensor, check_tensors, empty, memory_tensor, open_directory
 from redrafter.formats.unread import refuse_unread
 from redrafter.model.supported import config_width
 from redrafter.tree.sizes import TreeShape
@@ -72,9 +67,9 @@ class SourceBase:
 
     directory: Path
     config: PretrainedConfig
-    tensors: dict[str, LazyTensor]
+    tensors: dict[str, StoredTensor]
     trtllm_config: dict[str, Any] | None = None
-    ranks: Sequence[dict[str, LazyTensor]] = ()
+    ranks: Sequence[dict[str, StoredTensor]] = ()
     gguf: GgufHeader | None = None
 
     def files(self) -> dict[str, Path]:
@@ -102,7 +97,7 @@ class SourceBase:
         shape = (getattr(config, "vocab_size", 0), config_width(config) if hasattr(config, "hidden_size") else 0)
         tables = {name: x for name, x in self.tensors.items() if x.shape == shape and x.dtype in FLOAT_DTYPES}
         rows = torch.linspace(0, max(shape[0] - 1, 0), NORM_ROWS).long().tolist()
-        return {name: [x.read_rows(row, row + 1).float().norm().item() for row in rows] for name, x in tables.items()}
+        return {name: x.read()[rows].float().norm(dim=1).tolist() for name, x in tables.items()}
 
     def check_fits(self, drafter: AnyDrafterConfig) -> None:
         """Raise `MismatchError`, with the values of both, if a drafter was made for another base."""
@@ -154,7 +149,10 @@ def open_base(directory: Path) -> SourceBase:
         raise CheckpointError(f"{directory} is a {kind}, not a model")
     if (file := find_gguf(directory)) is not None:
         hf_config, header = load_config(file), read_header(file)
-        tensors = {x.name: LazyTensor(x.name, x.shape, torch.float32, partial(read_rows, x)) for x in header.tensors}
+        tensors = {
+            x.name: StoredTensor(x.name, empty(x.shape, torch.float32), partial(read_rows, x, 0, x.shape[0]))
+            for x in header.tensors
+        }
         return SourceBase(directory, hf_config, tensors, gguf=header)
     with config_errors(directory, "model"):
         # Conversion needs no code of the model.
@@ -181,7 +179,7 @@ def check_whole(base: SourceBase) -> None:
         _, found = kind.from_pretrained(
             None,
             config=config,
-            state_dict={name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in base.tensors.items()},
+            state_dict={name: x.meta for name, x in base.tensors.items()},
             device_map={"": "meta"},
             ignore_mismatched_sizes=True,
             output_loading_info=True,
@@ -213,7 +211,7 @@ class SourceDrafter:
     directory: Path
     kind: str
     config: AnyDrafterConfig
-    tensors: dict[str, LazyTensor]
+    tensors: dict[str, StoredTensor]
     defaults: Defaults = field(default_factory=Defaults)
 
     @property
@@ -232,7 +230,7 @@ class SourceDrafter:
         with torch.device("meta"):
             drafter = make_drafter(self.config)
         # `assign`, since parameters on the meta device have no memory to copy into.
-        drafter.load_state_dict({name: x.read_rows(0, x.length) for name, x in self.tensors.items()}, assign=True)
+        drafter.load_state_dict({name: x.read() for name, x in self.tensors.items()}, assign=True)
         return drafter
 
 
@@ -335,11 +333,11 @@ def _check_tensors(drafter: SourceDrafter, source_name: Callable[[str], str]) ->
             short = dtype_name(tensor.dtype)
             raise CheckpointError(f"{directory} has {tensor.name} as {short}, which a drafter cannot be computed in")
     draft_ids = drafter.tensors.get("draft_ids")
-    ids = None if draft_ids is None else draft_ids.read_rows(0, draft_ids.length)
+    ids = None if draft_ids is None else draft_ids.read()
     check_draft_ids(ids, config.draft_vocab_size, config.vocab_size, directory)
 
 
-def _open_tensors(directory: Path, *, whole: bool = False) -> dict[str, LazyTensor]:
+def _open_tensors(directory: Path, *, whole: bool = False) -> dict[str, StoredTensor]:
     """Return the tensors of a directory's safetensors files, or of its pickle if there are none.
 
     With `whole` they are read into memory at once.

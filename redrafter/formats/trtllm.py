@@ -9,7 +9,8 @@ ranks hold the same key head. `mlp.fc` is the gate projection, and `mlp.gate` is
 The backend that read these checkpoints was removed in 2026, so the format does not change any more.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,11 @@ from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import config_errors, read_json
 from redrafter.formats.apple import UNUSED_NORM
 from redrafter.formats.tensors import (
-    LazyTensor,
+    StoredTensor,
     check_tensors,
-    concat_columns,
-    concat_rows,
+    concat,
     open_file,
     pad_rows,
-    slice_columns,
-    slice_rows,
 )
 from redrafter.tree.sizes import TreeShape
 
@@ -80,23 +78,21 @@ _BASE_KEYS = {
 }
 _BASE_DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 2048, "norm_epsilon": 1e-5}
 
-# TensorRT-LLM's name after "transformer.": Hugging Face's after "model.", and how the tensor is split over the ranks. A
-# layer that is split by columns has its whole bias on each rank.
-_LAYER = "layers.{i}."
-_RULES: dict[str, tuple[tuple[str, ...], str]] = {
-    "vocab_embedding.weight": (("embed_tokens.weight",), "embedding"),
-    "ln_f.weight": (("norm.weight",), "whole"),
-    _LAYER + "input_layernorm.weight": ((_LAYER + "input_layernorm.weight",), "whole"),
-    _LAYER + "post_layernorm.weight": ((_LAYER + "post_attention_layernorm.weight",), "whole"),
-}
-for _kind, _split_of_outputs in (("weight", "columns"), ("bias", "whole")):
-    _RULES |= {
-        f"{_LAYER}attention.qkv.{_kind}": (tuple(f"{_LAYER}self_attn.{x}_proj.{_kind}" for x in "qkv"), "qkv"),
-        f"{_LAYER}attention.dense.{_kind}": ((f"{_LAYER}self_attn.o_proj.{_kind}",), _split_of_outputs),
-        f"{_LAYER}mlp.fc.{_kind}": ((f"{_LAYER}mlp.gate_proj.{_kind}",), "rows"),
-        f"{_LAYER}mlp.gate.{_kind}": ((f"{_LAYER}mlp.up_proj.{_kind}",), "rows"),
-        f"{_LAYER}mlp.proj.{_kind}": ((f"{_LAYER}mlp.down_proj.{_kind}",), _split_of_outputs),
-    }
+# TensorRT-LLM's names, Hugging Face's, and the dimension by which ranks split a tensor; None where each has it whole.
+_TABLES: tuple[tuple[str, str, int | None], ...] = (
+    ("transformer.vocab_embedding", "model.embed_tokens", None),
+    ("transformer.ln_f", "model.norm", None),
+    ("lm_head", "lm_head", 0),
+)
+_LAYERS: tuple[tuple[str, str, int | None], ...] = (
+    ("input_layernorm", "input_layernorm", None),
+    ("post_layernorm", "post_attention_layernorm", None),
+    ("attention.qkv", "self_attn", 0),  # three tensors, split by heads
+    ("attention.dense", "self_attn.o_proj", 1),
+    ("mlp.fc", "mlp.gate_proj", 0),
+    ("mlp.gate", "mlp.up_proj", 0),
+    ("mlp.proj", "mlp.down_proj", 1),
+)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -121,7 +117,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def open_ranks(directory: Path, config: Mapping[str, Any]) -> list[dict[str, LazyTensor]]:
+def open_ranks(directory: Path, config: Mapping[str, Any]) -> list[dict[str, StoredTensor]]:
     """Return the tensors of each rank of a checkpoint by the names in its file, which must be the same in all."""
     tp = (config.get("mapping") or {}).get("tp_size", 1)
     files = [directory / f"rank{rank}.safetensors" for rank in range(tp)]
@@ -269,7 +265,7 @@ def to_hf_config(config: Mapping[str, Any], tied: bool, directory: Path) -> Pret
         )
 
 
-def check_base(config: PretrainedConfig, tensors: Mapping[str, LazyTensor], tp: int, directory: Path) -> None:
+def check_base(config: PretrainedConfig, tensors: Mapping[str, StoredTensor], tp: int, directory: Path) -> None:
     """Check that a base can be written as a TensorRT-LLM checkpoint for `tp` ranks."""
     if config.model_type not in MODEL_TYPES:
         raise UnsupportedError(
@@ -285,7 +281,7 @@ def check_base(config: PretrainedConfig, tensors: Mapping[str, LazyTensor], tp: 
         raise ArgumentError(f"--tp-size {tp} neither divides num_key_value_heads={key_heads} nor is a multiple of it")
 
 
-def check_base_tensors(config: PretrainedConfig, tensors: Mapping[str, LazyTensor], directory: Path) -> None:
+def check_base_tensors(config: PretrainedConfig, tensors: Mapping[str, StoredTensor], directory: Path) -> None:
     """Raise `CheckpointError` unless a model has exactly the tensors that its config asks for."""
     read = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
     tied = [LM_HEAD] if config.tie_word_embeddings else []
@@ -303,33 +299,33 @@ def check_tp(tp: int, sizes: Mapping[str, int]) -> None:
 
 
 def split_base(
-    tensors: Mapping[str, LazyTensor], config: PretrainedConfig, rank: int, tp: int
-) -> dict[str, LazyTensor]:
+    tensors: Mapping[str, StoredTensor], config: PretrainedConfig, rank: int, tp: int
+) -> dict[str, StoredTensor]:
     """Return one rank's part of a base, by TensorRT-LLM's names."""
     part = {}
-    for trtllm_name, (hf_names, how) in _rules_of(config.num_hidden_layers).items():
+    for trtllm_name, hf_names, dim in _rules_of(config.num_hidden_layers):
         if hf_names[0] not in tensors:
             continue  # a bias that the model does not have, or a tied head
         # TensorRT-LLM fuses the three projections per rank: each rank's heads of q, k and v in a row.
-        if how != "qkv":
-            part[trtllm_name] = _split(tensors[hf_names[0]], how, rank, tp)
+        if len(hf_names) == 1:
+            part[trtllm_name] = _split(tensors[hf_names[0]], dim, rank, tp)
             continue
         shares = []
         key_heads = config.num_key_value_heads
         for name, heads in zip(hf_names, (config.num_attention_heads, key_heads, key_heads), strict=True):
             # With fewer key heads than ranks, neighbouring ranks get the same head.
-            width, first = tensors[name].length // heads, rank * heads // tp
-            shares.append(slice_rows(tensors[name], first * width, (first + max(heads // tp, 1)) * width))
-        part[trtllm_name] = concat_rows(shares)
+            width, first = tensors[name].shape[0] // heads, rank * heads // tp
+            shares.append(_narrow(tensors[name], 0, first * width, max(heads // tp, 1) * width))
+        part[trtllm_name] = concat(shares, 0)
     return part
 
 
 def join_base(
-    ranks: Sequence[Mapping[str, LazyTensor]], config: Mapping[str, Any], directory: Path
-) -> dict[str, LazyTensor]:
+    ranks: Sequence[Mapping[str, StoredTensor]], config: Mapping[str, Any], directory: Path
+) -> dict[str, StoredTensor]:
     """Return the base's tensors by Hugging Face's names, put together from all ranks."""
-    base: dict[str, LazyTensor] = {}
-    rules, heads = _rules_of(config["num_hidden_layers"]), config["num_attention_heads"]
+    base: dict[str, StoredTensor] = {}
+    rules, heads = list(_rules_of(config["num_hidden_layers"])), config["num_attention_heads"]
     key_heads, tp = config.get("num_key_value_heads") or heads, len(ranks)
     if heads % tp or (key_heads % tp and tp % key_heads):
         raise CheckpointError(f"{directory} has {heads} heads and {key_heads} key heads, which {tp} ranks cannot share")
@@ -337,35 +333,35 @@ def join_base(
     if sharding not in (0, 1):
         raise CheckpointError(f"{directory}: embedding_sharding_dim is 0 or 1, not {sharding!r}")
     # A tensor that is not read would be lost silently.
-    if unknown := [name for name in ranks[0] if name not in rules]:
+    if unknown := sorted(ranks[0].keys() - {name for name, *_ in rules}):
         raise UnsupportedError(f"{directory} has {unknown[0]}, which is no tensor of a Llama or Qwen2")
-    for trtllm_name, (hf_names, how) in rules.items():
+    for trtllm_name, hf_names, dim in rules:
         if trtllm_name not in ranks[0]:
             continue
         parts = [rank[trtllm_name] for rank in ranks]
-        if how == "qkv":
+        if len(hf_names) > 1:
             rank_heads, rank_key_heads = heads // tp, max(key_heads // tp, 1)
-            width = parts[0].length // (rank_heads + 2 * rank_key_heads)
+            width = parts[0].shape[0] // (rank_heads + 2 * rank_key_heads)
             holders = parts[:: max(tp // key_heads, 1)]  # one rank for each key head
             start = 0
             for name, count, held in zip(
                 hf_names, (rank_heads, rank_key_heads, rank_key_heads), (parts, holders, holders), strict=True
             ):
-                base[name] = concat_rows([slice_rows(x, start * width, (start + count) * width) for x in held])
+                base[name] = concat([_narrow(x, 0, start * width, count * width) for x in held], 0)
                 start += count
             continue
-        if how == "embedding" and config.get("use_parallel_embedding"):
-            how = ("rows", "columns")[sharding]
-        base[hf_names[0]] = _join(hf_names[0], parts, how, config["vocab_size"])
+        if hf_names[0] == EMBEDDING and config.get("use_parallel_embedding"):
+            dim = sharding
+        base[hf_names[0]] = _join(hf_names[0], parts, dim, config["vocab_size"])
     return base
 
 
-def split_drafter(tensors: Mapping[str, LazyTensor], rank: int, tp: int) -> dict[str, LazyTensor]:
+def split_drafter(tensors: Mapping[str, StoredTensor], rank: int, tp: int) -> dict[str, StoredTensor]:
     """Return one rank's part of a drafter, by TensorRT-LLM's names."""
     return {DRAFTER_PREFIX + name: _split(x, _drafter_rule(name), rank, tp) for name, x in tensors.items()}
 
 
-def join_drafter(ranks: Sequence[Mapping[str, LazyTensor]], vocabulary: int) -> dict[str, LazyTensor]:
+def join_drafter(ranks: Sequence[Mapping[str, StoredTensor]], vocabulary: int) -> dict[str, StoredTensor]:
     """Return the drafter's tensors by this project's names, put together from all ranks.
 
     `vocabulary` is the number of the head's rows without padding.
@@ -375,37 +371,38 @@ def join_drafter(ranks: Sequence[Mapping[str, LazyTensor]], vocabulary: int) -> 
     return {name: _join(name, parts[name], _drafter_rule(name), vocabulary) for name in names}
 
 
-def _drafter_rule(name: str) -> str:
-    return "whole" if name == UNUSED_NORM else "rows"
+def _drafter_rule(name: str) -> int | None:
+    return None if name == UNUSED_NORM else 0
 
 
-def _rules_of(layers: int) -> dict[str, tuple[tuple[str, ...], str]]:
-    """Return the rules of a base with `layers` layers, by full names."""
-    rules = {}
-    for trtllm_name, (hf_names, how) in _RULES.items():
-        for i in range(layers if "{i}" in trtllm_name else 1):
-            rules["transformer." + trtllm_name.format(i=i)] = tuple("model." + x.format(i=i) for x in hf_names), how
-    return rules | {LM_HEAD: ((LM_HEAD,), "rows")}
+def _rules_of(layers: int) -> Iterator[tuple[str, tuple[str, ...], int | None]]:
+    """Yield their name of each tensor of a base with `layers` layers, ours of it or of its parts, and its split."""
+    rows = [*_TABLES]
+    for i in range(layers):
+        rows += [(f"transformer.layers.{i}.{theirs}", f"model.layers.{i}.{ours}", dim) for theirs, ours, dim in _LAYERS]
+    for (theirs, ours, dim), kind in product(rows, ("weight", "bias")):
+        parts = [f"{ours}.{x}_proj" for x in "qkv"] if ours.endswith("self_attn") else [ours]
+        # A layer that is split by columns has its whole bias on each rank.
+        yield (
+            f"{theirs}.{kind}",
+            tuple(f"{part}.{kind}" for part in parts),
+            None if kind == "bias" and dim == 1 else dim,
+        )
 
 
-def _split(whole: LazyTensor, how: str, rank: int, tp: int) -> LazyTensor:
-    if how == "columns":
-        share = whole.shape[1] // tp
-        return slice_columns(whole, rank * share, (rank + 1) * share)
-    if how == "rows":
-        share = _round_up(whole.length, tp) // tp
-        return slice_rows(pad_rows(whole, share * tp), rank * share, (rank + 1) * share)
-    return whole
+def _split(whole: StoredTensor, dim: int | None, rank: int, tp: int) -> StoredTensor:
+    if dim is None:
+        return whole
+    share = -(-whole.shape[dim] // tp)
+    return _narrow(pad_rows(whole, share * tp) if dim == 0 else whole, dim, rank * share, share)
 
 
-def _join(name: str, parts: Sequence[LazyTensor], how: str, vocabulary: int) -> LazyTensor:
+def _join(name: str, parts: Sequence[StoredTensor], dim: int | None, vocabulary: int) -> StoredTensor:
     """Return the tensor that `_split` has split, without the padding of heads and embedding tables."""
-    join = {"columns": concat_columns, "rows": concat_rows}.get(how)
-    whole = parts[0] if join is None else join(parts)
-    if name in (LM_HEAD, EMBEDDING) and vocabulary < whole.length <= _round_up(vocabulary, len(parts)):
-        return slice_rows(whole, 0, vocabulary)
-    return whole
+    whole, tp = parts[0] if dim is None else concat(parts, dim), len(parts)
+    padded = name in (LM_HEAD, EMBEDDING) and vocabulary < whole.shape[0] <= -(-vocabulary // tp) * tp
+    return _narrow(whole, 0, 0, vocabulary) if padded else whole
 
 
-def _round_up(length: int, tp: int) -> int:
-    return -(-length // tp) * tp
+def _narrow(tensor: StoredTensor, dim: int, first: int, length: int) -> StoredTensor:
+    return tensor.map(lambda x: x.narrow(dim, first, length))

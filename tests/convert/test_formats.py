@@ -407,7 +407,7 @@ def test_a_killed_conversion_leaves_nothing_that_loads(more, large, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [{"copy": True}, {"to": "trtllm", "tp_size": 4}], ids=str)
 def test_converting_takes_little_memory(more, large, tmp_path):
-    """Only blocks of a few megabytes are in memory at a time."""
+    """Only a tensor of 25 MB is in memory at a time."""
     script = (
         "import resource, sys; from redrafter.cli import main; from redrafter.convert import convert_checkpoint\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
