@@ -15,11 +15,10 @@ from contextlib import suppress
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tokenizers import Tokenizer
-
 from redrafter.chat.template import ChatError, ChatTemplate
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # commands import this module before they check their options
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 Encode: TypeAlias = "Callable[[PreTrainedTokenizerBase | Tokenizer, str], list[int]]"  # without special tokens
@@ -45,6 +44,8 @@ def remove_markers(text: str, marker: str) -> str:
 
 def encode_plain(tokenizer: "PreTrainedTokenizerBase | Tokenizer", text: str) -> list[int]:
     """Encode a text, in which spelled control tokens become control tokens, without adding special tokens."""
+    from tokenizers import Tokenizer
+
     if isinstance(tokenizer, Tokenizer):
         return tokenizer.encode(text, add_special_tokens=False).ids
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -138,8 +139,10 @@ class ControlTokens:
         return text[:begin] + before + middle + after + text[begin + len(middle) :]
 
     @cached_property
-    def _renamed_tokenizer(self) -> tuple[Tokenizer, dict[int, int]]:
+    def _renamed_tokenizer(self) -> "tuple[Tokenizer, dict[int, int]]":
         """Tokenizer copy with renamed control tokens, and a map from its ids of added tokens to the original ids."""
+        from tokenizers import Tokenizer
+
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             raise ChatError("a message spells a control token, which this model's tokenizer cannot read as text")
