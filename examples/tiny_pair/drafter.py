@@ -11,6 +11,7 @@ from base import Windows
 from recipe import Recipe
 from transformers import AutoModelForCausalLM
 
+from redrafter import DrafterConfig
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.data.windows import Document
 from redrafter.data.windows import Windows as PackedWindows
@@ -46,26 +47,29 @@ def make(recipe: Recipe, into: Path) -> dict[str, Any]:
         steps=recipe.drafter_steps or None,
         minutes=None if recipe.drafter_steps else recipe.drafter_minutes,
         draft_len=recipe.drafter_len,
-        recurrence="gated",
-        target_layers=recipe.drafter_fused,
-        context_window=recipe.drafter_context,
-        context_heads=recipe.drafter_context_heads,
-        context_kv_heads=recipe.drafter_context_kv_heads,
-        context_head_dim=recipe.drafter_context_head_dim,
-        num_layers=recipe.drafter_layers,
-        exit_dim=recipe.drafter_exit or None,
-        head_rank=recipe.drafter_rank,
         distill=recipe.drafter_distill,
-        decay=recipe.drafter_decay,
         lr=recipe.drafter_lr,
-        chunk=recipe.drafter_chunk,
         compile=on_gpu and recipe.compile != "off",
         mixed_precision="bf16" if on_gpu else "no",
         cpu=not on_gpu,
         seed=recipe.seed,
         log_every=200,
     )
-    drafter = new_drafter(model, config)
+    architecture = DrafterConfig(
+        vocab_size=model.config.vocab_size,
+        hidden_size=model.config.hidden_size,
+        exit_dim=recipe.drafter_exit or None,
+        num_draft_layers=recipe.drafter_layers,
+        recurrence="gated",
+        target_layers=recipe.drafter_fused,
+        context_window=recipe.drafter_context,
+        context_heads=recipe.drafter_context_heads,
+        context_kv_heads=recipe.drafter_context_kv_heads,
+        context_head_dim=recipe.drafter_context_head_dim,
+        head_rank=recipe.drafter_rank or None,
+        draft_len_per_beam=recipe.drafter_len,
+    )
+    drafter = new_drafter(model, config, architecture=architecture)
     result = train(model, drafter, rows.batches(recipe.drafter_batch, recipe.seed), config)
     drafter.config.update(
         {

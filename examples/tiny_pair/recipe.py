@@ -74,9 +74,7 @@ class Recipe:
     drafter_exit: int = option(512, "width of the layers; 0: twice the base's")
     drafter_rank: int = option(256, "rank of the head; 0: full")
     drafter_distill: float = option(0.9, "weight of the base's distribution against the text's own tokens")
-    drafter_decay: float = option(0.9, "weight of each draft step relative to the one before")
     drafter_lr: float = option(4e-3, "peak learning rate")
-    drafter_chunk: int = option(163_840, "predictions whose logits are in memory at once")
 
     evaluation_prompts: int = option(200, "held-out prompts")
     evaluation_new: int = option(128, "tokens written after each")
@@ -127,7 +125,6 @@ TINY = {
     "drafter_context": 32,
     "drafter_context_heads": 2,
     "drafter_rank": 32,
-    "drafter_chunk": 512,
     "evaluation_prompts": 6,
     "evaluation_new": 16,
 }

@@ -74,8 +74,7 @@ def plan_conversion(config: ConvertConfig) -> ConversionPlan:
     if opened_base is not None:
         check_whole(opened_base)
     plan = OUTPUT_PLANNERS[config.to](drafter, opened_base, config)
-    untrained = ("the drafter is not trained: its weights are random",) if drafter.config.trained_draft_len == 0 else ()
-    return replace(plan, copy=config.copy, notes=plan.notes + untrained)
+    return replace(plan, copy=config.copy)
 
 
 def convert(

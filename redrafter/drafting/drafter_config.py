@@ -13,7 +13,6 @@ from redrafter.drafting.recurrent_form import (
     CONTEXT_KV_HEADS,
     RECURRENCES,
     SHORTLIST_RANK,
-    check_context_heads,
 )
 from redrafter.errors import ArgumentError, MismatchError
 from redrafter.files.drafter_kinds import drafter_kinds
@@ -43,8 +42,7 @@ class AnyDrafterConfig(PretrainedConfig):
             all.
         draft_beams: Default number of beams (transformers reserves the name `num_beams` in a saved config).
         draft_len_per_beam: Default draft length.
-        trained_draft_len: Number of steps that the drafter was trained for; None if unknown, and 0 for a drafter with
-            random weights, which only tests a pipeline.
+        trained_draft_len: Number of steps that the drafter was trained for; None if unknown.
         base_model: Name of the target.
         base_embedding_norms: Norms of a few rows of the target's embedding table, which identify the base that a
             drafter was made for.
@@ -111,7 +109,7 @@ class AnyDrafterConfig(PretrainedConfig):
         """Raise `ArgumentError` for values that no drafter can have."""
         optional = [name for name in self.names_of(int | None) if getattr(self, name) is not None]
         for name in (*self.names_of(int), *optional):
-            self.require_integer(name, least=0 if name in ("trained_draft_len", *self.from_zero) else 1)
+            self.require_integer(name, least=0 if name in self.from_zero else 1)
         for name in self.names_of(bool):
             self.require(name, isinstance(getattr(self, name), bool), "be true or false")
         part = self.draft_vocab_size is None or self.draft_vocab_size <= self.vocab_size
@@ -180,8 +178,9 @@ class DrafterConfig(AnyDrafterConfig):
     def check(self) -> None:
         """Raise `ArgumentError` for values that no drafter can have."""
         super().check()
-        heads = self.context_heads, self.context_kv_heads, self.context_head_dim
-        check_context_heads(*heads, "DrafterConfig.{}".format)
+        whole = self.context_heads % self.context_kv_heads == 0
+        self.require("context_heads", whole, f"be a multiple of context_kv_heads={self.context_kv_heads}")
+        self.require("context_head_dim", self.context_head_dim % 2 == 0, "be even")
         self.require_integer("num_draft_layers", least=0, most=MAX_LAYERS)
         self.require("recurrence", self.recurrence in RECURRENCES, f"be one of {RECURRENCES}")
         self.require("target_layers", are_layers(self.target_layers), "be layer numbers that ascend")

@@ -81,8 +81,6 @@ class ReDrafter(Engine):
         shape = shape.over(self._default)
         if message := draft_length_warning(config, shape.draft_len_per_beam):
             warn(message)
-        if config.trained_draft_len == 0:
-            warn("the drafter has random weights and makes nothing faster: train it")
         # Before the cache layer below, whose width may depend on the hidden states that the drafter reads.
         target.read_aux_hidden(drafter.layers_read(target))
         compiled = target.device.type == "cuda" and (options or EngineOptions()).compile

@@ -43,14 +43,8 @@ def make_header(
 
 def make_introduction(config: AnyDrafterConfig, base: str | None) -> str:
     """Return a card's title, what a drafter is for, and how it is loaded."""
-    name, untrained = base or "the base", ""
-    if config.trained_draft_len == 0:
-        untrained = """
-**This drafter is not trained**: its weights are random. It has the shapes of one that `redrafter train` makes, to try a
-pipeline with; train it before it is used.
-"""
-    return f"""# {config.kind[0].upper() + config.kind[1:]} for {name}
-{untrained}
+    return f"""# {config.kind[0].upper() + config.kind[1:]} for {base or "the base"}
+
 It drafts for this base, which verifies every draft, so none of the base's tokens change. It fits no other base; loading
 refuses one.
 

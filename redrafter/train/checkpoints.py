@@ -11,7 +11,7 @@ import random
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,17 @@ from redrafter.drafting.drafter_types import open_drafter_model
 from redrafter.drafting.text_drafters import TrainableDrafter, require
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, first_line
 from redrafter.files.atomic_folder import remove_leftovers, write_folder
-from redrafter.train.config import SIZED_OPTIONS, TrainConfig
-from redrafter.train.init_drafter import form_of
+from redrafter.train.config import TrainConfig
 from redrafter.train.output_folder import checkpoints_folder
 from redrafter.train.progress import TrainingState
 
+KEPT = 2  # newest checkpoints, in addition to the best drafter
 # Options that may differ in a resumed run: they do not affect the weights, or their effect is recorded by
 # `TrainingIdentity` or the checkpoint's drafter.
 CHANGEABLE_OPTIONS = {
-    *SIZED_OPTIONS,
-    *("output", "overwrite", "resume", "dry_run", "show_sample", "save_every", "keep", "log_every", "report_to"),
+    *("output", "overwrite", "resume", "dry_run", "show_sample", "save_every", "log_every", "report_to"),
     *("minutes", "save_dtype", "trust_remote_code", "validate_every", "model", "data", "drafter", "cpu"),
-    *("shard_drafter", "recipe"),
+    "recipe",
 }
 
 
@@ -67,11 +66,14 @@ class TrainingIdentity:
         """
         if saved.base != self.base:
             raise MismatchError(f"{path} was made for the base {saved.base}, not {self.base}; pass --overwrite")
-        defaults = {item.name: item.default for item in fields(TrainConfig)}  # for options that were added since
-        for name in sorted((self.options.keys() | saved.options.keys()) - CHANGEABLE_OPTIONS):
-            old, new = saved.options.get(name, defaults.get(name)), self.options.get(name)
-            if old != new:
-                raise _other_option(path, name, old, new)
+        for item in fields(TrainConfig):  # in the order of the command's help: what sizes follow from before the sizes
+            # The default of an option that was added since is that of before.
+            old, new = saved.options.get(item.name, item.default), self.options.get(item.name, item.default)
+            if old != new and item.name not in CHANGEABLE_OPTIONS:
+                was, now = (format_value(tuple(x) if isinstance(x, list) else x) for x in (old, new))
+                raise ArgumentError(
+                    f"{path} was made with {flag(item.name)} {was}, now it is {now}; to continue, give the old value"
+                )
         if saved.data != self.data:
             raise ArgumentError(f"{path} was made with other data; to continue, give the same --data")
         # Another number of processes may resume if it can take the same batches per step, which keeps the data order.
@@ -84,13 +86,6 @@ class TrainingIdentity:
                 f"{path} was made with {batches} batches in a step, which {self.processes} processes cannot share "
                 "evenly; start another number of them"
             )
-
-
-def _other_option(path: Path, name: str, old: object, new: object) -> ArgumentError:
-    return ArgumentError(
-        f"{path} was made with {flag(name)} {format_value(old)}, now it is {format_value(new)}; "
-        "to continue, give the old value"
-    )
 
 
 def load_drafter(folder: str | Path) -> TrainableDrafter:
@@ -117,15 +112,6 @@ class Checkpoint:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is no checkpoint of a training: {first_line(error)}; delete it") from error
 
-    def keep_form(self, config: TrainConfig) -> TrainConfig:
-        """Set the options to the form of this checkpoint's drafter; raise `ArgumentError` if they name another form."""
-        form = form_of(load_drafter(self.path).config)
-        for name, old in form.items():
-            new = vars(config)[name]
-            if new not in (None, old):
-                raise _other_option(self.path, name, old, new)
-        return replace(config, **form)
-
     def load_optimizer(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Load the states of the optimizer and of every process's random generators, as given to `Checkpoints.save`."""
         try:
@@ -137,10 +123,10 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The folder of checkpoints of a run, `OUTPUT.checkpoints`; keeps the `keep` newest."""
+    """The folder of checkpoints of a run, `OUTPUT.checkpoints`; keeps the `KEPT` newest."""
 
-    def __init__(self, output: Path, keep: int, identity: TrainingIdentity):
-        self.folder, self.keep, self.identity = checkpoints_folder(output), keep, identity
+    def __init__(self, output: Path, identity: TrainingIdentity):
+        self.folder, self.identity = checkpoints_folder(output), identity
 
     @property
     def best(self) -> Path:
@@ -195,7 +181,7 @@ class Checkpoints:
 
         # Remove old checkpoints only once the new one is complete.
         write_folder(self.folder / f"step-{state.step:07}", fill)
-        for old in self._steps()[: -self.keep]:
+        for old in self._steps()[:-KEPT]:
             _remove(old)
 
     def save_best(self, drafter: DrafterModel, state: TrainingState) -> None:

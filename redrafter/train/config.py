@@ -11,12 +11,6 @@ from redrafter.app.flags import add_options, flag, integers, names, read_options
 from redrafter.app.options import TemplateOptions
 from redrafter.app.paths import check_paths
 from redrafter.app.program import import_libraries, run_command
-from redrafter.drafting.recurrent_form import (
-    CONTEXT_HEAD_DIM,
-    SHORTLIST_RANK,
-    check_context_heads,
-    check_shortlist_rank,
-)
 from redrafter.errors import ArgumentError
 from redrafter.options import check_values, dtype_word, option
 from redrafter.parallel.launched import launched_processes
@@ -25,56 +19,22 @@ from redrafter.train.recipes import RECIPES
 
 DTYPES = ("float32", "bfloat16", "float16")
 TRACKERS = ("tensorboard", "wandb", "trackio")
-# Distances of the base's and the drafter's distributions that are trained on, as help and model cards write them.
-LOSSES = {
-    "kl": "KL(base || drafter)",
-    "tv": "TV(base, drafter)",
-    "lk-alpha": "-log(1 - TV(base, drafter))",
-    "lk-lambda": "(w KL(base || drafter) + (1 - w) TV(base, drafter)), w falling as acceptance grows",
-}
 OPTIMIZERS = ("adamw", "muon")
-REACHES = ("beams", "dpace")  # what `--reach` follows
 DEFAULT_LENGTH = 512  # tokens
 # Peak learning rates of new weights, of a drafter that is trained further, and of its low-rank updates.
 NEW_LR, FURTHER_LR, LOW_RANK_LR = 1e-3, 5e-4, 3e-3
-# Upper bounds of options: larger values exceed any memory, 64-bit integers or float32.
-MAX_VALUES: dict[str, float] = dict.fromkeys(
-    (
-        "num_layers",
-        "exit_dim",
-        "head_rank",
-        "head_shortlist_rank",
-        "lora_rank",
-        "context_heads",
-        "context_head_dim",
-        "markov_rank",
-        "selector_rank",
-        "draft_len",
-        "batch_size",
-    ),
-    1 << 16,
-)
-MAX_VALUES |= dict.fromkeys(("lr", "weight_decay", "max_grad_norm"), 1e36)
-MAX_VALUES |= {"length": 1 << 24, "context_window": 1 << 24, "seed": 1 << 62}
 # Options of a new drafter's form that `init_drafter.size_form` derives from the base if they are None.
-SIZED_OPTIONS = (
-    *("recurrence", "num_layers", "exit_dim", "target_layers", "head_rank"),
-    *("context_window", "context_heads", "context_kv_heads", "markov_rank", "selector_rank"),
-)
+SIZED_OPTIONS = ("recurrence", "num_layers", "target_layers", "head_rank", "context_window")
 # Options that define the form of a new drafter; a drafter to train further already has one.
-FORM_OPTIONS = (
-    *SIZED_OPTIONS,
-    *("form", "rnn", "draft_vocab_size", "context_head_dim", "head_shortlist", "head_shortlist_rank"),
-)
-RANK_OPTIONS = ("markov_rank", "selector_rank")  # which only some of the forms below have
-# The options that each form supports. A selector knows all ids.
+FORM_OPTIONS = (*SIZED_OPTIONS, "form", "draft_vocab_size")
+# The options that each form supports. DFlash2's selector knows all ids.
 FORMS = {
-    "recurrent": tuple(name for name in FORM_OPTIONS if name not in RANK_OPTIONS),
+    "recurrent": FORM_OPTIONS,
     "eagle3": ("form", "target_layers", "draft_vocab_size"),
-    "dflash": ("form", "num_layers", "target_layers", "draft_vocab_size"),
-    "dspark": ("form", "num_layers", "target_layers", "draft_vocab_size", "markov_rank"),
-    "dflash2": ("form", "num_layers", "target_layers", "selector_rank"),
+    **dict.fromkeys(("dflash", "dspark"), ("form", "num_layers", "target_layers", "draft_vocab_size")),
+    "dflash2": ("form", "num_layers", "target_layers"),
 }
+MAX_SIZE = 1 << 24  # upper bound of numbers of tokens, rows and weights: larger ones exceed any memory
 
 
 def layers(text: str) -> tuple[int, ...]:
@@ -103,12 +63,6 @@ class TrainConfig(TemplateOptions):
     overwrite: bool = option(False, "replace the drafter that --output holds, and drop its checkpoints")
     resume: bool = option(False, "resume from the newest checkpoint, or start from scratch if there is none")
     dry_run: bool = option(False, "print the sizes, the memory and the steps of the training, then exit")
-    save: str | None = option(
-        None,
-        "with --dry-run: directory to write an untrained drafter to, of the shapes and ids that a training would give "
-        "it, to try a pipeline with",
-        path=True,
-    )
     show_sample: bool = option(False, "print the first text of the data with the trained parts marked, then exit")
     drafter: str | None = option(
         None,
@@ -121,9 +75,6 @@ class TrainConfig(TemplateOptions):
         "train continuously in rounds, each on the new files in the directories of --data, and save after each round",
     )
     watch_rows: int = option(256, "with --watch: number of new rows that start a round")
-    watch_replay: int = option(
-        2048, "with --watch: number of rows of earlier files, newest first, that a round trains on again; 0 for none"
-    )
     adapter: str | None = option(
         None,
         "LoRA adapter that the base has: a directory that PEFT wrote; the drafter learns the output of both",
@@ -158,10 +109,6 @@ class TrainConfig(TemplateOptions):
         None,
         "residual layers of a new drafter (default: 3; published form: 2), or decoder layers of blocks (default: 3)",
     )
-    exit_dim: int | None = option(
-        None, "width of a new drafter's layers and head (default: twice the base's hidden size, at most 8192)"
-    )
-    rnn: bool = option(True, "learn the recurrence of a new drafter; without it, the state sums up the embeddings")
     target_layers: tuple[int, ...] | None = option(
         None,
         "decoder layers of the base, counted from 0, whose outputs a new drafter reads in addition to the last hidden "
@@ -176,33 +123,10 @@ class TrainConfig(TemplateOptions):
         "pairs of a token of the text and the one after it that a new drafter attends to at each draft step, the "
         "nearest ones; 0 for none (default: 512, or --length, if that is less; published form: 0)",
     )
-    context_heads: int | None = option(
-        None, "query heads of that attention (default: one for every 256 of the hidden size, at least 4)"
-    )
-    context_kv_heads: int | None = option(
-        None,
-        "its key and value heads, which divide the query heads (default: one for every 2048 of the hidden size, at "
-        "least 1)",
-    )
-    context_head_dim: int = option(CONTEXT_HEAD_DIM, "width of its heads, an even number")
     head_rank: int | None = option(
         None,
         "rank of a new drafter's head, which makes it smaller; 0 for full rank (default: a quarter of the hidden size, "
         "from 512 to 1024, or full rank where the width is no more; published form: 0)",
-    )
-    head_shortlist: int | None = option(
-        None,
-        "make a new drafter's head of two stages: rough scores of low rank propose this many ids for each beam, 128 to "
-        "512, and the head scores only those (default: one stage, which scores all ids)",
-    )
-    head_shortlist_rank: int = option(SHORTLIST_RANK, "rank of those rough scores")
-    markov_rank: int | None = option(
-        None,
-        "with --form dspark: rank of the term for the token before a draft (default: a quarter of the hidden size, at "
-        "most 256)",
-    )
-    selector_rank: int | None = option(
-        None, "with --form dflash2: rank of the selector of candidates (default: likewise)"
     )
     draft_vocab_size: int | None = option(
         None, "token ids that a new drafter knows, the most frequent of the data (default: all)"
@@ -222,8 +146,6 @@ class TrainConfig(TemplateOptions):
     report_to: tuple[str, ...] = option(
         (), "trackers to log to: tensorboard, wandb, trackio", type=names, metavar="NAME,..."
     )
-    keep: int = option(2, "number of newest checkpoints to keep, in addition to the best drafter")
-
     steps: int | None = option(None, "optimizer steps; training ends at the first of steps, epochs and minutes")
     minutes: float | None = option(None, "minutes to train for, counted from the end of the first step")
     batch_size: int = option(8, "rows of a batch, on each process")
@@ -234,27 +156,8 @@ class TrainConfig(TemplateOptions):
         "and save their sum (default: train all weights)",
     )
     draft_len: int = option(5, "draft steps that the drafter is unrolled for")
-    loss: str = option(
-        "kl",
-        "distance of the base's and the drafter's distributions: " + "; ".join(f"{k}, {v}" for k, v in LOSSES.items()),
-        choices=tuple(LOSSES),
-    )
-    distill: float = option(0.9, "weight of --loss; the rest is cross-entropy of the text's own tokens")
-    decay: float = option(0.9, "weight of each draft step relative to the one before")
-    reach: float = option(
-        0.0,
-        "weight reduction of a draft step if an earlier token would not have been among the beams; from 0 to 1",
-    )
-    reach_by: str = option(
-        "beams",
-        "what --reach follows: beams; or dpace, the weights of D-PACE: the drafter's probability that a step and those "
-        "before it are accepted, summed over this step and those after it, where 1 - REACH is the paper's smoothing",
-        choices=REACHES,
-    )
-    rejected: float = option(
-        0.0,
-        "weight reduction of a position from which the drafter's best guesses are all right, so that those with a "
-        "rejected draft weigh more; from 0 to 1",
+    distill: float = option(
+        0.9, "weight of the distillation, KL(base || drafter); the rest is cross-entropy of the text's tokens"
     )
     optimizer: str = option(
         "adamw",
@@ -267,22 +170,12 @@ class TrainConfig(TemplateOptions):
         f"{LOW_RANK_LR:g} with --lora-rank)",
     )
     warmup: float = option(0.03, "share of the training in which the learning rate rises from 0")
-    weight_decay: float = option(0.0, "weight decay of matrices")
-    max_grad_norm: float = option(1.0, "norm that gradients are clipped to")
-    chunk: int | None = option(
-        None, "predictions whose logits are in memory at once (default: on a GPU as many as 512 MiB hold)"
-    )
     compile: bool = option(False, "compile the drafter's loss with torch.compile")
     mixed_precision: str | None = option(
         None, "autocast of the drafter (default: as accelerate is configured)", choices=("no", "fp16", "bf16")
     )
     cpu: bool = option(False, "train on the CPU even where there is a GPU")
     shard_base: bool = option(False, "spread a base that is too large for one device over the devices of all processes")
-    shard_drafter: bool = option(
-        False,
-        "spread the drafter's weights, gradients and optimizer states over the devices of all processes, which saves "
-        "memory and costs time",
-    )
     seed: int = option(0, "seed of the drafter's first weights and of the order of the data")
     log_every: int = option(10, "steps between lines of progress")
     validate_every: int | None = option(
@@ -303,68 +196,41 @@ class TrainConfig(TemplateOptions):
 
     def __post_init__(self) -> None:
         check_values(self)
-        optional = ("length", "steps", "epochs", "minutes", "exit_dim", "draft_vocab_size", "head_shortlist", "chunk")
-        heads = ("context_heads", "context_kv_heads", "context_head_dim")
-        ranks = ("head_shortlist_rank", "markov_rank", "selector_rank")
-        intervals = ("log_every", "validate_every", "save_every", "keep")
-        sizes = ("batch_size", "watch_rows", "accumulate", "draft_len", "lora_rank", "validate_tokens")
         values, defaults = vars(self), {item.name: item.default for item in fields(self)}
-        for name in (*sizes, *intervals, *heads, *ranks, "decay", "lr", "max_grad_norm", *optional):
-            if not (values[name] is None or 0 < values[name] < math.inf):
-                raise ArgumentError(f"{flag(name)} must be positive, got {values[name]}")
-        counts = ("num_layers", "context_window", "head_rank", "watch_replay", "validate_prompts")
-        for name in (*counts, "weight_decay", "seed"):
-            if not (values[name] is None or 0 <= values[name] < math.inf):
-                raise ArgumentError(f"{flag(name)} must not be negative, got {values[name]}")
-        for name in ("distill", "decay", "warmup", "reach", "rejected"):
+        counts = ("num_layers", "context_window", "head_rank", "validate_prompts", "seed")  # which may be 0
+        shares = ("distill", "warmup")
+        for name, value in values.items():
+            if type(value) not in (int, float) or name in shares:
+                continue
+            if not (value >= 0 if name in counts else value > 0) or value == math.inf:
+                must = "must not be negative" if name in counts else "must be positive"
+                raise ArgumentError(f"{flag(name)} {must}, got {value}")
+            if value > MAX_SIZE and name not in ("steps", "epochs", "minutes", "seed", "lr"):
+                raise ArgumentError(f"{flag(name)} must be at most {MAX_SIZE}, got {value}")
+        for name in shares:
             if not 0 <= values[name] <= 1:
                 raise ArgumentError(f"{flag(name)} must be from 0 to 1, got {values[name]}")
-        for name, value in values.items():
-            highest = MAX_VALUES.get(name, 1 << 31)
-            if type(value) in (int, float) and value > highest and name not in ("epochs", "minutes"):
-                raise ArgumentError(f"{flag(name)} must be at most {highest}, got {value}")
-        if self.loss != "kl" and self.distill == 0:
-            raise ArgumentError(f"--loss {self.loss} weighs --distill, which is 0: leave one out")
-        if self.reach_by == "dpace" and self.reach == 0:
-            raise ArgumentError("--reach-by dpace weighs by --reach, which is 0: give it too, 0.5 as in the paper")
+        if self.seed >> 62:
+            raise ArgumentError(f"--seed must be less than {1 << 62}, got {self.seed}")
         # A recipe sets sizes that these options also determine.
         if self.recipe is not None and not RECIPES[self.recipe].options.keys().isdisjoint(FORM_OPTIONS):
             others = {
                 "--drafter": self.drafter is not None,
                 f"--form {self.form}": self.form != "recurrent",
                 "--recurrence apple": self.recurrence == "apple",
-                "--no-rnn": not self.rnn,
             }
             for typed in (words for words, given in others.items() if given):
                 raise ArgumentError(
                     f"--recipe {self.recipe} is for a new drafter with a gated cell: leave it out with {typed}"
                 )
-        for name in FORM_OPTIONS if self.drafter is not None else ():
-            if values[name] != defaults[name]:
+        for name in FORM_OPTIONS:
+            if values[name] == defaults[name]:
+                continue
+            if self.drafter is not None:
                 raise ArgumentError(f"{flag(name)} is the drafter's own: leave it out with --drafter")
-        for name in set(FORM_OPTIONS).difference(FORMS[self.form]):
-            if values[name] != defaults[name]:
+            if name not in FORMS[self.form]:
                 forms = " or ".join(form for form, options in FORMS.items() if name in options)
                 raise ArgumentError(f"{flag(name)} is for --form {forms}: leave it out with --form {self.form}")
-        for name in heads if self.context_window == 0 else ():
-            if values[name] != defaults[name]:
-                raise ArgumentError(f"{flag(name)} is for drafters that attend to the text: give --context-window too")
-        if self.save is not None and not (self.dry_run and self.drafter is None):
-            raise ArgumentError(
-                "--save writes a new drafter that is not trained: give it with --dry-run and without --drafter; a "
-                "training writes to --output"
-            )
-        if self.lora_rank is not None and self.shard_drafter:
-            raise ArgumentError(
-                "--lora-rank leaves little to spread over processes, and --shard-drafter spreads all: leave one out"
-            )
-        if self.optimizer == "muon" and self.shard_drafter:
-            raise ArgumentError(
-                "--optimizer muon needs whole matrices, and --shard-drafter spreads them over processes: leave one out"
-            )
-        check_shortlist_rank(self.head_shortlist, self.head_shortlist_rank)
-        if self.context_heads and self.context_kv_heads:
-            check_context_heads(self.context_heads, self.context_kv_heads, self.context_head_dim, flag)
         if self.length is not None and self.length < 3:
             raise ArgumentError(f"--length must be at least 3 (a text, a pending token, a draft), got {self.length}")
         for name in self.report_to:
@@ -404,8 +270,6 @@ def check(config: TrainConfig) -> None:
     # One of several processes may lack a file that the others have. It fails later, where they learn of it.
     if launched_processes() == 1:
         check_paths(config)
-    if config.save is not None:
-        check_output(Path(config.save), config.overwrite, "--save")
     if config.dry_run or config.show_sample or config.watch:  # rounds replace the existing drafter
         return
     output = Path(str(config.output))

@@ -15,70 +15,6 @@ from torch import Tensor
 CHUNK_BYTES = 1 << 29  # of one float32 copy of a chunk's logits; a few copies are alive at once
 # A trade-off on a CPU: a chunk's logits should stay in its cache, but each chunk also reads the whole head.
 CHUNK_PREDICTIONS_ON_CPU = 256
-LK_ETA = 3.0  # of the hybrid LK loss (arXiv 2602.23881), its authors' value
-
-
-class Objective(NamedTuple):
-    """The loss function: `distill * D(base, drafter) + (1 - distill) * CE(the text's token)`, and weights of its steps.
-
-    The weights depend on the drafter's current predictions and have no gradient.
-    """
-
-    distill: float  # weight of the distillation, from 0 to 1
-    # Weight reduction, from 0 to 1, of steps that drafting would not reach, because an earlier token of the rollout is
-    # not among the drafter's `beams` likeliest, or, with `reach_by` "dpace", by the drafter's probabilities.
-    reach: float
-    beams: int  # beams that the drafter is searched with
-    loss: str  # D, one of `LOSSES`
-    reach_by: str  # one of `REACHES`
-    rejected: float  # weight reduction, from 0 to 1, of rollouts in which the drafter's best guesses are all correct
-
-    def distance(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute D and its gradient in the drafter's logits.
-
-        Args:
-            log_p: The base's log-probabilities, `[C, K, V']` float32.
-            log_q: The drafter's log-probabilities, `[C, K, V']` float32.
-
-        Returns D of each step, `[C, K]`, and its gradient, `[C, K, V']`.
-        """
-        p, q = log_p.exp(), log_q.exp()
-        if self.loss == "kl":
-            return (p * (log_p - log_q)).sum(dim=-1), q - p
-        low = torch.where(q < p, q, 0.0)  # [C, K, V'], q where the overlap min(p, q) grows with it
-        overlap = torch.minimum(p, q).sum(dim=-1)  # [C, K]: the acceptance probability of speculative sampling
-        distance, gradient = 1 - overlap, q * low.sum(dim=-1, keepdim=True) - low  # the total variation distance
-        if self.loss == "lk-alpha":
-            # In FP32 an overlap may be 0; no entry of the gradient is larger than the overlap.
-            overlap = overlap.clamp(min=torch.finfo(overlap.dtype).tiny)
-            return -overlap.log(), gradient / overlap[:, :, None]
-        if self.loss == "lk-lambda":
-            share = torch.exp(-LK_ETA * overlap)  # weight of the KL divergence, which has no gradient itself
-            distance = share * (p * (log_p - log_q)).sum(dim=-1) + (1 - share) * distance
-            gradient = share[:, :, None] * (q - p) + (1 - share)[:, :, None] * gradient
-        return distance, gradient
-
-    def step_weights(self, label_q: Tensor, drafted: Tensor, correct: Tensor, counts: Tensor) -> Tensor:
-        """Compute the factors of the steps' weights, `[C, K]`.
-
-        Args:
-            label_q: The drafter's probability of the text's token, 0 for one outside its vocabulary, `[C, K]`.
-            drafted: True where the token is among the drafter's `beams` likeliest, `[C, K]` bool.
-            correct: True where it is the likeliest, `[C, K]` bool.
-            counts: True for steps with a loss, `[C, K]` bool.
-        """
-        if self.reach_by == "dpace":
-            # D-PACE (arXiv 2605.18810): the probability that a step and all before it are accepted, summed over this
-            # step and those after it: the gradient of the expected accepted length in this step's log-probability.
-            accepted = (1 - self.reach + self.reach * label_q).cumprod(dim=1) * counts
-            factor = accepted.flip(1).cumsum(dim=1).flip(1)
-        else:
-            reached = torch.ones_like(label_q)
-            reached[:, 1:] = drafted[:, :-1].to(reached.dtype).cumprod(dim=1)
-            # `reach` interpolates between weighting all steps (0) and only those that drafting would reach (1).
-            factor = 1 - self.reach + self.reach * reached
-        wrong = (counts & ~correct).any(dim=1, keepdim=True)  # [C, 1]
-        return factor * (1 - self.rejected * ~wrong)
 
 
 class ChunkLoss(NamedTuple):
@@ -91,9 +27,11 @@ class ChunkLoss(NamedTuple):
 
 
 def chunk_loss(
-    logits: Tensor, teacher: Tensor, position: Tensor, label: Tensor, weight: Tensor, objective: Objective
+    logits: Tensor, teacher: Tensor, position: Tensor, label: Tensor, weight: Tensor, distill: float
 ) -> ChunkLoss:
     """Compute the loss of a chunk of C anchors and its gradient in the logits.
+
+    The loss of a step is `distill * KL(base || drafter) + (1 - distill) * CE(the text's token)`.
 
     Args:
         logits: Drafter's logits, `[C, K, V']`.
@@ -101,7 +39,7 @@ def chunk_loss(
         position: Flat position whose logits teach each step, `[C, K]`.
         label: The text's own tokens, `[C, K]`; -1 outside the drafter's vocabulary, which disables cross-entropy.
         weight: Weight of each step, `[C, K]`; 0 for masked steps.
-        objective: The loss function.
+        distill: Weight of the distillation, from 0 to 1.
     """
     # In FP32: 16-bit softmax over a large vocabulary loses the small probabilities.
     log_q = logits.log_softmax(dim=-1, dtype=torch.float32)
@@ -110,19 +48,15 @@ def chunk_loss(
     # Unknown labels use index 0; `known` removes their terms from loss and gradient.
     label = label.clamp(min=0)[:, :, None]
     label_log_q = log_q.gather(-1, label)  # [C, K, 1]
-    rank = (log_q > label_log_q).sum(dim=-1)  # [C, K], 0 for the likeliest
     counts = weight > 0
-
-    correct = counts & known & (rank == 0)
-    drafted, label_log_q = known & (rank < objective.beams), label_log_q.squeeze(-1)
-    weight = weight * objective.step_weights(label_log_q.exp() * known, drafted, correct, counts)
-    distance, gradient = objective.distance(log_p, log_q)
-    soft, hard = objective.distill * weight, (1 - objective.distill) * known * weight  # [C, K]
-    loss = (soft * distance - hard * label_log_q).sum()
-    # Closed form: the gradient of the cross-entropy in the logits is q - one_hot(label). Weights are multiplied first,
-    # and the label's entry is written alone, since each operation over the vocabulary takes as long as any other.
+    correct = counts & known & ~(log_q > label_log_q).any(dim=-1)
+    p, q = log_p.exp(), log_q.exp()
+    soft, hard = distill * weight, (1 - distill) * known * weight  # [C, K]
+    loss = (soft * (p * (log_p - log_q)).sum(dim=-1) - hard * label_log_q.squeeze(-1)).sum()
+    # Closed form: the gradients in the logits are q - p and q - one_hot(label). Weights are multiplied first, and the
+    # label's entry is written alone, since each operation over the vocabulary takes as long as any other.
     hard = hard[:, :, None]
-    gradient = torch.addcmul(soft[:, :, None] * gradient, hard, log_q.exp())
+    gradient = torch.addcmul(soft[:, :, None] * (q - p), hard, q)
     gradient.scatter_(-1, label, gradient.gather(-1, label) - hard)
 
     earlier = torch.ones_like(counts)
@@ -148,7 +82,7 @@ class HeadLoss(torch.autograd.Function):
         position: Tensor,
         label: Tensor,
         weight: Tensor,
-        objective: Objective,
+        distill: float,
         chunk: int,
         compute: Callable[..., ChunkLoss],
         *terms: Tensor,
@@ -163,7 +97,7 @@ class HeadLoss(torch.autograd.Function):
             position: `[A, K]`.
             label: `[A, K]`.
             weight: `[A, K]`.
-            objective: The loss function.
+            distill: As in `chunk_loss`.
             chunk: Anchors whose logits are in memory at once.
             compute: `chunk_loss`, compiled or not.
             terms: Further inputs and heads in turn, whose products are added to the logits.
@@ -188,7 +122,7 @@ class HeadLoss(torch.autograd.Function):
                 for x_low, head_low in zip(inputs_low, heads_low, strict=True)
             ]
             logits = sum(products[1:], products[0])
-            result = compute(logits, teacher, position[part], label[part], weight[part], objective)
+            result = compute(logits, teacher, position[part], label[part], weight[part], distill)
             gradient = result.gradient.to(dtype)  # [C, K, V']
             flat = rearrange(gradient, "c k v -> v (c k)")
             for number, head_gradient in enumerate(head_gradients):

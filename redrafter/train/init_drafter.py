@@ -24,7 +24,6 @@ from redrafter.drafting.drafter_config import (
 )
 from redrafter.drafting.drafter_types import make_drafter
 from redrafter.drafting.eagle import EagleDrafter
-from redrafter.drafting.recurrent_form import CONTEXT_HEADS, CONTEXT_KV_HEADS
 from redrafter.drafting.text_drafters import TrainableDrafter, require
 from redrafter.errors import ArgumentError
 from redrafter.model.supported import config_width
@@ -41,12 +40,10 @@ SMALL_STD = 0.02  # of first weights of products with two factors, which learn n
 class Form(NamedTuple):
     """The functions that create new drafters of one form."""
 
-    architecture: type[AnyDrafterConfig]
     size: Callable[[PretrainedConfig, TrainConfig], dict[str, Any]]  # values of options, where they are None
     # Returns the architecture for a number of ids; None for all.
     config: Callable[[PretrainedConfig, TrainConfig, int | None], AnyDrafterConfig]
     prepare: Callable[[Any, PreTrainedModel, Tensor | None], None]  # sets first weights; the ids are set after it
-    options: Callable[[Any], dict[str, Any]]  # options of `size` with which a drafter was made, from its architecture
 
 
 def size_form(base: PretrainedConfig, config: TrainConfig) -> TrainConfig:
@@ -55,23 +52,27 @@ def size_form(base: PretrainedConfig, config: TrainConfig) -> TrainConfig:
     return replace(config, **{name: value for name, value in form.items() if getattr(config, name) is None})
 
 
-def form_of(drafter: AnyDrafterConfig) -> dict[str, Any]:
-    """Return the options of `size_form` that reproduce a drafter's form."""
-    return next(form.options(drafter) for form in FORMS.values() if type(drafter) is form.architecture)
-
-
 def new_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None = None) -> AnyDrafterConfig:
     """Create the config of a new drafter with `draft_vocab_size` ids; None for all of the base's."""
     config = size_form(base, config)
     return FORMS[config.form].config(base.get_text_config(decoder=True), config, draft_vocab_size)
 
 
-def new_drafter(model: PreTrainedModel, config: TrainConfig, draft_ids: Tensor | None = None) -> TrainableDrafter:
+def new_drafter(
+    model: PreTrainedModel,
+    config: TrainConfig,
+    draft_ids: Tensor | None = None,
+    architecture: AnyDrafterConfig | None = None,
+) -> TrainableDrafter:
     """Create an untrained float32 drafter for a base, on the CPU.
 
-    `draft_ids` are the base's ids in the drafter's vocabulary, `[V']` int64; None for all.
+    Args:
+        model: The base.
+        config: Options of the training: the form of the drafter, its sizes and the seed of its weights.
+        draft_ids: The base's ids in the drafter's vocabulary, `[V']` int64; None for all.
+        architecture: An architecture of that form, with other sizes than options set; None to follow the options.
     """
-    drafter_config = new_config(model.config, config, None if draft_ids is None else len(draft_ids))
+    drafter_config = architecture or new_config(model.config, config, None if draft_ids is None else len(draft_ids))
     # The seed determines the weights without affecting the caller's random state.
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(config.seed)
@@ -105,8 +106,8 @@ def _size_recurrent(base: PretrainedConfig, config: TrainConfig) -> dict[str, An
     """
     width, depth = config_width(base), getattr(base, "num_hidden_layers", 0)
     # Capped, since the residual layers grow with the square of the width.
-    exit_dim = config.exit_dim or min(2 * width, MAX_EXIT_DIM)
-    if config.recurrence == "apple" or not config.rnn:
+    exit_dim = min(2 * width, MAX_EXIT_DIM)
+    if config.recurrence == "apple":
         form: dict[str, Any] = {"recurrence": "apple", "num_layers": 2, "target_layers": (), "head_rank": 0}
         window = config.context_window or 0
     else:
@@ -119,34 +120,26 @@ def _size_recurrent(base: PretrainedConfig, config: TrainConfig) -> dict[str, An
         }
         # Limit the window to the rows' length: distances that never occur in training generalise badly.
         window = min(512, config.length or 512) if config.context_window is None else config.context_window
-    form |= {"exit_dim": exit_dim, "context_window": window}
-    if window:
-        kv_heads = config.context_kv_heads or math.gcd(max(width // 2048, 1), config.context_heads or 0)
-        per_kv_head = max(width // (256 * kv_heads), 4)
-        form |= {"context_kv_heads": kv_heads, "context_heads": kv_heads * per_kv_head}
-    return form
+    return form | {"context_window": window}
 
 
 def _recurrent_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None) -> DrafterConfig:
     assert config.recurrence is not None, "size_form chose it"
     assert config.num_layers is not None, "size_form chose it"
-    assert config.exit_dim is not None, "size_form chose it"
     assert config.target_layers is not None, "size_form chose it"
+    width = config_width(base)
+    kv_heads = max(width // 2048, 1)
     return DrafterConfig(
         vocab_size=base.vocab_size,
-        hidden_size=config_width(base),
-        exit_dim=config.exit_dim,
+        hidden_size=width,
+        exit_dim=min(2 * width, MAX_EXIT_DIM),
         num_draft_layers=config.num_layers,
-        rnn=config.rnn,
         recurrence=config.recurrence,
         target_layers=config.target_layers,
         context_window=config.context_window or None,
-        context_heads=config.context_heads or CONTEXT_HEADS,
-        context_kv_heads=config.context_kv_heads or CONTEXT_KV_HEADS,
-        context_head_dim=config.context_head_dim,
+        context_heads=kv_heads * max(width // (256 * kv_heads), 4),
+        context_kv_heads=kv_heads,
         head_rank=config.head_rank or None,
-        head_shortlist=config.head_shortlist,
-        head_shortlist_rank=config.head_shortlist_rank,
         draft_vocab_size=draft_vocab_size,
         draft_len_per_beam=config.draft_len,
     )
@@ -159,28 +152,13 @@ def _prepare_recurrent(drafter: RecurrentDrafter, model: PreTrainedModel, draft_
         _set_to_zero(drafter.fuse)
     if drafter.context is not None:  # start without context attention
         nn.init.zeros_(drafter.context.out.weight)
-    if drafter.config.rnn:
-        # Embeddings are often far smaller than hidden states. Without scaled weights the drafter would learn slowly
-        # from which token to continue.
-        width, rms = drafter.config.hidden_size, _embedding_rms(model)
-        if drafter.config.recurrence == "gated":
-            drafter.rnn_gate.weight[:, :width] *= 1 / rms  # the columns that read the embedding
-        else:
-            nn.init.normal_(drafter.rnn_w.weight, std=1 / rms / width**0.5)
-
-
-def _recurrent_options(drafter: DrafterConfig) -> dict[str, Any]:
-    form = {
-        "recurrence": drafter.recurrence,
-        "num_layers": drafter.num_draft_layers,
-        "exit_dim": drafter.exit_dim,
-        "target_layers": tuple(drafter.target_layers),
-        "context_window": drafter.context_window or 0,
-        "head_rank": drafter.head_rank or 0,
-    }
-    if drafter.context_window:
-        form |= {"context_heads": drafter.context_heads, "context_kv_heads": drafter.context_kv_heads}
-    return form
+    # Embeddings are often far smaller than hidden states. Without scaled weights the drafter would learn slowly from
+    # which token to continue.
+    width, rms = drafter.config.hidden_size, _embedding_rms(model)
+    if drafter.config.recurrence == "gated":
+        drafter.rnn_gate.weight[:, :width] *= 1 / rms  # the columns that read the embedding
+    else:
+        nn.init.normal_(drafter.rnn_w.weight, std=1 / rms / width**0.5)
 
 
 def _embedding_rms(model: PreTrainedModel) -> float:
@@ -265,10 +243,6 @@ def _copy_end(drafter: EagleDrafter | DFlashDrafter, model: PreTrainedModel, dra
         drafter.lm_head.weight.copy_(head[ids])
 
 
-def _eagle_options(drafter: EagleConfig) -> dict[str, Any]:
-    return {"form": "eagle3", "target_layers": tuple(drafter.target_layers or ())}
-
-
 # Drafters of blocks
 
 
@@ -276,10 +250,8 @@ def _size_blocks(base: PretrainedConfig, config: TrainConfig) -> dict[str, Any]:
     """Return three layers, and the layers of the base at a quarter, a half and three quarters, and the last but one."""
     depth = getattr(base, "num_hidden_layers", 0)
     layers = (*(depth * part // 4 - 1 for part in (1, 2, 3)), depth - 2)
-    rank = min(max(config_width(base) // 4, 1), MAX_TOKEN_RANK)
-    ranks = {"dspark": {"markov_rank": rank}, "dflash2": {"selector_rank": rank}}
     spread = tuple(sorted({max(layer, 0) for layer in layers}))
-    return {"num_layers": 3, "target_layers": spread} | ranks.get(config.form, {})
+    return {"num_layers": 3, "target_layers": spread}
 
 
 def _blocks_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None) -> DFlashConfig:
@@ -291,6 +263,7 @@ def _blocks_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size
     assert config.target_layers is not None, "size_form chose it"
     from_anchor, selects = config.form == "dspark", config.form == "dflash2"
     width = config_width(base)
+    rank = min(max(width // 4, 1), MAX_TOKEN_RANK)
     if config.num_layers < 1 or not config.target_layers:
         name = "num_layers" if config.num_layers < 1 else "target_layers"
         raise ArgumentError(f"{flag(name)}: a drafter of --form {config.form} has at least one layer and reads one")
@@ -303,10 +276,10 @@ def _blocks_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size
         sample_from_anchor=from_anchor,
         own_head=draft_vocab_size is not None,
         draft_vocab_size=draft_vocab_size,
-        markov_rank=config.markov_rank,
+        markov_rank=rank if from_anchor else None,
         conv_kernel_size=CONV_TAPS if selects else None,
         conv_group_size=math.gcd(CONV_GROUP, width) if selects else None,
-        selector_rank=config.selector_rank,
+        selector_rank=rank if selects else None,
         selector_top_k=min(CANDIDATES, base.vocab_size) if selects else None,
         draft_len_per_beam=config.draft_len,
     )
@@ -329,15 +302,9 @@ def _prepare_blocks(drafter: DFlashDrafter, model: PreTrainedModel, draft_ids: T
     drafter.config.mask_token_id = ids[int(known.int().argmax())]
 
 
-def _blocks_options(drafter: DFlashConfig) -> dict[str, Any]:
-    ranks = {name: rank for name in ("markov_rank", "selector_rank") if (rank := getattr(drafter, name)) is not None}
-    form = {"form": drafter.algorithm, "num_layers": drafter.num_layers, "target_layers": tuple(drafter.target_layers)}
-    return form | ranks
-
-
-_BLOCKS = Form(DFlashConfig, _size_blocks, _blocks_config, _prepare_blocks, _blocks_options)
+_BLOCKS = Form(_size_blocks, _blocks_config, _prepare_blocks)
 FORMS = {
-    "recurrent": Form(DrafterConfig, _size_recurrent, _recurrent_config, _prepare_recurrent, _recurrent_options),
-    "eagle3": Form(EagleConfig, _size_eagle, _eagle_config, _prepare_eagle, _eagle_options),
+    "recurrent": Form(_size_recurrent, _recurrent_config, _prepare_recurrent),
+    "eagle3": Form(_size_eagle, _eagle_config, _prepare_eagle),
     **dict.fromkeys(("dflash", "dspark", "dflash2"), _BLOCKS),
 }

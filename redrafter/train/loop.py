@@ -7,7 +7,6 @@ import contextlib
 import math
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from itertools import islice
@@ -28,10 +27,10 @@ from redrafter.train.loss import Unroll, total_weight
 from redrafter.train.optimizer import make_optimizer
 from redrafter.train.processes import new_accelerator
 from redrafter.train.progress import Clock, LossMeter, Progress, TrainingState
-from redrafter.train.sharding import ShardedDrafter, gather_tensor
 from redrafter.train.teacher import Teacher
 
 ASSUMED_STEPS = 1000  # of a training that only minutes limit, for the learning rate of its first step
+MAX_GRAD_NORM = 1.0
 _Group = list[tuple[Tensor, ...]]  # the batches of an optimizer step
 
 
@@ -47,7 +46,6 @@ def train(
     resumed: Checkpoint | None = None,
     log: Callable[[str], object] = print,
     progress: Callable[[Progress], object] | None = None,
-    refresh_seconds: float = math.inf,
 ) -> TrainingState:
     """Train `drafter` in place until `config.steps`, `config.minutes` or the batches end.
 
@@ -67,8 +65,6 @@ def train(
         resumed: The checkpoint that `drafter` was loaded from; `batches` must continue from its step.
         log: Prints a line of progress after the first step and every `config.log_every` steps.
         progress: Called with the progress instead of `log`.
-        refresh_seconds: In a single process `progress` is also called after the first step that ends this much later
-            than its last call.
 
     Raises `NotFiniteLossError` if the loss of a step is not finite. Nothing is written after that step. After Ctrl-C,
     the processes of a training with `checkpoints` complete their step, write one, and raise `KeyboardInterrupt`.
@@ -79,14 +75,13 @@ def train(
     show_progress = progress or (lambda numbers: log(str(numbers)))
     clock, meter = trainer.clock, trainer.meter
     first_step: float | None = 0.0  # seconds of the first step, until its line is shown
-    alone = accelerator.num_processes == 1
-    last_shown, shown_at = 0, time.monotonic()
+    last_shown = 0
 
     def save_due() -> bool:
         return bool(config.save_every and clock.step % config.save_every == 0)
 
     with trainer.teacher, _interrupts_noted(checkpoints is not None) as interrupted:
-        for group in trainer.time_waiting(_groups(batches, config.accumulate)):
+        for group in _groups(batches, config.accumulate):
             # Ask before the step, on every process: all must leave the loop at the same step, or collectives deadlock.
             fraction_done, ends = clock.agree(interrupted.is_set())
             if fraction_done >= 1:
@@ -102,11 +97,10 @@ def train(
                 first_step = clock.seconds - clock.state.seconds
                 clock.start()
             due = clock.step % config.log_every == 0
-            stale = alone and time.monotonic() - shown_at >= refresh_seconds
             # Always report the first step: the next due line may be minutes away.
-            if due or stale or first_step is not None:
+            if due or first_step is not None:
                 trainer.read_meter(reset=due)
-                last_shown, shown_at = clock.step, time.monotonic()
+                last_shown = clock.step
                 numbers = trainer.progress(first_step)
                 first_step = None
                 if due:
@@ -124,7 +118,7 @@ def train(
     if clock.step not in clock.state.tokens_per_step:
         trainer.run_validation()
     # The caller saves `drafter` itself, not the trained copy.
-    trainer.gather_drafter()
+    trainer.merge()
     drafter.eval()
     return clock.state
 
@@ -171,8 +165,7 @@ def learning_rate_factor(fraction_done: float, warmup: float, half_step: float =
 class Trainer:
     """Base, drafter, optimizer and clock of a training; takes the arguments of `train`.
 
-    If a copy of the drafter is trained (sharded, or with low-rank updates), `drafter` is synchronised for validations
-    and checkpoints, and by `gather_drafter`.
+    With low-rank updates a copy of the drafter is trained, and `merge` copies the sum to `drafter`.
     """
 
     def __init__(
@@ -190,17 +183,12 @@ class Trainer:
         depth = model.config.get_text_config(decoder=True).num_hidden_layers
         self.teacher = Teacher(base.to(accelerator.device), drafter.config.target_layers_of(depth))
         self.meter = LossMeter(config.draft_len, accelerator)
-        # Before any copy is made, so that the sharded or low-rank copy is in training mode too.
+        # Before the low-rank copy is made, so that it is in training mode too.
         drafter.train()
-        self.sharded = ShardedDrafter(drafter, config, accelerator) if config.shard_drafter else None
         self.low_rank = None if config.lora_rank is None else LowRankDrafter(drafter, config.lora_rank, config.seed)
-        copied = self.sharded or self.low_rank
-        self.trained = drafter if copied is None else copied.drafter
+        self.trained = drafter if self.low_rank is None else self.low_rank.drafter
         optimizer = make_optimizer(self.trained, config, accelerator.device)
-        if self.sharded is None:
-            self.unroll, self.optimizer = accelerator.prepare(Unroll(self.trained, config), optimizer)
-        else:
-            self.unroll, self.optimizer = self.sharded, accelerator.prepare(optimizer)
+        self.unroll, self.optimizer = accelerator.prepare(Unroll(self.trained, config), optimizer)
         if isinstance(self.unroll, DistributedDataParallel):
             # Otherwise it moves the mask to the device, where finding anchors makes the host wait.
             self.unroll.device_ids = None
@@ -228,23 +216,13 @@ class Trainer:
                 self.accelerator.backward(batch_loss.loss / mean_weight)
             self.meter.add(self.clock.step, batch_loss)
         self.meter.add_weight(weight, sum(tokens.numel() for tokens, *_ in group))
-        # Clip the trained copy: with sharding or low-rank updates the original drafter has no gradients.
-        norm = self.accelerator.clip_grad_norm_(self.trained.parameters(), self.config.max_grad_norm)
+        norm = self.accelerator.clip_grad_norm_(self.trained.parameters(), MAX_GRAD_NORM)
         if self.accelerator.scaler is None:  # a scaler skips steps with infinite gradients itself
-            self.meter.expect_finite(self.clock.step, gather_tensor(norm))
+            self.meter.expect_finite(self.clock.step, norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         # Count the step only now, since `meter` identifies a failed step by the number before it.
         self.clock.state.step += 1
-
-    def time_waiting(self, groups: Iterator[_Group]) -> Iterator[_Group]:
-        """Yield the groups and record the time spent waiting for them."""
-        while True:
-            with self.clock.timed("waiting for data"):
-                group = next(groups, None)
-            if group is None:
-                return
-            yield group
 
     def read_meter(self, *, reset: bool = True) -> None:
         """Wait for the device and update the state with `LossMeter.update_state`. Collective: call it on every rank."""
@@ -270,13 +248,10 @@ class Trainer:
             accuracy=state.accuracy,
             learning_rate=self.optimizer.param_groups[0]["lr"],
             first_step=first_step,
-            whole=None if first_step is None else clock.estimate(first_step),
         )
 
-    def gather_drafter(self) -> None:
-        """Synchronise `drafter` with its trained copy, if any. Collective: call it on every rank."""
-        if self.sharded is not None:
-            self.sharded.gather_weights()
+    def merge(self) -> None:
+        """Copy the sum of weights and low-rank updates, if any, to `drafter`."""
         if self.low_rank is not None:
             self.low_rank.merge()
 
@@ -286,8 +261,8 @@ class Trainer:
             return
         # A validation of broken weights would cost minutes before the error is reported.
         self.meter.check_finite()
-        with self.clock.timed("validating", paused=True):
-            self.gather_drafter()
+        with self.clock.paused():
+            self.merge()
             accelerator, state = self.accelerator, self.clock.state
             tokens_per_step = self.validate() if accelerator.is_main_process or self.config.shard_base else None
             if tokens_per_step is not None:
@@ -307,16 +282,13 @@ class Trainer:
         # A checkpoint after a failed step could not be resumed from.
         self.meter.check_finite()
         self._note_time()
-        with self.clock.timed("saving", paused=True):
+        with self.clock.paused():
             accelerator, scaler = self.accelerator, self.accelerator.scaler
             # Collectives first, on every process; only the main process writes below.
             random_states = gather_random_states(accelerator)
-            self.gather_drafter()
-            if self.sharded is None:
-                state = self.optimizer.state_dict()
-            else:
-                state = self.sharded.gather_optimizer(self.optimizer, keep=accelerator.is_main_process)
+            self.merge()
             if accelerator.is_main_process:
+                state = self.optimizer.state_dict()
                 optimizer = {"optimizer": state, "scaler": None if scaler is None else scaler.state_dict()}
                 if self.low_rank is not None:
                     optimizer["low_rank"] = self.low_rank.state_dict()
@@ -333,10 +305,7 @@ class Trainer:
         try:
             if self.low_rank is not None:
                 self.low_rank.load_state_dict(saved["low_rank"])
-            state = saved["optimizer"]
-            self.optimizer.load_state_dict(
-                state if self.sharded is None else self.sharded.spread_optimizer(state, self.optimizer)
-            )
+            self.optimizer.load_state_dict(saved["optimizer"])
             if self.accelerator.scaler is not None and saved["scaler"] is not None:
                 self.accelerator.scaler.load_state_dict(saved["scaler"])
             restore_random_state(self.accelerator, random_states)

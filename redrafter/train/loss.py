@@ -14,8 +14,10 @@ from torch.nn.functional import pad
 
 from redrafter.drafting.text_drafters import GivenTexts, TrainableDrafter
 from redrafter.train.config import TrainConfig
-from redrafter.train.head_loss import HeadLoss, Objective, chunk_anchors, chunk_loss
+from redrafter.train.head_loss import HeadLoss, chunk_anchors, chunk_loss
 from redrafter.train.teacher import TeacherOutput
+
+DECAY = 0.9  # weight of each draft step relative to the one before; 0.8 gained no more than seeds differ
 
 
 def target_mask(mask: Tensor, draft_len: int) -> Tensor:
@@ -31,7 +33,7 @@ def target_mask(mask: Tensor, draft_len: int) -> Tensor:
     return ahead.cumprod(dim=-1)[:, :, 1:].bool()
 
 
-def find_anchors(mask: Tensor, draft_len: int, decay: float, multiple: int = 1) -> tuple[Tensor, Tensor]:
+def find_anchors(mask: Tensor, draft_len: int, multiple: int = 1) -> tuple[Tensor, Tensor]:
     """Find the anchors of a batch and the weights of their steps.
 
     With the mask on the CPU, returns only anchors that have a target. On a GPU, finding them would make the host wait,
@@ -40,7 +42,6 @@ def find_anchors(mask: Tensor, draft_len: int, decay: float, multiple: int = 1) 
     Args:
         mask: True on tokens that the base generates, `[B, T]` bool.
         draft_len: Draft steps K.
-        decay: Weight of each draft step relative to the one before.
         multiple: Pad the anchors with weight 0 to a multiple of this number.
 
     Returns flat positions of the A anchors in `[B * T]`, `[A]` int64, and the weight of each of their steps, `[A, K]`.
@@ -48,14 +49,14 @@ def find_anchors(mask: Tensor, draft_len: int, decay: float, multiple: int = 1) 
     count = target_mask(mask, draft_len).flatten(0, 1)  # [B * T, K]
     positions = torch.arange(len(count), device=count.device)
     anchors = positions[count[:, 0]] if count.device.type == "cpu" else positions
-    weight = count[anchors] * decay ** torch.arange(draft_len, device=count.device)  # [A, K]
+    weight = count[anchors] * DECAY ** torch.arange(draft_len, device=count.device)  # [A, K]
     rest = -len(anchors) % multiple
     return pad(anchors, (0, rest)), pad(weight, (0, 0, 0, rest))
 
 
 def total_weight(mask: Tensor, config: TrainConfig) -> Tensor:
     """Return the sum of the weights of a batch's predictions, `[]`: the divisor of their mean loss."""
-    return find_anchors(mask, config.draft_len, config.decay)[1].sum()
+    return find_anchors(mask, config.draft_len)[1].sum()
 
 
 class BatchLoss(NamedTuple):
@@ -75,9 +76,6 @@ class Unroll(nn.Module):
     def __init__(self, drafter: TrainableDrafter, config: TrainConfig):
         super().__init__()
         self.drafter, self.config = drafter, config
-        self.objective = Objective(
-            config.distill, config.reach, drafter.config.draft_beams, config.loss, config.reach_by, config.rejected
-        )
         self.drafter_ids: Tensor
         # [V], the drafter's id of each of the base's ids, or -1
         # A buffer, so that it moves to the device with the module; derived from the drafter, so not saved.
@@ -96,12 +94,9 @@ class Unroll(nn.Module):
             segment: Index of each token's text within its row, `[B, T]`; None for one text per row.
         """
         config, drafter, device = self.config, self.drafter, tokens.device
-        if config.chunk is not None:
-            chunk = max(config.chunk // config.draft_len, 1)
-        else:
-            chunk = chunk_anchors(drafter.config.num_draft_ids, config.draft_len, device)
+        chunk = chunk_anchors(drafter.config.num_draft_ids, config.draft_len, device)
         # Pad the anchors when compiled, so that all chunks have one size and compile once.
-        anchors, weight = find_anchors(mask, config.draft_len, config.decay, chunk if config.compile else 1)
+        anchors, weight = find_anchors(mask, config.draft_len, chunk if config.compile else 1)
         # Only after the selection above: it needs the mask on the CPU, where it does not wait for the device.
         anchors, weight = anchors.to(device, non_blocking=True), weight.to(device, non_blocking=True)  # [A], [A, K]
         labels = self.drafter_ids[tokens].flatten()
@@ -118,7 +113,7 @@ class Unroll(nn.Module):
         given = GivenTexts(tokens, features, embedding, segment, anchors, position, teacher_output.table)
         flat = teacher.flatten(0, 1)
         (loss, attempted, correct), *others = [
-            HeadLoss.apply(x, head, flat, position, label, weight, self.objective, chunk, self._compute, *terms)
+            HeadLoss.apply(x, head, flat, position, label, weight, config.distill, chunk, self._compute, *terms)
             for x, head, *terms in map(teacher_output.fill_head, drafter.trained_heads(drafter.unroll(given)))
         ]
         return BatchLoss(sum((other[0] for other in others), loss), attempted, correct)

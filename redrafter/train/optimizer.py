@@ -5,6 +5,7 @@ change at one rate. Its steps are scaled to the root mean square of AdamW's (Liu
 share a learning rate.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,15 +23,15 @@ class MuonWithAdamW(Optimizer):
     """Muon and AdamW as one optimizer, with one state dict, for gradient scalers and checkpoints.
 
     Args:
-        hidden: A group of matrices for Muon, as `Optimizer` takes it.
-        others: Groups of weights for AdamW.
+        hidden: Matrices for Muon.
+        others: Weights for AdamW.
         lr: Learning rate of both.
         fused: Whether AdamW uses its fused kernel.
     """
 
-    def __init__(self, hidden: dict[str, Any], others: list[dict[str, Any]], lr: float, fused: bool):
-        self._muon = torch.optim.Muon([hidden], lr=lr, adjust_lr_fn="match_rms_adamw")
-        self._adamw = AdamW(others, lr=lr, betas=ADAM_BETAS, fused=fused)
+    def __init__(self, hidden: Sequence[Tensor], others: Sequence[Tensor], lr: float, fused: bool):
+        self._muon = torch.optim.Muon(hidden, lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+        self._adamw = AdamW([{"params": others}], lr=lr, betas=ADAM_BETAS, weight_decay=0.0, fused=fused)
         super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {})
         self._share()
 
@@ -76,14 +77,12 @@ def check_optimizer(config: TrainConfig) -> None:
 
 
 def make_optimizer(drafter: TrainableDrafter, config: TrainConfig, device: torch.device) -> Optimizer:
-    """Create the optimizer of all weights of a drafter that are not frozen; weight decay applies to matrices only."""
+    """Create the optimizer of all weights of a drafter that are not frozen."""
     check_optimizer(config)
-    fused, decay = device.type == "cuda", config.weight_decay
+    fused = device.type == "cuda"
     hidden = hidden_matrices(drafter) if config.optimizer == "muon" else []
     taken = {id(weight) for weight in hidden}
     weights = [weight for weight in drafter.parameters() if weight.requires_grad and id(weight) not in taken]
-    matrices, vectors = ([weight for weight in weights if (weight.dim() > 1) == wide] for wide in (True, False))
-    groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
     if config.optimizer == "muon":
-        return MuonWithAdamW({"params": hidden, "weight_decay": decay}, groups, config.peak_lr, fused)
-    return AdamW(groups, lr=config.peak_lr, betas=ADAM_BETAS, fused=fused)
+        return MuonWithAdamW(hidden, weights, config.peak_lr, fused)
+    return AdamW(weights, lr=config.peak_lr, betas=ADAM_BETAS, weight_decay=0.0, fused=fused)

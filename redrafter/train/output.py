@@ -27,7 +27,8 @@ from redrafter.files.hub import CARD_FILE
 from redrafter.formats.model_card import acceptance_section, make_header, make_introduction
 from redrafter.measure.report import hardware, versions
 from redrafter.scheduler.sequence import Stats
-from redrafter.train.config import LOSSES, TrainConfig, shown_command
+from redrafter.train.config import TrainConfig, shown_command
+from redrafter.train.loss import DECAY
 from redrafter.train.output_folder import RECORD_FILE, check_output
 from redrafter.train.progress import TrainingState
 from redrafter.tree.sizes import TreeShape
@@ -124,8 +125,8 @@ def make_model_card(
 - Trained for {drafter.config.trained_draft_len} draft steps: {result.step} optimizer steps, {result.tokens:,} tokens \
 in {result.seconds:.0f} s, {speed:,.0f} tokens/s on {facts["processes"]} x {facts["device"]}. {choice}
 - Measured: {said}.
-- Loss: {config.distill:g} x {LOSSES[config.loss]} + {1 - config.distill:g} x cross-entropy, each draft step weighing \
-{config.decay:g} of the one before; {result.loss:.4f} at the end.
+- Loss: {config.distill:g} x KL(base || drafter) + {1 - config.distill:g} x cross-entropy, each draft step weighing \
+{DECAY:g} of the one before; {result.loss:.4f} at the end.
 - Data: {", ".join(data) or "in memory"}; {facts["windows"]:,} windows. Seed {config.seed}.
 - Made with {used}. training.json has every option, and what validation found on the way:
 
@@ -163,7 +164,6 @@ def make_provenance(
         "tokens": result.tokens,
         "seconds": round(result.seconds, 3),
         "tokens_per_second": round(result.tokens / result.seconds, 1) if result.seconds > 0 else None,
-        "seconds_beside": {activity: round(seconds, 3) for activity, seconds in result.seconds_by_activity.items()},
         # JSON has no NaN.
         "loss": result.loss if math.isfinite(result.loss) else None,
         "accuracy": [part if math.isfinite(part) else None for part in result.accuracy],

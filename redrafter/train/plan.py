@@ -1,18 +1,22 @@
-"""Load the windows and held-out prompts of a training, and describe its plan for `--dry-run`.
+"""Resolve the options of a training from its base, load its texts, and describe it, for `--dry-run` too.
 
-The plan needs the base's config and the data, but no weights. `describe_bad_rows` names the rows of a batch with an
-infinite loss.
+The plan needs the base's config and the data, but no weights.
 """
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from redrafter.app.flags import flag, format_value
 from redrafter.checkpoints.models import load_config
 from redrafter.data.documents import encode_documents, format_sample
 from redrafter.data.prompts import sample_prompts
@@ -28,19 +32,16 @@ from redrafter.files.dtype_names import dtype_name
 from redrafter.model.target import context_of
 from redrafter.train.config import DEFAULT_LENGTH, TrainConfig
 from redrafter.train.head_loss import chunk_anchors
-from redrafter.train.init_drafter import new_config
+from redrafter.train.init_drafter import new_config, size_form
 from redrafter.train.optimizer import hidden_matrices
 from redrafter.train.recipes import RECIPES, SMALL_BASE
 
 MAX_NAMED_ROWS = 8
-MAX_SHOWN_ROWS = 2  # of the named rows, those whose text is shown
-MAX_SHOWN_CHARS = 40  # of the text of each
 
 # The fraction of a held-out text used as prompt, and the maximum number of its tokens.
 VALIDATION_PROMPT_SHARE, MAX_VALIDATION_PROMPT_TOKENS = 0.5, 64
 FEW_STEPS = 500  # optimizer steps that a new drafter needs at least to be worth measuring
 LARGE_SHARE = 0.5  # of the base's parameters; a larger drafter costs too much compared with a step of the base
-SHORT_LENGTH, SMALL_VOCABULARY = 512, 8192  # values that notes suggest
 LOGIT_COPIES = 5  # float32 tensors of a chunk: logits, two log-probabilities, two probabilities
 
 
@@ -81,81 +82,56 @@ def describe_plan(config: TrainConfig, windows: Windows, processes: int) -> list
 
 
 def describe_recipe(config: TrainConfig, base: PreTrainedModel, drafter: TrainableDrafter) -> list[str]:
-    """Return lines with the recipe that a training follows, the form it makes, and its measurements.
+    """Return lines with the form of a new recurrent drafter, its recipe, and the recipe's measurements.
 
-    Without a recipe the line names the one that suits the base's size. A drafter that is trained further follows none.
+    Without a recipe the line names the one that suits the base's size.
     """
     form = drafter.config
     if config.drafter is not None or not isinstance(form, DrafterConfig):
-        return [] if config.recipe is None else [f"recipe {config.recipe}: {RECIPES[config.recipe].suits}"]
+        return []
     rank = f"rank {form.head_rank:,}" if form.head_rank else "full rank"
-    ids = f"all {form.vocab_size:,}" if form.draft_vocab_size is None else f"{form.draft_vocab_size:,}"
-    layers = f"{form.num_draft_layers} residual layer{'' if form.num_draft_layers == 1 else 's'}"
-    made = f"{layers} of width {form.exit_dim:,}, a head of {rank} over {ids} ids"
-    if config.recipe is None:
-        suits = "small" if base.num_parameters() < SMALL_BASE else "large"
-        hint = f"; --recipe {suits} is for {RECIPES[suits].suits}" if form.recurrence == "gated" else ""
-        return [f"recipe none: {made}{hint}"]
-    recipe = RECIPES[config.recipe]
-    values = ((name, getattr(config, name)) for name in recipe.options)
-    changes = [
-        f"no {flag(name)}" if value is False else f"{flag(name)} {format_value(value)}"
-        for name, value in values
-        if value not in (None, recipe.options[name])
-    ]
-    changed, without = (f" with {', '.join(changes)}", " without these changes") if changes else ("", "")
-    return [
-        f"recipe {config.recipe} ({recipe.suits}){changed}: {made}",
-        f"measured{without}: {recipe.measured}",
-    ]
+    layers = f"{form.num_draft_layers} residual layers of width {form.exit_dim:,}"
+    made = f"{layers}, a head of {rank} over {form.num_draft_ids:,} ids"
+    if config.recipe is not None:
+        recipe = RECIPES[config.recipe]
+        return [f"recipe {config.recipe}, for {recipe.suits}: {made}", f"measured with its values: {recipe.measured}"]
+    suits = "small" if base.num_parameters() < SMALL_BASE else "large"
+    hint = f"; --recipe {suits} is for {RECIPES[suits].suits}" if form.recurrence == "gated" else ""
+    return [f"recipe none: {made}{hint}"]
 
 
 def notes(
     config: TrainConfig, base: PreTrainedModel, drafter: TrainableDrafter, windows: Windows, steps: int | None
 ) -> list[str]:
-    """Return a line for tokens that are not learnt, and for each option that makes a new drafter ineffective.
+    """Return a line for tokens that are not learnt, and for each option that makes a new drafter of little use.
 
     `steps` is the length of the training.
     """
-    lines = untrained_pairs(config)
+    lines, length, window = [], config.length or 0, config.context_window or 0
+    if window > length:
+        lines.append(
+            f"note: --context-window {window} reaches further back than rows of --length {length}, and is read badly "
+            f"there in longer texts: give --length {window}, or --context-window {length}"
+        )
     if windows.missed:
         total = windows.missed + int(windows.mask.sum())
         lines.append(
             f"note: {windows.missed:,} of {total:,} tokens to learn are in no window; {_longer(config, windows)}"
         )
-    if config.drafter is not None:
-        return lines
-    shorter = f"--length {SHORT_LENGTH}" if row_length(config) > SHORT_LENGTH else "a smaller --length"
-    if steps is not None and steps < FEW_STEPS and not config.minutes:
-        lines.append(
-            f"note: {steps:,} steps are few for a new drafter: give more rows, --epochs or --steps, or {shorter}, "
-            "which makes more steps of the same rows"
-        )
+    if config.drafter is None and steps is not None and steps < FEW_STEPS and not config.minutes:
+        lines.append(f"note: {steps:,} steps are few for a new drafter: give more rows, --epochs or a smaller --length")
     share = drafter.num_parameters() / base.num_parameters()
-    if share >= LARGE_SHARE:
-        known = drafter.config.num_draft_ids
-        head = f"--draft-vocab-size {SMALL_VOCABULARY}" if known > SMALL_VOCABULARY else "a smaller --draft-vocab-size"
+    if config.drafter is None and share >= LARGE_SHARE:
         lines.append(
-            f"note: the drafter is {share:.0%} as large as the base, so drafts cost much of what they save: give "
-            f"{head} (its head knows {known:,} ids), and {shorter} for faster steps"
+            f"note: the drafter is {share:.0%} as large as the base, so drafts cost much of what they save: give a "
+            f"smaller --draft-vocab-size (its head knows {drafter.config.num_draft_ids:,} ids)"
         )
     return lines
 
 
-def untrained_pairs(config: TrainConfig) -> list[str]:
-    """Return a line if a new drafter's window is longer than the rows; otherwise an empty list."""
-    length, window = row_length(config), config.context_window or 0
-    if window <= length:
-        return []
-    return [
-        f"note: --context-window {window} reaches further back than rows of --length {length}. What no row has is read "
-        f"badly in longer texts: give --length {window}, or --context-window {length}"
-    ]
-
-
 def _longer(config: TrainConfig, windows: Windows) -> str:
     """Say which `--length` holds all tokens to learn, of which windows of the current length hold some or none."""
-    cut, context = f"texts are cut at --length {row_length(config)}", base_context(config)
+    cut, context = f"texts are cut at --length {config.length}", context_of(_text_config(config))
     if context is not None and windows.longest_cut > context:
         return (
             f"{cut}, and the longest has {windows.longest_cut:,} tokens, which the base cannot read: give shorter rows"
@@ -201,27 +177,25 @@ def build_without_weights(config: TrainConfig) -> tuple[PreTrainedModel, Trainab
     return base, drafter
 
 
-def row_length(config: TrainConfig) -> int:
-    """Return the number of tokens in a row of a batch: `--length`, or a default within the base's context."""
-    if config.length is not None:
-        return config.length
-    return min(DEFAULT_LENGTH, base_context(config) or DEFAULT_LENGTH)
+def resolve_options(config: TrainConfig) -> TrainConfig:
+    """Return a config with the options that follow from the base, so that a record and a resumed run see the same ones.
+
+    These are `length`, the form of a new drafter, and `draft_vocab_size`, which is None, for all ids, where a recipe's
+    value is no fewer than the base has.
+    """
+    base = _text_config(config)
+    length, ids = config.length or min(DEFAULT_LENGTH, context_of(base) or DEFAULT_LENGTH), config.draft_vocab_size
+    of_recipe = config.recipe is not None and ids == RECIPES[config.recipe].options.get("draft_vocab_size")
+    if of_recipe and ids is not None and ids >= base.vocab_size:
+        ids = None
+    config = replace(config, length=length, draft_vocab_size=ids)
+    return size_form(base, config) if config.drafter is None else config
 
 
-def base_context(config: TrainConfig) -> int | None:
-    """Return the number of tokens that the base reads, from its config; None for no limit."""
-    base = load_config(str(config.model), trust_remote_code=config.trust_remote_code)
-    return context_of(base.get_text_config(decoder=True))
-
-
-def drafted_ids(config: TrainConfig) -> int | None:
-    """Return `--draft-vocab-size`; None, for all ids, where a recipe's value is no fewer than the base has."""
-    count = config.draft_vocab_size
-    if count is None or config.recipe is None or count != RECIPES[config.recipe].options.get("draft_vocab_size"):
-        return count
-    base = load_config(str(config.model), trust_remote_code=config.trust_remote_code)
-    known: int = base.get_text_config(decoder=True).vocab_size
-    return count if count < known else None
+def _text_config(config: TrainConfig) -> PretrainedConfig:
+    """Read the config of the base's decoder."""
+    base: PretrainedConfig = load_config(str(config.model), trust_remote_code=config.trust_remote_code)
+    return base.get_text_config(decoder=True)
 
 
 def _memory(
@@ -232,27 +206,24 @@ def _memory(
     drafter_config, vocabulary = drafter.config, drafter.config.num_draft_ids
     positions = config.batch_size * row
     device = torch.device("cpu" if config.cpu or not torch.cuda.is_available() else "cuda")
-    predictions = config.chunk or config.draft_len * chunk_anchors(vocabulary, config.draft_len, device)
+    predictions = config.draft_len * chunk_anchors(vocabulary, config.draft_len, device)
     chunk = 4 * vocabulary * min(predictions, config.draft_len * positions)
     # Selecting a part of the vocabulary copies the base's logits.
     reduced = vocabulary if drafter_config.draft_vocab_size is not None else 0
-    spread = processes if config.shard_drafter else 1
     muon = 0
     if config.optimizer == "muon":  # all low-rank updates are hidden matrices
         muon = trained if config.lora_rank else sum(weight.numel() for weight in hidden_matrices(drafter))
     parts = {
         "base": base.num_parameters() * item_bytes / (processes if config.shard_base else 1),
-        "drafter's weights": 4 * drafter_size / spread,
-        "their gradients": 4 * trained / spread,
+        "drafter's weights": 4 * drafter_size,
+        "their gradients": 4 * trained,
         # Two FP32 moments per parameter with AdamW, one with Muon.
-        "AdamW's state": 8 * (trained - muon) / spread,
+        "AdamW's state": 8 * (trained - muon),
         **({"Muon's state": 4 * muon} if muon else {}),
         "the base's logits": positions * (drafter_config.vocab_size + reduced) * item_bytes,
         **drafter.unroll_bytes(config.batch_size, row, config.draft_len),
         "a chunk's logits": LOGIT_COPIES * chunk,
     }
-    if config.shard_drafter:
-        parts["the drafter's weights and gradients gathered"] = 8 * drafter_size
     shown = ", ".join(f"{name} {_format_bytes(count)}" for name, count in parts.items())
     return [f"memory on each device, about: {_format_bytes(sum(parts.values()))} ({shown})"]
 
@@ -277,7 +248,7 @@ def load_windows(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Win
     """Load and tokenize the training rows. Raises `CheckpointError` if there are none or one cannot be read."""
     windows = Windows(
         encode_documents(_training_rows(config), tokenizer, end_ids(config)),
-        row_length(config),
+        config.length or DEFAULT_LENGTH,
         tokenizer.bos_token_id,
         config.pack,
     )
@@ -348,9 +319,10 @@ def validation_prompts(
     """
     rows = read_rows([config.validate] if config.validate else config.data)
     held_out = [row for row in rows if row.split == "val" or (config.validate and row.split != "train")]
-    length = row_length(config)
     # One token of context must remain for the continuation.
-    max_tokens = length if context is None else min(length, context - 1)
+    max_tokens = config.length or DEFAULT_LENGTH
+    if context is not None:
+        max_tokens = min(max_tokens, context - 1)
     chosen = sample_prompts(
         held_out,
         tokenizer,
@@ -384,18 +356,8 @@ def _no_rows(config: TrainConfig) -> CheckpointError:
     return CheckpointError(f"{', '.join(config.data)}: no row to train on; rows of split val and test are not")
 
 
-def describe_bad_rows(window_numbers: Iterable[int], windows: Windows, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Name the rows of some windows by file and line, in the order of the data, and show how the first ones begin.
-
-    `window_numbers` are the windows of a batch, in the order of the data.
-    """
-    first_windows: dict[str, int] = {}  # by file and line, the first window of each row
-    for number in sorted(window_numbers):
-        first_windows.setdefault(windows.origins[number], number)
-    shown = list(first_windows.values())[:MAX_SHOWN_ROWS]
-    spans = ((windows.offsets[number], windows.offsets[number + 1]) for number in shown)
-    beginnings = (windows.tokens[first : min(first + MAX_SHOWN_CHARS, last)] for first, last in spans)
-    texts = [repr(str(tokenizer.decode(ids))[:MAX_SHOWN_CHARS]) for ids in beginnings]
-    count = len(first_windows)
-    more = f" and {count - MAX_NAMED_ROWS} more" if count > MAX_NAMED_ROWS else ""
-    return f", in rows {', '.join(list(first_windows)[:MAX_NAMED_ROWS])}{more}, which begin with {', '.join(texts)}"
+def describe_bad_rows(window_numbers: Iterable[int], windows: Windows) -> str:
+    """Name the rows of some windows, the numbers of a batch's, by file and line, in the order of the data."""
+    names = list(dict.fromkeys(windows.origins[number] for number in sorted(window_numbers)))
+    more = f" and {len(names) - MAX_NAMED_ROWS} more" if len(names) > MAX_NAMED_ROWS else ""
+    return f", in rows {', '.join(names[:MAX_NAMED_ROWS])}{more}"

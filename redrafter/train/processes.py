@@ -9,7 +9,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, broadcast
 
-from redrafter.app.flags import flag
 from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.parallel.launched import launched_processes
@@ -30,8 +29,7 @@ def check_launcher() -> None:
         if os.environ.get(variable, "false").lower() == "true":
             raise UnsupportedError(
                 f"accelerate is configured for {name}, which does not train drafters; start it with torchrun "
-                "--nproc-per-node N, or run accelerate config again without it; --shard-base spreads the base, and "
-                "--shard-drafter the drafter"
+                "--nproc-per-node N, or run accelerate config again without it; --shard-base spreads the base"
             )
 
 
@@ -66,9 +64,8 @@ def new_accelerator(config: TrainConfig, **arguments: Any) -> Accelerator:
             f"{started} processes were started, which cannot work together on {accelerator.device.type}; "
             "start one, or pass --cpu"
         )
-    for name in ("shard_base", "shard_drafter"):
-        if getattr(config, name) and accelerator.num_processes == 1:
-            raise ArgumentError(f"{flag(name)} is for several processes: start them with accelerate launch")
+    if config.shard_base and accelerator.num_processes == 1:
+        raise ArgumentError("--shard-base is for several processes: start them with accelerate launch")
     return accelerator
 
 

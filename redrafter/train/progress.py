@@ -2,9 +2,8 @@
 
 import contextlib
 import math
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 from torch import distributed as dist
-from tqdm import tqdm
 
 from redrafter.errors import ArgumentError
 from redrafter.train.config import TrainConfig
@@ -44,8 +42,6 @@ class TrainingState:
     accuracy: list[float] = field(default_factory=list)
     tokens_per_step: dict[int, float] = field(default_factory=dict)  # result of each validation, by optimizer step
     best_step: int | None = None  # optimizer step of the best validation; None without validations
-    # Seconds spent validating and saving (excluded from `seconds`) and waiting for batches (included). Not saved.
-    seconds_by_activity: dict[str, float] = field(default_factory=dict)
 
     def add_validation(self, tokens_per_step: float) -> bool:
         """Record the result of a validation at this step. Returns whether it is the best so far."""
@@ -56,17 +52,14 @@ class TrainingState:
 
     def to_json(self) -> dict[str, object]:
         """Return the state as entries of trainer.json."""
-        document = asdict(self) | {"loss": self.loss if math.isfinite(self.loss) else None}
-        del document["seconds_by_activity"]
-        return document | {"walked": document.pop("tokens_per_step")}
+        return asdict(self) | {"loss": self.loss if math.isfinite(self.loss) else None}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> "TrainingState":
         """Parse the result of `to_json`. If invalid, raises `KeyError`, `TypeError`, `ValueError`, `AttributeError`."""
-        names = ("step", "tokens", "seconds", "loss", "accuracy", "best_step")
-        state = cls(**{name: document[name] for name in names})
+        state = cls(**document)
         state.loss = math.nan if state.loss is None else state.loss
-        state.tokens_per_step = {int(step): value for step, value in document["walked"].items()}
+        state.tokens_per_step = {int(step): value for step, value in state.tokens_per_step.items()}
         return state
 
 
@@ -83,7 +76,6 @@ class Progress:
     accuracy: list[float]  # accuracy by draft step since the last line, as in `TrainingState`
     learning_rate: float  # learning rate of the last step
     first_step: float | None = None  # seconds of this run's first step, in its line only; excluded from `seconds`
-    whole: float | None = None  # in that line, estimated seconds of the whole run; None if only the data end it
 
     @property
     def seconds_left(self) -> float | None:
@@ -99,7 +91,6 @@ class Progress:
             time += f", {_format_time(max(self.seconds_left, 0))} left"
         if self.first_step is not None:
             time = f"{_format_time(self.first_step)} for the first step"
-            time += "" if self.whole is None else f", so about {_format_time(self.whole)} in all"
         right = " ".join(f"{share:.3f}" for share in self.accuracy)
         return (
             f"step {self.step}{whole}  {time}  {self.speed:,.0f} tokens/s  "
@@ -146,21 +137,11 @@ class Clock:
         self._started = time.perf_counter()
 
     @contextlib.contextmanager
-    def timed(self, activity: str, *, paused: bool = False) -> Iterator[None]:
-        """Add the block's duration to the state's `seconds_by_activity`; if `paused`, exclude it from `seconds`."""
+    def paused(self) -> Iterator[None]:
+        """Exclude the duration of the block from `seconds`."""
         started = time.perf_counter()
         yield
-        seconds = time.perf_counter() - started
-        self._started += seconds if paused else 0
-        activities = self.state.seconds_by_activity
-        activities[activity] = activities.get(activity, 0.0) + seconds
-
-    def estimate(self, step_seconds: float) -> float | None:
-        """Estimate the duration of this run in seconds from its first step; None if only the data end it."""
-        by_steps = step_seconds * (self.steps - self.step + 1) if self.steps else math.inf
-        by_minutes = step_seconds + 60 * self.minutes - self._seconds_before if self.minutes else math.inf
-        seconds = min(by_steps, by_minutes)
-        return seconds if math.isfinite(seconds) else None
+        self._started += time.perf_counter() - started
 
     @property
     def fraction_done(self) -> float:
@@ -233,42 +214,3 @@ class LossMeter:
         state.accuracy = [right / max(tried, 1) for right, tried in zip(correct, attempted, strict=True)]
         if reset:
             self._sums.zero_()
-
-
-class Console:
-    """A context manager that prints lines, and on a terminal a progress bar on stderr.
-
-    `show_bar` sets whether to draw the bar; None draws it if stderr is a terminal.
-    """
-
-    def __init__(self, log: Callable[[str], object], show_bar: bool | None = None):
-        self.log, self._bar = log, None
-        if sys.stderr.isatty() if show_bar is None else show_bar:
-            form = "{percentage:3.0f}%|{bar:20}| {desc}"
-            self._bar = tqdm(total=1.0, bar_format=form, dynamic_ncols=True)
-
-    @property
-    def refresh_seconds(self) -> float:
-        """Seconds between two updates of the bar; infinite without one."""
-        return math.inf if self._bar is None else 1.0
-
-    def __enter__(self) -> "Console":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def print_line(self, line: str) -> None:
-        """Print a line above the bar."""
-        # Clears the bar, so that the line does not overwrite it.
-        with tqdm.external_write_mode():
-            self.log(line)
-
-    def show_progress(self, progress: Progress) -> None:
-        """Show progress in the bar, or print it as a line if there is no bar."""
-        if self._bar is None:
-            self.log(str(progress))
-            return
-        self._bar.n = min(progress.fraction_done, 1.0)
-        self._bar.set_description_str(str(progress))

@@ -1,95 +1,18 @@
-"""Shard the frozen base, or the drafter with its gradients and optimizer states, over the devices of all processes."""
+"""Shard a base over the devices of several processes."""
 
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Optimizer
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from redrafter.drafting.text_drafters import TrainableDrafter
 from redrafter.errors import UnsupportedError
 from redrafter.model.forward_batch import decoder_stack
-from redrafter.train.config import TrainConfig
-from redrafter.train.loss import BatchLoss, Unroll
-from redrafter.train.processes import broadcast_weights
-from redrafter.train.teacher import TeacherOutput
-
-
-class ShardedDrafter:
-    """A copy of a drafter that is sharded over several processes; its weights are gathered for each batch.
-
-    Every method except `spread_optimizer` is collective: call it on every rank.
-
-    `whole` is the drafter in the host's memory. Training starts from the first process's weights. Each weight of
-    `drafter`, the copy, is a `DTensor`.
-    """
-
-    def __init__(self, whole: TrainableDrafter, config: TrainConfig, accelerator: Accelerator):
-        self.whole, self.drafter = whole, deepcopy(whole)
-        unroll = accelerator.prepare_model(Unroll(self.drafter, config), evaluation_mode=True)  # for its autocast only
-        # Before sharding, while every process has whole weights: they may differ without a common seed.
-        broadcast_weights(self.drafter, accelerator)
-        self._module = _Call(unroll)
-        # One unit: the loss reads most weights outside of the forward of the module that owns them.
-        fully_shard(self._module, mesh=init_device_mesh(accelerator.device.type, (accelerator.num_processes,)))
-
-    def __call__(
-        self, tokens: Tensor, mask: Tensor, teacher_output: TeacherOutput, segment: Tensor | None = None
-    ) -> BatchLoss:
-        """Compute the loss of a batch; takes the arguments of `Unroll`."""
-        loss: BatchLoss = self._module(lambda unroll: unroll(tokens, mask, teacher_output, segment))
-        return loss
-
-    @torch.no_grad()
-    def gather_weights(self) -> None:
-        """Copy the weights to the whole drafter of each process."""
-        for name, weight in self.drafter.named_parameters():
-            self.whole.get_parameter(name).copy_(gather_tensor(weight))
-
-    def gather_optimizer(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
-        """Gather the state of an optimizer, as for an unsharded drafter, on the CPU.
-
-        Only processes with `keep` return the gathered tensors; others return empty dicts for them.
-        """
-        state = optimizer.state_dict()
-        gathered: dict[int, dict[str, Any]] = {}
-        for number, values in state["state"].items():
-            # Every process must take part in the gather, even those that drop the result.
-            whole = {name: gather_tensor(value) for name, value in values.items()}
-            gathered[number] = {name: value.cpu() for name, value in whole.items()} if keep else {}
-        return state | {"state": gathered}
-
-    def spread_optimizer(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """Shard the optimizer state of an unsharded drafter, for `load_state_dict`."""
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        spread = {
-            number: {name: _spread_like(weights[number], value) for name, value in values.items()}
-            for number, values in state["state"].items()
-        }
-        return state | {"state": spread}
-
-
-class _Call(nn.Module):
-    """The module that is sharded; its forward calls a function with an `Unroll`.
-
-    A sharded module moves its tensor arguments to the device, where finding the anchors of a mask makes the host wait;
-    tensors in the function's closure are not moved.
-    """
-
-    def __init__(self, unroll: Unroll):
-        super().__init__()
-        self.unroll = unroll
-
-    def forward(self, call: Callable[[Unroll], BatchLoss]) -> BatchLoss:
-        """Return the result of `call` for the `Unroll`, whose weights are gathered during the call."""
-        return call(self.unroll)
 
 
 def gather_tensor(tensor: Tensor) -> Tensor:
@@ -98,14 +21,6 @@ def gather_tensor(tensor: Tensor) -> Tensor:
         return tensor
     whole: Tensor = tensor.full_tensor()
     return whole.detach()
-
-
-def _spread_like(weight: Tensor, value: Tensor) -> Tensor:
-    """Shard a value like its weight; a value of another shape stays whole."""
-    if not isinstance(weight, DTensor) or value.shape != weight.shape:
-        return value
-    # Every process has loaded the whole value, so no communication is needed.
-    return distribute_tensor(value.to(weight.device), weight.device_mesh, weight.placements, src_data_rank=None)
 
 
 def load_sharded(load: Callable[[], PreTrainedModel], accelerator: Accelerator) -> PreTrainedModel:

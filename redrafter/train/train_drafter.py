@@ -24,18 +24,17 @@ from redrafter.app.loading import limit_threads
 from redrafter.app.templates import load_chat_tokenizer
 from redrafter.checkpoints.adapters import merge_adapter
 from redrafter.checkpoints.drafters import check_fits_target, embedding_norms
-from redrafter.checkpoints.models import load_config, load_model
+from redrafter.checkpoints.models import load_model
 from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.data.windows import Windows
-from redrafter.drafting.drafter_types import make_drafter
-from redrafter.drafting.text_drafters import TrainableDrafter, require
+from redrafter.drafting.text_drafters import TrainableDrafter
 from redrafter.errors import ArgumentError
-from redrafter.formats.model_card import make_header, make_introduction, upload_command
+from redrafter.formats.model_card import upload_command
 from redrafter.model.target import Target
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, TrainingIdentity, check_same_start, load_drafter
-from redrafter.train.config import TrainConfig, main, shown_command
+from redrafter.train.config import TrainConfig, main
 from redrafter.train.evaluate.replay import ReplayStats, ValidationTexts, choose_tree
-from redrafter.train.init_drafter import new_config, new_drafter, size_form
+from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import train
 from redrafter.train.optimizer import check_optimizer
 from redrafter.train.output import (
@@ -51,11 +50,10 @@ from redrafter.train.plan import (
     describe_bad_rows,
     describe_plan,
     describe_recipe,
-    drafted_ids,
     last_step,
     load_windows,
     notes,
-    row_length,
+    resolve_options,
     show_first_document,
     trained_parameters,
     validation_prompts,
@@ -67,7 +65,7 @@ from redrafter.train.processes import (
     stays_on_cpu,
     tracker_arguments,
 )
-from redrafter.train.progress import Console, NotFiniteLossError, TrainingState
+from redrafter.train.progress import NotFiniteLossError, TrainingState
 from redrafter.train.sharding import load_sharded
 from redrafter.train.watch import CURRENT, current_drafter, watch
 
@@ -87,28 +85,22 @@ def train_from_files(config: TrainConfig, log: Callable[[str], object]) -> None:
     if config.show_sample:
         log(show_first_document(config, tokenizer))
         return
-    # Resolve defaults once, so that the record and a resumed run see the same values.
-    config = replace(config, length=row_length(config), draft_vocab_size=drafted_ids(config))
+    config = resolve_options(config)
     if config.dry_run:
         processes, windows = PartialState(cpu=stays_on_cpu(config)), load_windows(config, tokenizer)
         log("\n".join(describe_plan(config, windows, processes.num_processes)))
-        if config.save is not None and processes.is_main_process:
-            save_untrained(config, windows)
-            log(f"saved {config.save}, an untrained drafter")
         return
     check_output(Path(str(config.output)), config.overwrite)
     accelerator = new_accelerator(config, **tracker_arguments(config))
     limit_threads(accelerator.device.type)
     main = accelerator.is_main_process
-    console = Console(log if main else lambda _: None, show_bar=None if main else False)
-    with console:
-        session = TrainingSession(config, accelerator, tokenizer, console)
-        start_trackers(config, accelerator)
-        result = session.train()
-        # With a sharded base every process takes part in its forwards, also when choosing the tree.
-        if main or config.shard_base:
-            session.finish(result)
-        accelerator.wait_for_everyone()
+    session = TrainingSession(config, accelerator, tokenizer, log if main else lambda _: None)
+    start_trackers(config, accelerator)
+    result = session.train()
+    # With a sharded base every process takes part in its forwards, also when choosing the tree.
+    if main or config.shard_base:
+        session.finish(result)
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
@@ -116,9 +108,13 @@ class TrainingSession:
     """A run of `redrafter train`, which loads base, data and drafter, trains, validates and saves."""
 
     def __init__(
-        self, config: TrainConfig, accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase, console: Console
+        self,
+        config: TrainConfig,
+        accelerator: Accelerator,
+        tokenizer: PreTrainedTokenizerBase,
+        log: Callable[[str], object],
     ):
-        self.config, self.accelerator, self.tokenizer, self.console = config, accelerator, tokenizer, console
+        self.config, self.accelerator, self.log = config, accelerator, log
         self.windows = load_windows(config, tokenizer)
         self.target = _target(config, accelerator)  # raises an error for a base that cannot be served
         # After the base is loaded, since only then the context of its rotary embedding is known.
@@ -132,7 +128,7 @@ class TrainingSession:
         self.drafter = self._load_drafter()
         trained = trained_parameters(self.drafter, config)
         what = "trained" if config.lora_rank is None else f"{trained:,} of rank {config.lora_rank} trained"
-        console.print_line(
+        log(
             f"base {self.target.name}, frozen; drafter of {describe_size(self.target.model, self.drafter)}, {what}; "
             f"{len(self.windows):,} windows"
         )
@@ -141,9 +137,9 @@ class TrainingSession:
             *describe_recipe(config, model, self.drafter),
             *notes(config, model, self.drafter, self.windows, steps),
         ]:
-            console.print_line(line)
+            log(line)
         if self.resumed is not None:
-            console.print_line(f"resuming from step {self.resumed.state.step}")
+            log(f"resuming from step {self.resumed.state.step}")
         validates = accelerator.is_main_process or config.shard_base
         self.validation_texts: ValidationTexts | None = None  # None in a process that does not validate
         self.validation_kind = ""  # what its prompts are
@@ -151,7 +147,7 @@ class TrainingSession:
             prompts = validation_prompts(config, tokenizer, self.target.fixed_rope_context)
             self.validation_kind = prompts.kind
             for line in prompts.notes(config):
-                console.print_line(line)
+                log(line)
             ends = end_tokens(self.target.model, tokenizer)
             self.validation_texts = ValidationTexts(self.target, prompts.ids, config.validate_tokens, ends)
 
@@ -160,7 +156,7 @@ class TrainingSession:
         config, accelerator = self.config, self.accelerator
         steps = last_step(config, self.windows, self.processes)
         done = 0 if self.resumed is None else self.resumed.state.step
-        self.console.print_line(RIGHT)
+        self.log(RIGHT)
         batches = self.windows.batches(*self._batch_arguments(done, accelerator.process_index))
         try:
             return train(
@@ -172,14 +168,13 @@ class TrainingSession:
                 validate=self.validate,
                 checkpoints=self.checkpoints,
                 resumed=self.resumed,
-                progress=self.console.show_progress,
-                refresh_seconds=self.console.refresh_seconds,
+                log=self.log,
             )
         except NotFiniteLossError as error:
             # The order of windows is deterministic, so the failed step's rows can be found again.
             by_batch = self.windows.window_indices(*self._batch_arguments(error.step, error.process))
             window_numbers = chain.from_iterable(islice(by_batch, self.accumulate))
-            rows = describe_bad_rows(window_numbers, self.windows, self.tokenizer)
+            rows = describe_bad_rows(window_numbers, self.windows)
             raise NotFiniteLossError(error.step, error.process, rows) from None
 
     def validate(self) -> float | None:
@@ -191,7 +186,7 @@ class TrainingSession:
         greedy, sampled = (
             texts.measure(self.drafter, shape, seed).tokens_per_step for seed in (None, self.config.seed)
         )
-        self.console.print_line(
+        self.log(
             f"walked {greedy:.3f} tokens per step greedily and {sampled:.3f} at T=1 over {texts.count} "
             f"{self.validation_kind}"
         )
@@ -208,14 +203,12 @@ class TrainingSession:
                 drafter.load_state_dict(load_drafter(best.path).state_dict())
             if config.shard_base:  # all processes choose the tree below, so all need these weights
                 broadcast_weights(drafter, self.accelerator)
-            self.console.print_line(
-                f"step {result.best_step} was the best of {len(result.tokens_per_step)} validations"
-            )
+            self.log(f"step {result.best_step} was the best of {len(result.tokens_per_step)} validations")
         texts = self.validation_texts
         measured: dict[str, ReplayStats] = {}
         if texts is not None and texts.count:
             measured, line = choose_tree(drafter, texts, config.draft_len, config.seed)
-            self.console.print_line(line)
+            self.log(line)
         if not self.accelerator.is_main_process:
             return
         model = self.target.model
@@ -223,10 +216,10 @@ class TrainingSession:
         prompts = f"{texts.count if texts else 0} {self.validation_kind}"
         card = make_model_card(model, drafter, config, result, measured, prompts, facts)
         save_drafter(drafter, output, card, facts, getattr(torch, config.save_dtype), config.overwrite)
-        self.console.print_line(f"saved {output}, the drafter of step {facts['saved_step']}")
+        self.log(f"saved {output}, the drafter of step {facts['saved_step']}")
         pair = ["redrafter", "generate", "--model", str(config.model), "--drafter", str(output)]
-        self.console.print_line(f"to try it: {shlex.join(pair)} --compare 'Once upon a time'")
-        self.console.print_line(f"to share it on the Hub: {upload_command(drafter.config, str(output))}")
+        self.log(f"to try it: {shlex.join(pair)} --compare 'Once upon a time'")
+        self.log(f"to share it on the Hub: {upload_command(drafter.config, str(output))}")
 
     def _batch_arguments(self, step: int, process: int) -> tuple[int, int, int, int, int, int]:
         """Return the arguments of `Windows.batches` for a process, starting at an optimizer step."""
@@ -239,7 +232,7 @@ class TrainingSession:
         # Hash the windows rather than the files: renamed files with equal rows resume.
         data = hash_windows(self.windows)
         identity = TrainingIdentity.from_config(config, self.base, data, accelerator.num_processes)
-        checkpoints = Checkpoints(Path(str(config.output)), config.keep, identity)
+        checkpoints = Checkpoints(Path(str(config.output)), identity)
         if accelerator.is_main_process:
             checkpoints.remove_partial()
         accelerator.wait_for_everyone()
@@ -263,13 +256,9 @@ class TrainingSession:
             drafter = load_drafter(self.resumed.path if self.resumed is not None else str(config.drafter))
             check_fits_target(drafter, target)
             drafter.check_unroll(config.draft_len)
-            if config.drafter is None and self.resumed is not None:
-                self.config = self.resumed.keep_form(config)
         else:
-            self.config = size_form(target.model.config, config)  # so that training.json records the derived sizes
-            drafter = new_drafter(
-                target.model, self.config, frequent_ids(config.draft_vocab_size, self.windows, target.vocab_size)
-            )
+            ids = frequent_ids(config.draft_vocab_size, self.windows, target.vocab_size)
+            drafter = new_drafter(target.model, config, ids)
         # Recorded so that loading can refuse another base.
         drafter.config.base_model = self.base
         drafter.config.base_embedding_norms = embedding_norms(target.embedding)
@@ -284,27 +273,6 @@ def frequent_ids(size: int | None, windows: Windows, vocab_size: int) -> Tensor 
     if size > vocab_size:
         raise ArgumentError(f"--draft-vocab-size {size} is more than the base's {vocab_size} ids")
     return windows.count_ids(vocab_size).topk(size).indices.sort().values
-
-
-def save_untrained(config: TrainConfig, windows: Windows) -> None:
-    """Write a drafter with random weights to `--save`. Of the base, only the config is read."""
-    base = load_config(str(config.model), trust_remote_code=config.trust_remote_code)
-    form = new_config(base, config, config.draft_vocab_size)
-    ids = frequent_ids(config.draft_vocab_size, windows, form.vocab_size)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        drafter = require(TrainableDrafter, make_drafter(form)).float()
-    if ids is not None and drafter.draft_ids is not None:
-        drafter.draft_ids.copy_(ids)
-    form.base_model, form.trained_draft_len, form.draft_len_per_beam = (
-        short_name(str(config.model)),
-        0,
-        config.draft_len,
-    )
-    text = f"""{make_header(form, form.base_model, str(config.model), ["untrained"])}
-{make_introduction(form, form.base_model)}"""
-    facts = {"command": shown_command(config), "saved_step": None, "steps": 0}
-    save_drafter(drafter, Path(str(config.save)), text, facts, getattr(torch, config.save_dtype), config.overwrite)
 
 
 def _target(config: TrainConfig, accelerator: Accelerator) -> Target:

@@ -16,6 +16,7 @@ from redrafter.parallel.launched import launched_processes
 from redrafter.train.config import TrainConfig
 
 CURRENT = "current"  # value of --drafter for the existing one
+REPLAYED_ROWS = 2048  # of earlier files, newest first, that a round trains on again
 POLL_SECONDS = 2.0  # between scans of directories without enough new rows
 
 
@@ -74,7 +75,7 @@ def watch(config: TrainConfig, run: Callable[[TrainConfig], object], log: Callab
             continue
         number += 1
         # Training on a few new rows alone forgets earlier ones, so repeat the newest earlier rows.
-        again, left = list[Path](), config.watch_replay
+        again, left = list[Path](), REPLAYED_ROWS
         for file in reversed([file for file in seen if file.is_file()]):
             if seen[file] > left:
                 break

@@ -66,7 +66,7 @@ def test_a_warning_points_at_the_line_that_called_the_library(engine):
     ids = torch.ones(1, CONTEXT - 1, dtype=torch.long)
     own = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     calls = (
-        lambda: ReDrafter.from_pretrained(engine.model, tiny_drafter(trained_draft_len=0)),
+        lambda: ReDrafter.from_pretrained(engine.model, tiny_drafter(trained_draft_len=2), draft_len_per_beam=9),
         lambda: engine.generate(ids, **own),
         lambda: engine.model.generate(ids, custom_generate=engine.custom_generate(), **own),  # through transformers
     )

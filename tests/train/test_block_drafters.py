@@ -31,7 +31,7 @@ from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.train.config import TrainConfig
 from redrafter.train.evaluate.replay import ValidationTexts, candidates
-from redrafter.train.head_loss import HeadLoss, Objective, chunk_loss
+from redrafter.train.head_loss import HeadLoss, chunk_loss
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import train
 from redrafter.train.loss import Unroll
@@ -122,9 +122,7 @@ def test_products_that_are_added_learn_as_autograd_learns_them():
     teacher, position = torch.randn(9, 11, generator=order), torch.randint(9, (6, 2), generator=order)
     label, weight = torch.zeros_like(position), torch.rand(6, 2, generator=order)
     x, head, *terms = factors
-    loss, *_ = HeadLoss.apply(
-        x, head, teacher, position, label, weight, Objective(1, 0, 5, "kl", "beams", 0), 4, chunk_loss, *terms
-    )
+    loss, *_ = HeadLoss.apply(x, head, teacher, position, label, weight, 1.0, 4, chunk_loss, *terms)
     log_q = sum(x @ head.T for x, head in zip(factors[::2], factors[1::2], strict=True)).log_softmax(dim=-1)
     log_p = teacher[position].log_softmax(dim=-1)
     expected = (weight * (log_p.exp() * (log_p - log_q)).sum(dim=-1)).sum()
@@ -232,16 +230,12 @@ def test_a_training_that_continues_ends_bit_for_bit_where_it_would_have(form, tm
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--form dflash --markov-rank 8", "--markov-rank is for --form dspark: leave it out with --form dflash"),
-        ("--form dspark --selector-rank 8", "--selector-rank is for --form dflash2: leave it out with --form dspark"),
         ("--form dflash2 --draft-vocab-size 40", "dspark: leave it out with --form dflash2"),
-        ("--form dflash --exit-dim 8", "--exit-dim is for --form recurrent: leave it out with --form dflash"),
-        ("--markov-rank 8", "--markov-rank is for --form dspark: leave it out with --form recurrent"),
+        ("--form dflash --head-rank 8", "--head-rank is for --form recurrent: leave it out with --form dflash"),
         (
             "--form dspark --recipe small",
             "--recipe small is for a new drafter with a gated cell: leave it out with --form",
         ),
-        ("--form dspark --markov-rank 0", "--markov-rank must be positive"),
         ("--form dflash --num-layers 0", "--num-layers: a drafter of --form dflash has at least one layer"),
         ("--form dflash --target-layers none", "--target-layers: a drafter of --form dflash has at least one layer"),
     ],

@@ -54,7 +54,7 @@ def test_the_tiny_recipe_trains(tmp_path, capsys):
 @pytest.mark.parametrize("place", [0, len(TYPED)])
 def test_what_is_typed_wins_over_files_and_later_files_over_earlier_ones(tmp_path, place):
     first = write(tmp_path / "first.json", {"lr": 0.5, "batch-size": 3, "pack": False, "seed": 1})
-    second = write(tmp_path / "second.json", {"lr": 0.25, "batch_size": 4, "model": "other", "chunk": None})
+    second = write(tmp_path / "second.json", {"lr": 0.25, "batch_size": 4, "model": "other", "minutes": None})
     words = [*TYPED, "--batch-size", "7"]
     config = parse([*words[:place], "--config", first, f"--config={second}", *words[place:]])
     expected = TrainConfig(model="m", data=("x.jsonl",), output="o", lr=0.25, batch_size=7, pack=False, seed=1)

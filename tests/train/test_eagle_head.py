@@ -120,7 +120,7 @@ def test_a_training_that_goes_on_ends_bit_for_bit_where_it_would_have(tmp_path, 
     )
 
 
-@pytest.mark.parametrize("option", ["--recurrence apple", "--exit-dim 8", "--context-window 4", "--no-rnn"])
+@pytest.mark.parametrize("option", ["--recurrence apple", "--head-rank 8", "--context-window 4"])
 def test_options_of_recurrent_drafters_are_refused_by_name(capsys, tmp_path, option):
     words = command(tmp_path, "--form", "eagle3", *option.split())
     assert " is for --form recurrent: leave it out with --form eagle3" in refused(capsys, words)

@@ -119,13 +119,14 @@ def test_texts_packed_into_a_row_are_apart(target, form):
 @pytest.mark.parametrize("form", READING)
 def test_anchors_that_fill_a_compiled_chunk_add_no_gradient(target, form, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr("redrafter.train.loss.chunk_anchors", lambda *_: 40)
     found = []
     for compiled in (False, True):
         drafter = random_drafter(**FORMS[form])
         tokens, mask = known_text(drafter), torch.ones(1, LENGTH, dtype=torch.bool)
         with Teacher(target.model, drafter.config.target_layers) as teacher:
             output = teacher.read_batch(tokens)
-        config = TrainConfig(draft_len=DEPTH, compile=compiled, chunk=40 * DEPTH)
+        config = TrainConfig(draft_len=DEPTH, compile=compiled)
         Unroll(drafter, config)(tokens, mask, output).loss.backward()
         found.append(torch.cat([weight.grad.flatten() for weight in drafter.parameters() if weight.grad is not None]))
     assert_close_by_scale(found[1], found[0], 1e-5)
@@ -145,7 +146,7 @@ def test_a_training_on_packed_rows_keeps_texts_apart(target):
 
 def test_a_new_drafter_begins_as_one_that_reads_nothing(target):
     plain = TrainConfig(target_layers=(0, 2), head_rank=8, context_window=0)
-    reading = replace(plain, context_window=6, context_head_dim=8)
+    reading = replace(plain, context_window=6)
     drafter, other = new_drafter(target.model, reading).eval(), new_drafter(target.model, plain).eval()
     missing, unexpected = drafter.load_state_dict(other.state_dict(), strict=False)
     assert not unexpected
@@ -182,8 +183,9 @@ def test_a_replay_accepts_what_is_drafted_from_the_tokens_before_alone(target, f
 @pytest.mark.parametrize(("window", "least", "most"), [(0, 1, 1.2), (48, 3.5, 4)], ids=["without", "with"])
 def test_what_it_learns_is_to_find_what_came_next_before(target, window, least, most):
     """Train on random texts that are written twice, of which nothing else tells the second half, and replay others."""
-    form = {"context_window": window} | ({"context_heads": 2, "context_head_dim": 16} if window else {})
-    config = TrainConfig(draft_len=DEPTH, distill=0, lr=1e-2, steps=200, cpu=True, target_layers=(), **form)
+    config = TrainConfig(
+        draft_len=DEPTH, distill=0, lr=1e-2, steps=200, cpu=True, target_layers=(), context_window=window
+    )
     random, drafter = torch.Generator().manual_seed(0), new_drafter(target.model, config)
     halves = torch.randint(3, VOCAB, (config.steps + 1, 16, 24), generator=random)
     *batches, others = torch.cat([halves, halves], dim=2)

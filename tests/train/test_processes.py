@@ -88,7 +88,7 @@ def close(one: Path, other: Path) -> None:
         ["--context-window", "8"],
         ["--lora-rank", "2"],
         ["--form", "dflash2"],
-        ["--optimizer", "muon", "--loss", "lk-lambda"],
+        ["--optimizer", "muon"],
     ],
     ids=["published", "context", "low rank", "blocks", "muon"],
 )
@@ -105,33 +105,6 @@ def test_two_processes_are_one_that_accumulates_whoever_holds_the_base(tmp_path,
     close(two, shared)
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        ["--recurrence", "apple"],
-        ["--head-rank", "8", "--target-layers", "0"],
-        ["--draft-vocab-size", "50", "--context-window", "8", "--context-heads", "2", "--context-head-dim", "8"],
-        ["--recurrence", "apple", "--draft-len", "1"],  # with which a weight has no gradient
-        ["--accumulate", "2", "--no-rnn"],
-        ["--mixed-precision", "bf16"],
-        ["--form", "dspark", "--draft-vocab-size", "50"],
-        [],
-    ],
-    ids=["published", "gated", "context", "one draft", "accumulated", "bf16", "blocks", "four that share a base"],
-)
-@pytest.mark.slow
-def test_a_sharded_drafter_and_its_checkpoint_are_those_of_a_whole_drafter(tmp_path, form):
-    whole, sharded = tmp_path / "whole", tmp_path / "sharded"
-    together(whole, *form, processes=2 if form else 4)
-    together(sharded, *form, "--shard-drafter", *([] if form else ["--shard-base"]), processes=2 if form else 4)
-    close(whole, sharded)
-    checkpoints = [place / "out.checkpoints" / "step-0000004" for place in (whole, sharded)]
-    torch.testing.assert_close(*map(weights, checkpoints))
-    expected, states = (torch.load(place / "optimizer.pt", weights_only=True)["optimizer"] for place in checkpoints)
-    assert states["param_groups"] == expected["param_groups"]
-    torch.testing.assert_close(states["state"], expected["state"])
-
-
 @pytest.mark.slow
 def test_processes_end_at_the_same_step_when_the_minutes_of_the_first_are_over(tmp_path):
     options = ["--minutes", "0.03", "--batch-size", "2", "--no-pack"]
@@ -146,11 +119,10 @@ def test_processes_end_at_the_same_step_when_the_minutes_of_the_first_are_over(t
 def test_another_number_of_processes_goes_on_with_a_training(tmp_path, processes):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     form = ["--accumulate", "2", "--log-every", "4"]  # so that the last loss is of steps after the checkpoint
-    together(whole, *form, "--shard-drafter")
+    together(whole, *form)
     shutil.copytree(whole, resumed)
     shutil.rmtree(resumed / "out")
-    sharding = ["--shard-drafter"] if processes == 4 else []
-    said = together(resumed, *form, "--resume", *sharding, processes=processes)
+    said = together(resumed, *form, "--resume", processes=processes)
     assert "resuming from step 4" in said
     close(whole, resumed)
     checkpoint = Checkpoint.load(resumed / "out.checkpoints" / "step-0000004")
@@ -165,10 +137,9 @@ def test_a_base_in_half_precision_is_shared_by_processes(tmp_path):
     close(whole, shared)
 
 
-@pytest.mark.parametrize("option", ["--shard-base", "--shard-drafter"])
-def test_nothing_is_shared_by_one_process(tmp_path, capsys, option):
-    assert main(command(tmp_path, option)) == 2
-    assert f"{option} is for several processes: start them with accelerate launch" in capsys.readouterr().err
+def test_nothing_is_shared_by_one_process(tmp_path, capsys):
+    assert main(command(tmp_path, "--shard-base")) == 2
+    assert "--shard-base is for several processes: start them with accelerate launch" in capsys.readouterr().err
 
 
 def test_processes_on_a_machine_without_a_gpu_train_together_though_nobody_said_cpu(tmp_path):
@@ -276,7 +247,7 @@ def test_processes_that_would_each_train_alone_are_refused(monkeypatch):
 # Processes that end
 
 
-ENDLESS = ["--steps", "100000", "--batch-size", "2", "--save-every", "5", "--keep", "1", "--validate-prompts", "0"]
+ENDLESS = ["--steps", "100000", "--batch-size", "2", "--save-every", "5", "--validate-prompts", "0"]
 SECONDS = 300  # a machine may be busy; alone it takes less than one
 
 

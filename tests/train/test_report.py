@@ -13,7 +13,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 
-from helpers.chats import tiny_tokenizer
 from helpers.training import batches_of, command, random_drafter, refused, tiny_model
 from redrafter import RecurrentDrafter
 from redrafter.data.windows import Document, Windows
@@ -24,15 +23,10 @@ from redrafter.train.output import describe_files, hash_windows, source_revision
 from redrafter.train.plan import (
     build_without_weights,
     describe_bad_rows,
-    describe_plan,
     last_step,
-    load_windows,
-    row_length,
+    resolve_options,
 )
-from redrafter.train.progress import Console, Progress
 from redrafter.train.train_drafter import main
-
-PROGRESS = Progress(3, 10, 0.3, 12.0, 5000.0, 2.5, [0.5], 1e-3)
 
 
 def windows_of(*lengths: int, length: int = 20) -> Windows:
@@ -48,27 +42,19 @@ def test_rows_are_as_long_as_the_base_reads_unless_asked(tmp_path):
     for context, rows in ((256, 256), (4096, DEFAULT_LENGTH)):
         tiny_model(max_position_embeddings=context).save_pretrained(tmp_path / str(context))
         config = TrainConfig(model=str(tmp_path / str(context)))
-        assert row_length(config) == rows
-        assert row_length(replace(config, length=9)) == 9
-
-
-def test_a_sharded_drafter_is_planned_by_its_share(tmp_path):
-    config = replace(parse(command(tmp_path, "--exit-dim", "16", "--shard-drafter")), length=32)
-    own = random_drafter(tiny_model(), recurrence=None, exit_dim=16).num_parameters()
-    (memory,) = (line for line in describe_plan(config, load_windows(config, tiny_tokenizer()), 4) if "AdamW" in line)
-    for part, share in (("drafter's weights", 1), ("AdamW's state", 2), ("weights and gradients gathered", 8)):
-        assert f"{part} {share * own / 1e6:.2f} MB" in memory
+        assert resolve_options(config).length == rows
+        assert resolve_options(replace(config, length=9)).length == 9
 
 
 def test_a_dry_run_says_what_would_be_and_does_nothing(tmp_path, capsys):
-    arguments = command(tmp_path, "--exit-dim", "16", "--epochs", "3", "--accumulate", "2")
+    arguments = command(tmp_path, "--epochs", "3", "--accumulate", "2")
     (tmp_path / "base" / "model.safetensors").unlink()
     assert main([*arguments, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "data.jsonl"]
     config = parse(arguments)
     base, drafter = build_without_weights(config)
-    real = random_drafter(tiny_model(), recurrence=None, exit_dim=16)
+    real = random_drafter(tiny_model(), recurrence=None)
     assert {name: weight.shape for name, weight in drafter.state_dict().items()} == {
         name: weight.shape for name, weight in real.state_dict().items()
     }
@@ -88,7 +74,7 @@ def test_a_dry_run_says_what_would_be_and_does_nothing(tmp_path, capsys):
         assert words in said
     assert main([*arguments, "--dry-run", "--recurrence", "apple"]) == 0
     said = capsys.readouterr().out
-    assert f"{random_drafter(tiny_model(), exit_dim=16).num_parameters():,} trainable parameters" in said
+    assert f"{random_drafter(tiny_model()).num_parameters():,} trainable parameters" in said
     assert "its attention to the texts" not in said
     assert main([*arguments, "--dry-run", "--draft-vocab-size", "9999"]) == 2
     assert main([*arguments, "--dry-run", "--drafter", str(tmp_path / "gone")]) == 2
@@ -96,7 +82,7 @@ def test_a_dry_run_says_what_would_be_and_does_nothing(tmp_path, capsys):
 
 def test_a_window_that_reaches_further_back_than_rows_is_noted(tmp_path, capsys):
     for window, noted in ((33, True), (32, False)):
-        form = ["--length", "32", "--context-window", str(window), "--context-head-dim", "8", "--exit-dim", "16"]
+        form = ["--length", "32", "--context-window", str(window)]
         for more in (["--dry-run"], ["--steps", "1", "--overwrite"]):
             assert main(command(tmp_path, *form, *more)) == 0
             said = capsys.readouterr().out
@@ -126,19 +112,6 @@ def test_the_first_sample_is_shown_with_what_is_learnt_of_it(tmp_path, capsys):
 
 
 # On the way
-
-
-def test_a_terminal_gets_a_bar_and_everything_else_lines(capsys):
-    for shown in (True, False):
-        lines = []
-        with Console(lines.append, shown) as console:
-            console.print_line("hello")
-            console.show_progress(PROGRESS)
-        written = capsys.readouterr().err
-        assert ("30%" in written and str(PROGRESS) in written) == shown
-        assert lines == ["hello", *([] if shown else [str(PROGRESS)])]
-    assert "step 3/10" in lines[1]
-    assert "0:12, 0:28 left" in lines[1]
 
 
 def test_trackers_get_loss_rate_accuracy_and_tokens_per_step():
@@ -176,8 +149,8 @@ def test_a_tracker_that_is_not_there_is_said(tmp_path, capsys, monkeypatch):
         assert said in refused(capsys, command(tmp_path, "--report-to", given))
 
 
-def test_a_batch_is_told_by_the_rows_that_it_holds_and_their_beginnings():
-    tokenizer, windows = tiny_tokenizer(), windows_of(9, 45, 9, 6, 12)  # the second is cut into three
+def test_a_batch_is_told_by_the_rows_that_it_holds():
+    windows = windows_of(9, 45, 9, 6, 12)  # the second is cut into three
     of = ["a:0", "a:1", "a:1", "a:1", "a:2", "a:3", "a:4"]
     spans = zip(windows.offsets[:-1].tolist(), windows.offsets[1:].tolist(), strict=True)
     texts = [windows.tokens[first:last].tolist() for first, last in spans]
@@ -188,11 +161,10 @@ def test_a_batch_is_told_by_the_rows_that_it_holds_and_their_beginnings():
         present = [number for number, text in enumerate(texts) if text in shown]
         assert sorted(set(held)) == present
         rows = dict.fromkeys(of[number] for number in present)
-        said = describe_bad_rows(held, windows, tokenizer)
-        assert said.startswith(f", in rows {', '.join(rows)}, which begin with ")
-        assert repr(tokenizer.decode(texts[present[0]])[:40]) in said
+        said = describe_bad_rows(held, windows)
+        assert said == f", in rows {', '.join(rows)}"
     many = windows_of(*[5] * 40, length=5)
-    assert "and 32 more" in describe_bad_rows(next(many.window_indices(40, 0)), many, tokenizer)
+    assert "and 32 more" in describe_bad_rows(next(many.window_indices(40, 0)), many)
 
 
 # Beside the weights

@@ -38,13 +38,13 @@ from redrafter.data.rows import read_rows
 from redrafter.data.windows import Windows
 from redrafter.errors import ArgumentError
 from redrafter.model.target import Target
-from redrafter.train import progress
+from redrafter.train import loop, progress
 from redrafter.train.config import TrainConfig, parse, shown_command
 from redrafter.train.evaluate.replay import ValidationTexts
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import learning_rate_factor, train
 from redrafter.train.loss import BatchLoss, Unroll, total_weight
-from redrafter.train.optimizer import ADAM_BETAS, make_optimizer
+from redrafter.train.optimizer import make_optimizer
 from redrafter.train.plan import describe_bad_rows
 from redrafter.train.processes import new_accelerator
 from redrafter.train.progress import Clock, LossMeter, Progress, TrainingState
@@ -77,50 +77,34 @@ def gradients_of(model: PreTrainedModel, drafter: RecurrentDrafter, batches: lis
 # How it steps
 
 
-def test_a_step_follows_the_gradient_of_the_mean():
+def test_a_step_follows_the_gradient_of_the_mean(monkeypatch):
     """The mean is over the step's batches only, whatever the number of targets; the gradient is clipped to a norm."""
     model = tiny_model()
     batches = batches_of(*(torch.rand(2, 30) < part for part in (0.9, 0.4, 0.2, 0.7)))
     for norm, accumulate in ((1e9, 1), (0.01, 1), (1e9, 2), (1e9, 3)):
+        monkeypatch.setattr(loop, "MAX_GRAD_NORM", norm)
         drafter = random_drafter(model)
         config = TrainConfig(  # with a learning rate that leaves the weights where they are
-            draft_len=3, cpu=True, lr=1e-12, decay=0.8, distill=0.6, max_grad_norm=norm, accumulate=accumulate
+            draft_len=3, cpu=True, lr=1e-12, distill=0.6, accumulate=accumulate
         )
         steps = gradients_of(model, drafter, batches, config)
         groups = [batches[first : first + accumulate] for first in range(0, 4, accumulate)]
         for found, group in zip(steps, groups, strict=True):
             drafter.zero_grad()
             loss_of(model, drafter, config, group).backward()
-            weights = sorted(drafter.parameters(), key=lambda weight: weight.dim() == 1)
-            expected = torch.cat([weight.grad.flatten() for weight in weights])
+            expected = torch.cat([weight.grad.flatten() for weight in drafter.parameters()])
             expected *= min(1, norm / expected.norm())
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
 
 
-def test_only_matrices_decay():
-    drafter = random_drafter(tiny_model())
-    optimizer = make_optimizer(drafter, TrainConfig(weight_decay=0.1), torch.device("cpu"))
-    names = {weight: name for name, weight in drafter.named_parameters()}
-    decaying, others = ({names[weight] for weight in group["params"]} for group in optimizer.param_groups)
-    assert decaying | others == set(names.values())
-    assert all(name.endswith("bias") for name in others)
-    assert not any(name.endswith("bias") for name in decaying)
-    assert [(group["weight_decay"], group["betas"]) for group in optimizer.param_groups] == [
-        (0.1, ADAM_BETAS),
-        (0, ADAM_BETAS),
-    ]
-
-
-@pytest.mark.parametrize("shortlist", [None, 128])
-def test_muon_steps_hidden_matrices_and_adamw_the_rest(shortlist):
+def test_muon_steps_hidden_matrices_and_adamw_the_rest():
     model, config = tiny_model(), TrainConfig(optimizer="muon", lr=0.01)
-    drafter = new_drafter(model, TrainConfig(head_rank=8, exit_dim=16, head_shortlist=shortlist))
+    drafter = new_drafter(model, TrainConfig(head_rank=8))
     optimizer = make_optimizer(drafter, config, torch.device("cpu"))
     before = {name: weight.detach().clone() for name, weight in drafter.named_parameters()}
     for weight in drafter.parameters():
         weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
     optimizer.step()
-    heads = {"lm_head.weight"} | ({"shortlist.head.weight"} if shortlist else set())
     orthogonal = set()
     for name, weight in drafter.named_parameters():
         step = (weight.detach() - before[name]) / 0.01
@@ -130,7 +114,7 @@ def test_muon_steps_hidden_matrices_and_adamw_the_rest(shortlist):
             orthogonal.add(name)
             spread = torch.linalg.svdvals(step / (0.2 * max(step.shape) ** 0.5))
             assert (spread - 1).abs().max() < 0.5, name
-    assert orthogonal == {name for name, weight in drafter.named_parameters() if weight.dim() == 2} - heads
+    assert orthogonal == {name for name, weight in drafter.named_parameters() if weight.dim() == 2} - {"lm_head.weight"}
 
 
 def test_muon_learns_low_rank_updates():
@@ -227,34 +211,17 @@ def test_time_counts_on_without_what_is_beside_the_training(monkeypatch):
     monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     accelerator = new_accelerator(TrainConfig(cpu=True))
     clock = Clock(TrainConfig(minutes=1.0), accelerator, TrainingState(step=5, tokens=7, seconds=30.0))
-    with clock.timed("validating", paused=True):
+    with clock.paused():
         now[0] += 0.2
     assert clock.seconds == pytest.approx(30)
     assert clock.agree(False) == (pytest.approx(0.5), False)
     assert clock.agree(True)[1]
-    assert clock.state.seconds_by_activity["validating"] == pytest.approx(0.2)
     now[0] += 6
     assert clock.seconds == pytest.approx(36)
     shown = str(Progress(6, 24, 0.25, 600.0, 1234.5, 2.0, [0.5, 0.25], 1e-3))
     assert shown == "step 6/24  10:00, 30:00 left  1,234 tokens/s  loss 2.0000  right 0.500 0.250  lr 1.0e-03"
-    first = str(Progress(1, 24, 0.04, 0.0, 170.0, 2.0, [0.5], 1e-3, 12.0, 288.0))
-    assert first.startswith("step 1/24  0:12 for the first step, so about 4:48 in all  170 tokens/s  loss 2.0000")
-
-
-@pytest.mark.parametrize(
-    ("ends", "before", "whole"),
-    [
-        ({"steps": 10}, 0, 30),
-        ({"steps": 10}, 4, 18),  # resumed
-        ({"minutes": 1}, 0, 63),
-        ({"steps": 10, "minutes": 0.1}, 0, 9),
-        ({}, 0, None),
-    ],
-)
-def test_the_whole_time_is_estimated_by_the_first_step(ends, before, whole):
-    config = TrainConfig(cpu=True, **ends)
-    clock = Clock(config, new_accelerator(config), TrainingState(step=before + 1))
-    assert clock.estimate(3.0) == whole
+    first = str(Progress(1, 24, 0.04, 0.0, 170.0, 2.0, [0.5], 1e-3, 12.0))
+    assert first.startswith("step 1/24  0:12 for the first step  170 tokens/s  loss 2.0000")
 
 
 def test_the_first_step_is_shown_and_counts_in_the_next_line_too():
@@ -263,7 +230,7 @@ def test_the_first_step_is_shown_and_counts_in_the_next_line_too():
     config = TrainConfig(steps=4, draft_len=2, cpu=True, log_every=4)
     result = train(model, random_drafter(model), batches, config, log=lines.append)
     first, last = lines
-    assert re.match(r"step 1/4  \d:\d\d for the first step, so about \d:\d\d in all  [1-9]", first)
+    assert re.match(r"step 1/4  \d:\d\d for the first step  [1-9]", first)
     assert last.startswith("step 4/4  0:0")
     rare = train(model, random_drafter(model), batches, replace(config, log_every=100), log=lambda _: None)
     assert result.loss == rare.loss  # which is the mean of all four steps
@@ -315,12 +282,12 @@ def test_what_is_not_finite_stops_a_training_and_is_named_by_its_step(what, step
 def test_the_command_makes_a_directory_that_loads(tmp_path, capsys):
     base_dir(tmp_path / "base")
     (tmp_path / "base" / "README.md").write_text("---\nlicense: apache-2.0\nlicense_link: LICENSE\n---\n# A base\n")
-    assert main(command(tmp_path, "--epochs", "2", "--exit-dim", "16", "--draft-vocab-size", "40")) == 0
+    assert main(command(tmp_path, "--epochs", "2", "--draft-vocab-size", "40")) == 0
     out, said = tmp_path / "out", capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "data.jsonl", "out"]
     drafter = RecurrentDrafter.from_pretrained(out)
     config = drafter.config
-    assert (config.trained_draft_len, config.exit_dim, config.base_model) == (3, 16, "base")
+    assert (config.trained_draft_len, config.exit_dim, config.base_model) == (3, 64, "base")
     chosen = re.search(r"nodes: (\d+)x(\d+) writes most, tokens per step ([\d.]+) greedily", said)
     assert [str(config.draft_beams), str(config.draft_len_per_beam)] == [chosen[1], chosen[2]]
     assert config.draft_len_per_beam <= 2 * 3
@@ -372,30 +339,13 @@ def test_the_command_makes_a_directory_that_loads(tmp_path, capsys):
     ("words", "said"),
     [
         ("--batch-size 0", "--batch-size must be positive, got 0"),
-        ("--optimizer muon --shard-drafter", "--optimizer muon needs whole matrices"),
-        ("--loss tv --distill 0", "--loss tv weighs --distill, which is 0: leave one out"),
-        ("--reach-by dpace", "--reach-by dpace weighs by --reach, which is 0: give it too"),
-        ("--rejected 2", "--rejected must be from 0 to 1, got 2"),
-        ("--keep 0", "--keep must be positive, got 0"),
         ("--lr inf", "--lr must be positive, got inf"),
         ("--distill 1.5", "--distill must be from 0 to 1, got 1.5"),
-        ("--reach nan", "--reach must be from 0 to 1, got nan"),
-        ("--num-layers 99999999999", "--num-layers must be at most 65536, got 99999999999"),
-        ("--batch-size 99999999999", "--batch-size must be at most 65536, got 99999999999"),
+        ("--warmup nan", "--warmup must be from 0 to 1, got nan"),
+        ("--head-rank -1", "--head-rank must not be negative, got -1"),
         ("--length 99999999999", f"--length must be at most {1 << 24}, got 99999999999"),
-        ("--accumulate 99999999999", f"--accumulate must be at most {1 << 31}, got 99999999999"),
-        (f"--seed {1 << 64}", "--seed must be at most"),
-        ("--lr 1e38", "--lr must be at most 1e+36"),
-        ("--drafter d --exit-dim 8", "--exit-dim is the drafter's own"),
-        ("--drafter d --head-shortlist 8", "--head-shortlist is the drafter's own"),
-        ("--head-shortlist 0", "--head-shortlist must be positive"),
-        ("--head-shortlist-rank 8", "--head-shortlist-rank is for heads of two stages: give --head-shortlist too"),
-        (
-            "--context-window 0 --context-heads 8",
-            "--context-heads is for drafters that attend to the text: give --context-window",
-        ),
-        ("--context-heads 4 --context-kv-heads 3", "multiple of --context-kv-heads=3, got 4"),
-        ("--context-head-dim 7 --context-heads 4 --context-kv-heads 4", "--context-head-dim must be even, got 7"),
+        (f"--seed {1 << 64}", f"--seed must be less than {1 << 62}"),
+        ("--drafter d --head-rank 8", "--head-rank is the drafter's own"),
     ],
 )
 def test_options_out_of_range_are_refused_in_one_line(capsys, words, said):
@@ -419,15 +369,14 @@ def test_what_a_user_can_mend_exits_with_2_and_one_line(tmp_path, capsys):
     fails("no prompt of 1 to 32 tokens to validate on", "--validate-every", "1", rows=[{"text": "fine enough"}])
     fails("--draft-vocab-size 9999 is more", "--draft-vocab-size", "9999")
     fails("it does not exist", "--model", str(tmp_path / "gone"))
-    fails("give --context-window", "--recurrence", "apple", "--context-heads", "8")
     RecurrentDrafter(DrafterConfig(vocab_size=VOCAB, hidden_size=8)).save_pretrained(tmp_path / "other")
     fails("hidden size of 8", "--drafter", str(tmp_path / "other"))
-    wild = ["--lr", "1e30", "--steps", "4", "--warmup", "0", "--max-grad-norm", "1e30"]
+    wild = ["--lr", "1e30", "--steps", "4", "--warmup", "0"]
     config = parse(command(tmp_path))
     rows = [row for row in read_rows(config.data) if row.split is None]
     windows = Windows(encode_documents(rows, tiny_tokenizer()), 32, bos=1)
-    named = describe_bad_rows(next(windows.window_indices(4, 0, start=1)), windows, tiny_tokenizer())
-    assert re.match(r", in rows \S+data\.jsonl:\d, ", named)
+    named = describe_bad_rows(next(windows.window_indices(4, 0, start=1)), windows)
+    assert re.match(r", in rows \S+data\.jsonl:\d", named)
     fails(f"not finite at step 2{named}; lower --lr", *wild)
     fails(f"context of {CONTEXT}; make --length {CONTEXT} or less", "--length", str(CONTEXT + 1))
     (tmp_path / "file").write_text("mine")
@@ -441,16 +390,16 @@ def test_what_a_user_can_mend_exits_with_2_and_one_line(tmp_path, capsys):
 
 def test_a_drafter_of_another_form_is_trained_measured_and_trained_on(tmp_path, capsys):
     form = ["--recurrence", "gated", "--head-rank", "8", "--target-layers", "0"]
-    form += ["--context-window", "6", "--context-heads", "2", "--context-kv-heads", "2", "--context-head-dim", "8"]
+    form += ["--context-window", "6"]
     assert main(command(tmp_path, "--steps", "2", *form, "--no-pack")) == 0
     config = RecurrentDrafter.from_pretrained(tmp_path / "out").config
-    saved = config.context_window, config.context_heads, config.context_kv_heads, config.context_head_dim
-    assert (config.recurrence, config.head_rank, list(config.target_layers), *saved) == ("gated", 8, [0], 6, 2, 2, 8)
+    assert (config.recurrence, config.head_rank, list(config.target_layers)) == ("gated", 8, [0])
+    assert config.context_window == 6
     assert record(tmp_path)["config"]["context_window"] == 6
     assert "--context-window 6" in (tmp_path / "out" / "README.md").read_text()
     more = command(tmp_path, "--steps", "2", "--drafter", str(tmp_path / "out"), "--output", str(tmp_path / "more"))
     assert main(more) == 0
-    for words in (form, ["--context-window", "6"], ["--context-heads", "2"], ["--exit-dim", "8", "--dry-run"]):
+    for words in (form, ["--context-window", "6"], ["--num-layers", "1", "--dry-run"]):
         assert f"{words[0]} is the drafter's own" in refused(capsys, [*more, *words, "--overwrite"])
     assert main(command(tmp_path, "--target-layers", "9", "--output", str(tmp_path / "no"))) == 2
 
@@ -493,9 +442,9 @@ def test_what_a_training_left_without_weights_is_replaced_and_nothing_else(tmp_p
 def test_flags_and_fields_have_the_same_defaults():
     given = parse(["--model", "m", "--data", "a/x.jsonl", "y.jsonl", "--output", "o"])
     assert given == TrainConfig(model="m", data=("a/x.jsonl", "y.jsonl"), output="o")
-    words = "--model m --data a/x.jsonl --output b/o --no-rnn --steps 7 --lr 0.5 --compile"
+    words = "--model m --data a/x.jsonl --output b/o --no-pack --steps 7 --lr 0.5 --compile"
     changed = parse(words.split(" "))
-    assert not changed.rnn
+    assert not changed.pack
     assert changed.steps == 7
     assert changed.compile
     shown = shown_command(changed)
@@ -517,9 +466,9 @@ def test_what_makes_a_drafter_of_little_use_is_noted(tmp_path, capsys):
     """A few steps, a drafter that is large beside the base, and no rows to validate on."""
     rows = [{"text": "to be or not to be, that is it"}] * 6
     few, large, unmeasured = notes_of(capsys, command(tmp_path, "--steps", "2", rows=rows))
-    assert few.startswith("note: 2 steps are few for a new drafter: give more rows, --epochs or --steps")
+    assert few.startswith("note: 2 steps are few for a new drafter: give more rows, --epochs")
     assert "% as large as the base" in large
-    assert f"a smaller --draft-vocab-size (its head knows {VOCAB} ids), and a smaller --length" in large
+    assert f"a smaller --draft-vocab-size (its head knows {VOCAB} ids)" in large
     assert unmeasured.startswith("note: there are no rows to validate on")
     planned = command(tmp_path, "--steps", "2", "--dry-run", rows=rows)
     assert notes_of(capsys, planned) == [few, large]

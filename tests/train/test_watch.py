@@ -26,16 +26,19 @@ def add_file(folder, name: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "again"),
+    ("replayed", "more", "again"),
     [
-        ([], ["b.jsonl", "bb.jsonl"]),
-        (["--lora-rank", "2"], ["b.jsonl", "bb.jsonl"]),
-        (["--watch-replay", "11"], ["bb.jsonl"]),
-        (["--watch-replay", "5"], []),
+        (2048, [], ["b.jsonl", "bb.jsonl"]),
+        (2048, ["--lora-rank", "2"], ["b.jsonl", "bb.jsonl"]),
+        (11, [], ["bb.jsonl"]),
+        (5, [], []),
     ],
     ids=["whole", "low rank", "the newest again", "nothing again"],
 )
-def test_each_round_trains_the_last_ones_drafter_on_what_has_come_since(tmp_path, monkeypatch, capsys, more, again):
+def test_each_round_trains_the_last_ones_drafter_on_what_has_come_since(
+    tmp_path, monkeypatch, capsys, replayed, more, again
+):
+    monkeypatch.setattr("redrafter.train.watch.REPLAYED_ROWS", replayed)
     texts, out, trained = tmp_path / "texts", tmp_path / "out", []
     words = words_of(tmp_path, "--drafter", str(tmp_path / "first"), "--watch", "--watch-rows", "8", *more)
     out.rename(tmp_path / "first")
