@@ -66,8 +66,6 @@ MEMBERS: dict[str, tuple[str, ...]] = {
     "EngineOptions": (),
     "GenerateStats": ("draft_steps", "tokens_per_step"),
     "Grammar": ("json_schema", "json_object", "regex", "lark", "ebnf", "choice", "of"),
-    "ParallelConfig": (),
-    "ParallelDrafter": ("from_pretrained",),
     "PromptLookup": LOADED_ENGINE,
     "ReDrafter": LOADED_ENGINE,
     "RecurrentDrafter": ("from_pretrained",),
