@@ -15,7 +15,6 @@ from redrafter.serve.config import ServeOptions, read_config
 from redrafter.train import config as train_config
 
 PAGE = Path(__file__).parent.parent / "docs" / "migration.md"
-SERVING = PAGE.with_name("serving.md")
 OUTCOMES = ("honoured", "noted", "refused")
 
 
@@ -92,18 +91,6 @@ def test_fields_are_taken_or_refused_as_the_page_says(names, outcome):
     for name in re.findall(r"`(\w+)`", names):
         assert (name in protocol.ChatRequest.model_fields) == (outcome == "honoured"), name
     assert protocol.ChatRequest.model_config["extra"] == "forbid"
-
-
-def flags_for_vllm_users() -> list[str]:
-    """Return the flags of ours that the section on vLLM names: those of its text, and of its table's second column."""
-    section = SERVING.read_text(encoding="utf-8").partition("## From vLLM\n")[2].partition("\n## ")[0]
-    ours = [line.split(" | ")[-1] for line in section.splitlines()]
-    return re.findall(r"(?<![\w-])--[a-z][a-z-]+", "\n".join(ours).replace("--nproc-per-node", ""))
-
-
-@pytest.mark.parametrize("flag", flags_for_vllm_users())
-def test_flags_that_users_of_vllm_are_told_exist(flag):
-    assert serve_command.build_parser().has_option(flag)
 
 
 def flags_here() -> list[str]:
