@@ -12,7 +12,7 @@ from zlib import crc32
 import pytest
 import torch
 
-os.environ["REDRAFTER_HOME"] = os.devnull  # no tuning of this machine's own
+os.environ["REDRAFTER_HOME"] = os.devnull  # no measurements of this machine's own
 os.environ["HF_HUB_OFFLINE"] = "1"  # what is not on this machine is missed at once
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which torch puts off

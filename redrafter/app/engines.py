@@ -188,11 +188,9 @@ def _load(method: str, model: str | Target, options: LoadOptions, draft: DraftOp
     return METHODS[method].load(model, **{name: x for name, x in values.items() if x is not None}, **load, **use)
 
 
-def _load_drafter(model: str | Target, drafter: str | None = None, tuning: str = "auto", **keywords: Any) -> Engine:
+def _load_drafter(model: str | Target, drafter: str | None = None, **keywords: Any) -> Engine:
     assert isinstance(model, str), "the drafter's directory is found from the name of the model"
-    # Tables are measured in one process; with tensor parallelism the step times differ.
-    unmeasured = tuning == "none" or launched_processes() > 1
-    return ReDrafter.from_pretrained(model, drafter, tuning=None if unmeasured else tuning, **keywords)
+    return ReDrafter.from_pretrained(model, drafter, **keywords)
 
 
 class DraftingMethod(NamedTuple):
@@ -212,9 +210,7 @@ class DraftingMethod(NamedTuple):
 _SEARCH = ("num_beams", "node_budget", "draft_quantization")
 _CHAIN = ("draft_len", "acceptance", "adaptive", "draft_device")
 METHODS = {
-    DRAFTER: DraftingMethod(
-        "drafter", ("drafter", "draft_len_per_beam", "tuning", "base_embedding", *_SEARCH), _load_drafter
-    ),
+    DRAFTER: DraftingMethod("drafter", ("drafter", "draft_len_per_beam", "base_embedding", *_SEARCH), _load_drafter),
     DRAFT_MODEL: DraftingMethod("draft_model", ("draft_model", *_CHAIN, *_SEARCH), DraftTarget.from_pretrained),
     PROMPT_LOOKUP: DraftingMethod("prompt_lookup", ("draft_len", "ngram"), PromptLookup.from_pretrained),
 }

@@ -60,8 +60,6 @@ def check_options(options: LoadOptions, draft: DraftOptions) -> tuple[str, LoadO
     """
     options, draft = apply_draft_target_config(options, draft)
     shared, default = launched_processes() > 1, "cuda" if torch.cuda.is_available() else "cpu"
-    if shared and options.tuning not in ("auto", "none"):
-        raise ArgumentError(f"--tuning {options.tuning} was measured in one process; leave it out under torchrun")
     for flag, device in (("device", options.device), ("draft-device", draft.draft_device)):
         if shared and device is not None:
             raise ArgumentError(f"--{flag} {device}: torchrun assigns a device to each process; leave it out")

@@ -82,13 +82,6 @@ class LoadOptions(EngineOptions, TemplateOptions):
         "nodes of the tree that is verified per step, its root included (default: the checkpoint's, or what suits the "
         "device and the batch size)",
     )
-    tuning: str = option(
-        "auto",
-        "file with the best tree shape for each batch size: auto takes the one of this pair and device in "
-        "$REDRAFTER_HOME/tuning, if there is one; none takes no file. The three flags above win over the file",
-        metavar="FILE|auto|none",
-        names="tuning",
-    )
     dtype: str = option("auto", "number format", choices=("auto", "float32", "bfloat16", "float16"), type=dtype_word)
     device: str | None = option(None, "cpu, cuda, cuda:1, ... (default: cuda if there is a GPU, else cpu)")
     trust_remote_code: bool = option(False, "run the modelling code that comes with the model")

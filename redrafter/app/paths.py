@@ -63,11 +63,6 @@ def _check_model(name: str, flag: str) -> None:
         raise error
 
 
-def _check_tuning(name: str, flag: str) -> None:
-    if name not in ("auto", "none"):
-        check_file(name, flag)
-
-
 def _check_picture(name: str, flag: str, *, folder: bool = False) -> None:
     """Check that pictures can be drawn, into a `.png` or into a folder, which is made."""
     if find_spec("matplotlib") is None:
@@ -104,5 +99,4 @@ CHECKS: dict[str, Callable[[str, str], object]] = {
     "template": check_file,
     "suite": lambda name, flag: suite_files(name),
     "tokenizer": _check_tokenizer,
-    "tuning": _check_tuning,
 }

@@ -17,7 +17,6 @@ from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.data.suites import Dialogues, Suite, read_suite
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.engine.redrafter import ReDrafter
-from redrafter.engine.tuning import find_tuning
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Names, Report, facts, head
@@ -25,7 +24,6 @@ from redrafter.measure.run import Workload
 from redrafter.measure.suite_table import LEGEND
 from redrafter.model.target import Target
 from redrafter.parallel.launched import launched_processes, process_rank
-from redrafter.tree.sizes import TreeShape
 
 # Options that do not apply to a suite: they select other prompts, or measure something other than speed.
 NOT_OF_SUITES = frozenset(
@@ -101,7 +99,7 @@ def _padded(load: LoadOptions, options: BenchOptions) -> Pair:
     assert options.pad_to is not None
     _, load, _ = check_options(load, NO_DRAFT_OPTIONS)
     # The small pair is only copied into the padded one, which is quantized afterwards.
-    unquantized = replace(load, device="cpu", tuning="none", quantization=None, draft_quantization=None)
+    unquantized = replace(load, device="cpu", quantization=None, draft_quantization=None)
     pair, shape = Pair.load(unquantized), SHAPES[options.pad_to]
     device, small = str(load.device), pair.engine
     assert isinstance(small, ReDrafter)
@@ -117,8 +115,5 @@ def _padded(load: LoadOptions, options: BenchOptions) -> Pair:
         quantize_drafter(drafter)
     with unmasked(model):
         target = Target(model)
-    typed = TreeShape(load.num_beams, load.draft_len_per_beam, load.node_budget)
-    # A typed shape takes precedence over a tuned one.
-    tuning = None if load.tuning == "none" or typed != TreeShape() else find_tuning(load.tuning, target, drafter)
-    pair.engine = ReDrafter(target, drafter, small.shape, options=small.options, tuning=tuning)
+    pair.engine = ReDrafter(target, drafter, small.shape, options=small.options)
     return pair

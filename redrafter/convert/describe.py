@@ -25,7 +25,6 @@ from redrafter.convert.info import ModelFacts, Stored, batch_invariant, drafter_
 from redrafter.convert.plan import possible_formats
 from redrafter.drafting.drafter_types import drafter_class
 from redrafter.drafting.mtp import MTPConfig
-from redrafter.engine.tuning import drafter_fingerprint, fingerprint_of_sizes, tuning_folder, tunings_of
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, ReDrafterError
 from redrafter.files.checkpoint_kind import check_path, kind_of
 from redrafter.files.dtype_names import dtype_name
@@ -94,7 +93,7 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, object]:
         document["fits"] = True
     except MismatchError as error:
         return document | {"fits": False, "why_not": str(error)}
-    return document | {"tuning": _describe_tunings(base, drafter), "converts_to": possible_formats(drafter, base)}
+    return document | {"converts_to": possible_formats(drafter, base)}
 
 
 def _locate(name: str) -> Path:
@@ -167,24 +166,6 @@ def _describe_target(config: Any) -> str:
     except Exception:  # modelling code that reads values, or remote code; both fail on the meta device
         return "not known before it is loaded, and tested"
     return "yes, by its config; it is tested when it is loaded"
-
-
-def _describe_tunings(base: SourceBase, drafter: SourceDrafter) -> list[str] | str:
-    """Describe the tuning files that apply to the pair, by device and dtype."""
-    none = "none"
-    if not tuning_folder().is_dir() or base.trtllm_config is not None:
-        return none
-    module: Any = drafter.load()
-    config = base.config.get_text_config(decoder=True)
-    sizes = config_width(config), config.vocab_size, getattr(config, "num_hidden_layers", None)
-    found = [
-        f"{tuning.device}, {tuning.dtype}: {tuning.describe()}"
-        for name, norms in base.embedding_norms().items()
-        for tuning in tunings_of(
-            fingerprint_of_sizes(*sizes, norms), drafter_fingerprint(module.to(base.tensors[name].dtype))
-        )
-    ]
-    return found or none
 
 
 def _describe_drafter(drafter: SourceDrafter) -> dict[str, object]:

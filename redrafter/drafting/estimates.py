@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
-from typing import Any
 
 from redrafter.drafting.draft_model import DraftModelProposer
 from redrafter.drafting.proposer import Proposer, SearchProposer, step_tokens
@@ -134,19 +133,6 @@ class StepCosts:
             return cls(steps, trees, searches, levels)
         level: Curve = ((1, max(share, ASSUMED_DRAFT) / depth),)
         return cls(ASSUMED_STEPS["cuda"], ASSUMED_TREES["cuda"], level, level)
-
-    @classmethod
-    def from_dict(cls, document: Any) -> "StepCosts":
-        """Create the costs from the output of `to_dict`. Raises `ValueError` or `TypeError` for other values."""
-        if not isinstance(document, dict) or set(document) | {"reading"} != {*CURVES, "reading"}:
-            raise TypeError(f"costs must be an object of {', '.join(CURVES)} and reading")
-        curves = (tuple((int(n), float(time)) for n, time in document[name]) for name in CURVES)
-        steps, trees, searches, levels = curves
-        return cls(steps, trees, searches, levels, float(document.get("reading", 0.0)))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the costs as a JSON object, with curves as lists of pairs."""
-        return {name: [list(point) for point in getattr(self, name)] for name in CURVES} | {"reading": self.reading}
 
     def of_tree(self, rows: int, beams: int, depth: int, tokens: int) -> float:
         """Return the time of a step.

@@ -7,9 +7,10 @@ from redrafter.drafting.estimates import QUALITY, AcceptanceEstimator
 
 # `DraftLossBudget`, in units of the time of one undrafted step: its initial value, the maximum to which gains refill
 # it, and the amount that each undrafted step adds. In a simulation where all drafts are rejected, a first call of 128
-# tokens is 0.98 times as fast as without drafts where a drafted step takes the time of 1.3 or 2 (0.965 to 0.97 with an
-# initial value of 3), and 0.975 where it takes the time of 4, which one probe loses. Later calls are 0.99 as fast.
-ALLOWED, MOST_ALLOWED, ALLOWED_SHARE = 1.5, 3.0, 0.005
+# tokens is 0.975 to 0.985 times as fast as without drafts where a drafted step takes the time of 1.3 to 4 (0.954 to
+# 0.984 with an initial value of 3), and later calls 0.98 to 0.99 times. Less than 2 ends a good drafter's drafts after
+# a few unlucky first steps.
+ALLOWED, MOST_ALLOWED, ALLOWED_SHARE = 2.0, 3.0, 0.005
 FEWEST = 5  # minimum number of drafted rows before the budget may judge that drafts do not pay
 # Minimum and maximum number of steps between two retries of drafts that do not pay. The interval doubles with each
 # retry, until a drafted step gains time.

@@ -145,7 +145,7 @@ class StepTimes:
             if each is self.plain or kind not in self._ratios or not plain.count:
                 continue
             ratio = exp(self._ratios[kind].mean - plain.mean)
-            # Other programs may stretch a step, but never shorten it: a shorter one counts at once.
+            # Other programs may stretch a step, but never shorten it: one below the undrafted time counts at once.
             if min(plain.count, self._ratios[kind].count) < ENOUGH and ratio >= 1:
                 continue
             self._know(kind, each, ratio * self.assumed.time_of(each, rows) / self.assumed.time_of(self.plain, rows))
@@ -175,12 +175,6 @@ class StepTimes:
         if self._last is None or self._last[0] != kind or self._ratios[kind].count >= ENOUGH:
             return None
         return self.plain_steps(self._last[1], rows, sampled=sampled)
-
-    def know(self, rows: int, proposer: Proposer, ratio: float) -> None:
-        """Take an earlier measurement, the time of a step relative to an undrafted step, unless steps corrected it."""
-        kind = StepKind(rows, id(proposer))
-        if kind not in self._excess:
-            self._know(kind, proposer, ratio)
 
     def _know(self, kind: StepKind, proposer: Proposer, ratio: float) -> None:
         self._timed[kind.proposer] = proposer  # keeps the proposer alive, so that its id stays unique

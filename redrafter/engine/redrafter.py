@@ -18,7 +18,6 @@ from redrafter.engine.arguments import check_bound
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions, split_keywords, takes_options
 from redrafter.engine.step_timing import measure_step_costs
-from redrafter.engine.tuning import Tuning, find_tuning
 from redrafter.errors import warn
 from redrafter.features import RECURRENT_STATES
 from redrafter.formats.sources import load_foreign
@@ -55,7 +54,6 @@ class ReDrafter(Engine):
         shape: TreeShape | None = None,
         *,
         options: EngineOptions | None = None,
-        tuning: Tuning | None = None,
     ):
         """Bind a target to its drafter.
 
@@ -65,14 +63,13 @@ class ReDrafter(Engine):
             shape: Beam search and tree. Fields that are None come from the drafter's config; the node budget, from the
                 device and the batch size.
             options: Limits of memory and lengths; None for the defaults.
-            tuning: Shapes by batch size, in place of `shape`.
         """
         check_bound(type(self), target, Target)
         check_bound(type(self), drafter, DrafterModel)
         config = drafter.config
         check_draft_ids(drafter.draft_ids, config.draft_vocab_size, config.vocab_size, "the drafter")
         shape, depth = shape or TreeShape(), config.draft_len_per_beam
-        self.adapts = tuning is None and shape == TreeShape()
+        self.adapts = shape == TreeShape()
         if target.device.type == "cpu" and shape.node_budget is None:
             # Hardly any of the few nodes that a CPU verifies are deeper than the drafter was trained for, and each
             # level costs: the boxed pair with 12 nodes decodes 8 to 16 % fewer tokens/s with 5 x 9 than with 5 x 5.
@@ -86,7 +83,7 @@ class ReDrafter(Engine):
         compiled = target.device.type == "cuda" and (options or EngineOptions()).compile
         if (layer := drafter.stored_layer(target, compiled)) is not None:
             target.store_drafter_layer(layer)
-        self.drafter, self.tuning, self.shape = drafter, tuning, shape
+        self.drafter, self.shape = drafter, shape
         self._measured: StepCosts | None = None
         self._best: dict[tuple[StepCosts, int, bool, tuple[float, ...]], list[TreeShape]] = {}
         self._proposers: dict[TreeShape, SearchProposer] = {}
@@ -94,9 +91,6 @@ class ReDrafter(Engine):
         self._compiled = compiled
         drafter.prepare(target)
         super().__init__(target, self._propose(target, shape), options)
-        for tuned in tuning.shapes.values() if tuning is not None else ():
-            if tuned is not None:
-                self._propose(target, tuned)  # refuses here a shape that this drafter does not support
 
     @classmethod
     @takes_options
@@ -108,7 +102,6 @@ class ReDrafter(Engine):
         num_beams: int | None = None,
         draft_len_per_beam: int | None = None,
         node_budget: int | None = None,
-        tuning: str | Path | None = "auto",
         draft_quantization: str | None = None,
         base_embedding: bool = False,
         **keywords: object,
@@ -124,8 +117,6 @@ class ReDrafter(Engine):
             draft_len_per_beam: Depth of the beam search; None for the checkpoint's default.
             node_budget: Nodes verified per step, 1 + beams * length at most; None for a number that suits the device
                 and the batch size.
-            tuning: Shapes by batch size: "auto" for the file of this pair on this device if there is one, a path for
-                that file, or None for none. Any of the three arguments before it overrides the tuning.
             draft_quantization: As `quantization`, for the drafter, its head included.
             base_embedding: Whether to draft with the target's embedding table instead of the drafter's own, which some
                 published EAGLE-3 heads hold untrained.
@@ -147,7 +138,7 @@ class ReDrafter(Engine):
 
         Raises:
             CheckpointError: When a checkpoint cannot be loaded.
-            MismatchError: When the drafter, or the tuning, belongs to another model.
+            MismatchError: When the drafter belongs to another model.
             UnsupportedError: When the model cannot be decoded here.
             ArgumentError: For an argument that is unknown or out of range.
         """
@@ -163,13 +154,12 @@ class ReDrafter(Engine):
         drafter, defaults = load_drafter(
             model, drafter, target, load.get("revision"), draft_quantization, base_embedding
         )
-        shapes = find_tuning(tuning, target, drafter) if asked == TreeShape() else None
         merged = defaults.shape
         # The checkpoint's copy of the drafter's default is no request: on a CPU, fewer levels may be drafted.
         if merged.draft_len_per_beam == drafter.config.draft_len_per_beam:  # nobody chose another than the drafter's
             merged = replace(merged, draft_len_per_beam=None)
-        engine = cls(target, drafter, asked.over(merged), options=options, tuning=shapes)
-        engine.adapts = shapes is None and asked == TreeShape() and merged.node_budget is None
+        engine = cls(target, drafter, asked.over(merged), options=options)
+        engine.adapts = asked == TreeShape() and merged.node_budget is None
         engine.do_sample = defaults.do_sample
         engine.load_adapters(adapters)
         return engine
@@ -177,13 +167,10 @@ class ReDrafter(Engine):
     def proposer_for(self, rows: int) -> Proposer:
         """Return the proposer for a batch of `rows` rows, before acceptance statistics exist.
 
-        Its shape follows from the tuning, if there is one; else from the assumed cost of a forward by nodes on the
-        device, unless a node budget was requested.
+        Its shape follows from the assumed cost of a forward by nodes on the device, unless a node budget was requested.
         """
         shape: TreeShape | None = self.shape
-        if self.tuning is not None:
-            shape = self.tuning.shape_for(rows)
-        elif self.shape.node_budget is None:
+        if self.shape.node_budget is None:
             costs, whole = self._assumed, self.proposer
             verified = time_at(costs.trees, step_tokens(whole, rows))
             free = NEARLY_FREE[self.target.device.type]
@@ -200,7 +187,7 @@ class ReDrafter(Engine):
     def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
         """Return the policy that chooses the drafts of steps of these batch sizes.
 
-        With a requested or tuned tree shape, a step drafts this tree or nothing; otherwise it chooses among several
+        With a requested tree shape, a step drafts this tree or nothing; otherwise it chooses among several
         trees. With `pauses` off, each step drafts the tree of `proposer_for`.
         """
         if not self.pauses:
@@ -208,7 +195,6 @@ class ReDrafter(Engine):
         costs = self.step_costs(memory)
         on_cpu = self.target.device.type == "cpu"
         kinds = dict[int, list[Proposer]]()
-        known = list[tuple[int, Proposer, float]]()
         copying = dict[int, Proposer]()
         for size in sizes:
             found = [self.proposer_for(size)]
@@ -219,20 +205,13 @@ class ReDrafter(Engine):
                 shapes = shapes or self._best_shapes(self._assumed, size, (QUALITY,))
                 found = [self._proposer_of(shape, size) for shape in shapes]
             kinds[size] = [each for each in found if each.depth]
-            if self.tuning is not None and (ratio := self.tuning.step_cost_for(size)) is not None:
-                known += [(size, each.without_text or each, ratio) for each in kinds[size]]
             if (copies := self._with_copies(self.plain, size)).depth:
                 copying[size] = copies
-        times = self.times_by(costs)
-        for rows, proposer, ratio in known:
-            times.know(rows, proposer, ratio)
         # A CPU's steps know whether the text has something to copy.
-        return CostPolicy(times, kinds, self.histories, copying, knows_matches=on_cpu)
+        return CostPolicy(self.times_by(costs), kinds, self.histories, copying, knows_matches=on_cpu)
 
     def step_costs(self, memory: PagedMemory | None) -> StepCosts:
-        """Return the costs of steps: from the tuning, else measured once on a GPU's paged cache, else assumed."""
-        if self._tuned_costs is not None:
-            return self._tuned_costs
+        """Return the costs of steps: measured once on a GPU's paged cache, else assumed."""
         if memory is None or self.target.device.type == "cpu":
             return self._assumed
         # Measured once per engine, as it takes a second and captures graphs.
@@ -240,10 +219,6 @@ class ReDrafter(Engine):
             if self._measured is None:
                 self._measured = measure_step_costs(memory, self.proposer)
             return self._measured
-
-    @property
-    def _tuned_costs(self) -> StepCosts | None:
-        return None if self.tuning is None else self.tuning.costs
 
     def _best_shapes(self, costs: StepCosts, rows: int, qualities: tuple[float, ...]) -> list[TreeShape]:
         share = self.target.varlen.ok and rows >= SHARING_ROWS
@@ -263,8 +238,7 @@ class ReDrafter(Engine):
         # every step, on a CPU only where the text has a match.
         costly = RECURRENT_STATES in self.target.features and self.target.device.type != "cpu"
         copies = self.options.draft_from_text and proposer.shared_nodes is None and not costly
-        costs = self._tuned_costs or self._measured
-        count = text_nodes(bucket(rows), proposer.nodes, self.target.device.type, costs) if copies else 0
+        count = text_nodes(bucket(rows), proposer.nodes, self.target.device.type, self._measured) if copies else 0
         if not count:
             return proposer
         return self._with_text.setdefault((id(proposer), count), WithPromptLookup(proposer, count))

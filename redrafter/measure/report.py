@@ -95,7 +95,6 @@ class Facts(Conditions, Names):
     processes: int
     captured_steps: bool
     why_not_captured: str | None
-    tuning: str | None
     bytes: StepBytes
     prefix_reuse: str
     options: dict[str, object]
@@ -128,7 +127,6 @@ def facts(work: Workload, names: Names, options: dict[str, object]) -> Facts:
         "processes": target.ranks.size,
         "captured_steps": target.varlen.ok,
         "why_not_captured": target.varlen.reason,
-        "tuning": None if engine.tuning is None else engine.tuning.describe(),
         "bytes": {
             "weights_per_forward": forward_bytes(engine.model),
             "drafter_weights_per_step": engine.proposer.draft_bytes,
@@ -166,7 +164,6 @@ def head(document: Facts) -> Iterator[str]:
         f"{size['keys_and_values_per_token'] / 1e3:.1f} kB a token of keys and values; "
         f"per step by the drafter: {size['drafter_weights_per_step'] / 1e9:.3f} GB"
     )
-    yield f"trees by {document['tuning'] or 'rule, without a tuning file'}"
     why_not = document["why_not_captured"]
     yield "steps are captured CUDA graphs" if document["captured_steps"] else f"steps are not captured: {why_not}"
 

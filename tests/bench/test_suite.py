@@ -82,7 +82,7 @@ def test_both_ways_answer_all_turns_alike_and_are_timed(both):
 def test_accepted_lengths_and_rates_are_those_of_generate(both, suite):
     """Ask the questions by hand, with the answers in the prompts, under the seeds that the turns have."""
     document, *_ = both
-    engine = ReDrafter.from_pretrained(boxed_pair(), tuning=None, **SHAPE, draft_from_text=False)
+    engine = ReDrafter.from_pretrained(boxed_pair(), **SHAPE, draft_from_text=False)
     tokenizer = load_tokenizer(boxed_pair())
     sampling = {"do_sample": True, "temperature": document["temperature"], "top_k": 0}
     arguments = {"max_new_tokens": 24, "eos_token_id": end_tokens(engine.model, tokenizer)}

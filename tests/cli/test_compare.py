@@ -377,7 +377,6 @@ def test_a_draft_model_with_another_tokenizer_is_measured_beside_assisted_genera
         ("merged", "--prompt-lookup", "--prompt-lookup"),
         ("merged", "--no-speculate", "--no-speculate"),
         ("merged", "--acceptance rejection", "--acceptance is for --draft-model"),
-        ("base", "--draft-model {small} --tuning {small}/config.json", "--tuning is for a drafter"),
         ("base", "--temperature -1", "--temperature"),
     ],
 )

@@ -68,7 +68,6 @@ def test_greedy_rejection_is_plain_decoding_too(folder, generate, expected):
         ("--prompt-lookup --node-budget 2", "--node-budget is for a drafter or --draft-model"),
         ("--prompt-lookup --draft-quantization fp8", "--draft-quantization is for a drafter or --draft-model"),
         ("--prompt-lookup --base-embedding", "--base-embedding is for a drafter"),
-        ("--draft-model {small} --tuning {small}/config.json", "--tuning is for a drafter"),
         ("--draft-model {small} --drafter {drafter}", "--drafter and --draft-model exclude each other"),
         ("--draft-model {small} --draft-len-per-beam 2", "--draft-len-per-beam is for a drafter"),
         ("--draft-model {small} --ngram 2", "--ngram is for --prompt-lookup"),

@@ -24,7 +24,6 @@ from redrafter.errors import did_you_mean
         (["serve", "--speculate"], None),
         (["generate", "--no-compare"], None),
         (["generate", "--top-a", "1"], "--top-p"),
-        (["generate", "--tunings", "none"], "--tuning"),
         (["generate", "--temprature", "1"], "--temperature"),
         (["generate", "--num_beam=3"], "--num-beams"),
         (["bench", "--batch-size", "1"], "--batch-sizes"),

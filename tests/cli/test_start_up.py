@@ -63,7 +63,6 @@ def mistakes(place: Path, port: int) -> dict[str, tuple[list[str], str]]:
         "generate: no file": (["generate", "--file", missing], f"--file {missing} cannot be read"),
         "generate: no image": (["generate", "--chat", "--image", missing, "ja"], "--image"),
         "generate: no adapter": (["generate", "--adapter", f"a={missing}", "ja"], "is not a directory"),
-        "generate: no tuning": (["generate", "--tuning", missing, "ja"], f"--tuning {missing} cannot be read"),
         "generate: a value": (["generate", "--temperature", "-1", "ja"], "--temperature must be"),
         "chat: no model": (["chat", "--model", missing], "is not a directory"),
         "chat: no GGUF file": (["chat", "--model", f"{missing}.gguf"], "does not exist: a GGUF file"),

@@ -49,7 +49,6 @@ def outcomes(levels: int, *, likely: int, accepted: int, likelihood: int = 0) ->
 def test_times_are_straight_between_points_and_never_fall():
     costs = priced(((1, 1.0), (10, 0.9), (20, 2.0)), FREE, FREE)
     assert [time_at(costs.steps, n) for n in (1, 5, 10, 15, 20, 30)] == pytest.approx([0.9, 0.9, 0.9, 1.45, 2, 3.1])
-    assert StepCosts.from_dict(costs.to_dict()) == costs
 
 
 def test_a_step_costs_its_forward_and_each_level_of_its_search():
@@ -136,7 +135,7 @@ def test_a_good_drafter_is_searched_deeper_and_a_bad_one_pauses():
     kinds = search(1, 1, 2), search(1, 5, 6)
     assert steps(choice(levels, *kinds), 100, accepted=1.0)[-60:] == [5] * 60
     depths = steps(choice(levels, *kinds), 400, accepted=0.0)
-    assert 0 not in depths[:3], "a few unlucky steps end no drafts"
+    assert 0 not in depths[:4], "a few unlucky steps end no drafts"
     assert depths.count(0) > 0.8 * len(depths)
     assert set(depths[-300:]) == {0, 1}  # what is tried again is what costs least
 

@@ -63,7 +63,8 @@ def test_a_kind_that_was_not_timed_is_corrected_as_the_one_most_like_it():
 def test_a_kind_that_was_measured_before_costs_what_was_found_whatever_else_a_step_does():
     kind, other, reading = search(3), search(5), 0.001
     times = StepTimes(replace(COSTS, reading=reading), PLAIN)
-    times.know(4, kind, 2.5)
+    timed(times, PLAIN, *ENOUGH * [0.1], rows=4)
+    timed(times, kind, *ENOUGH * [0.25], rows=4)
     plain = COSTS.time_of(PLAIN, 4)
     assert times.time_of(kind, 4) == pytest.approx(2.5 * plain)
     assert times.time_of(kind, 4, cached=100) == pytest.approx(2.5 * plain + 100 * reading)
@@ -185,16 +186,16 @@ def test_a_first_call_whose_drafts_are_all_rejected_is_hardly_slower_than_withou
             policy.record(DraftedStep(rows, rows, chosen, [0] * rows, levels=[4] * rows))
     calls = [tokens / sum(seconds[call * tokens : (call + 1) * tokens]) for call in range(3)]
     assert max(seconds) == cost, "only a drafted step shows what drafts cost"
-    assert min(calls) > 0.98, calls
+    assert min(calls) > 0.975, calls
 
 
-def test_a_few_unlucky_first_steps_cost_a_short_answer_few_of_its_drafts(monkeypatch):
+def test_a_few_unlucky_first_steps_do_not_end_the_drafts_of_a_short_answer(monkeypatch):
     monkeypatch.setattr(Engine, "pauses", True)
     engine = ReDrafter.from_pretrained(boxed_pair(), dtype=torch.float32, device="cpu")
     tokenizer = AutoTokenizer.from_pretrained(boxed_pair())
     ids = tokenizer("She said that", add_special_tokens=False, return_tensors="pt").input_ids
     stats = engine.generate(ids, max_new_tokens=40, do_sample=False, return_dict_in_generate=True).stats
-    assert stats.plain_steps <= 2 * stats.steps // 3
+    assert stats.plain_steps <= stats.steps // 2
     assert stats.tokens_per_step > 3
 
 

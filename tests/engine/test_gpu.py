@@ -14,7 +14,6 @@ from helpers.recurrent import generated_alone, recurrent_model
 from helpers.scheduling import make_sequence, run
 from redrafter import ArgumentError, DraftTarget, ReDrafter
 from redrafter.engine.options import EngineOptions
-from redrafter.engine.tuning import Tuning
 from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.prefill import ROOMS_OF_BULK
@@ -284,9 +283,8 @@ def test_times_of_captured_steps_correct_the_costs_that_a_policy_compares(settin
 @pytest.mark.parametrize("setting", [*SETTINGS.values(), SETTINGS["sampled"] | {"top_k": 20}], ids=str)
 def test_rows_that_share_nodes_draw_in_captured_steps_as_without_drafts(compile, setting):
     target = Target(tiny_model("llama").to("cuda"))
-    tuning = Tuning({1: TreeShape(4, 4, 17, 16)}, "", "", "", "")
     options = EngineOptions(**SHARE, compile=compile)
-    engine = ReDrafter(target, tiny_drafter().to("cuda"), tuning=tuning, options=options)
+    engine = ReDrafter(target, tiny_drafter().to("cuda"), TreeShape(4, 4, 17, 16), options=options)
     ids, mask = (x.cuda() for x in uneven_batch())
     how = {"max_new_tokens": 40, "eos_token_id": None} | setting
     drafted, plain = (engine.generate(ids, mask, speculate=speculate, **how) for speculate in (True, False))

@@ -32,7 +32,6 @@ from redrafter import DraftTarget, Engine, ReDrafter
 from redrafter.drafting.prompt_lookup import PromptLookupProposer, WithPromptLookup, graft
 from redrafter.drafting.proposer import PlainProposer, State
 from redrafter.engine.options import EngineOptions
-from redrafter.engine.tuning import Tuning
 from redrafter.model.target import Target
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.tree.sizes import TreeShape
@@ -132,8 +131,7 @@ def other_vocabulary(model: PreTrainedModel, options: EngineOptions) -> DraftTar
 def sharing(model: PreTrainedModel, options: EngineOptions, drafter: Any = None) -> ReDrafter:
     """Make an engine whose rows share the nodes of a step."""
     drafter = (drafter or tiny_drafter(**sized(model))).to(model.dtype)
-    tuning = Tuning({1: TreeShape(4, 4, 17, 16)}, "", "", "", "")
-    return ReDrafter(Target(model), drafter, tuning=tuning, options=options)
+    return ReDrafter(Target(model), drafter, TreeShape(4, 4, 17, 16), options=options)
 
 
 @dataclass

@@ -71,12 +71,12 @@ def load_engine(folder: Path, kind: str, method: str, tp_size: int) -> Engine:
     load: dict[str, Any] = {"dtype": dtype, "tp_size": tp_size, "experts_implementation": "eager"}
     Engine.pauses = False
     if method in ("drafter", "eagle"):
-        engine = ReDrafter.from_pretrained(folder / kind, folder / method, tuning=None, **load)
+        engine = ReDrafter.from_pretrained(folder / kind, folder / method, **load)
         if not torch.cuda.is_available():  # on a GPU the message would cost more than this head
             assert (engine.drafter.head_part is None) == (tp_size == 1)
         return engine
     if method == "mtp":
-        engine = ReDrafter.from_pretrained(folder / kind, tuning=None, **load)
+        engine = ReDrafter.from_pretrained(folder / kind, **load)
         assert isinstance(engine.drafter, MTPDrafter)
         return engine
     if method == "astray":  # every rank has a drafter of its own
@@ -84,7 +84,7 @@ def load_engine(folder: Path, kind: str, method: str, tp_size: int) -> Engine:
         torch.manual_seed(int(os.environ.get("RANK", "0")))
         for parameter in drafter.parameters():
             torch.nn.init.normal_(parameter, std=0.5)
-        return ReDrafter.from_pretrained(folder / kind, drafter, tuning=None, **load)
+        return ReDrafter.from_pretrained(folder / kind, drafter, **load)
     if method == "lookup":
         return PromptLookup.from_pretrained(folder / kind, **load)
     return DraftTarget.from_pretrained(folder / kind, folder / "draft", draft_len=3, **load)

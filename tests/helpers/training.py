@@ -96,7 +96,7 @@ def check_every_weight_is_learnt(drafter: TrainableDrafter, model: PreTrainedMod
 def written(base: Path, drafter: Path, **settings: object) -> tuple[Tensor, GenerateStats]:
     """Return what a pair writes with branches in the tree, and the statistics of its drafts."""
     engine = ReDrafter.from_pretrained(
-        base, drafter, num_beams=3, draft_len_per_beam=3, node_budget=10, draft_from_text=False, tuning=None
+        base, drafter, num_beams=3, draft_len_per_beam=3, node_budget=10, draft_from_text=False
     )
     engine.pauses = False
     ids, mask = torch.tensor([[1, 30, 40, 12], [0, 0, 1, 9]]), torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])

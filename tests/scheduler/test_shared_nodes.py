@@ -9,7 +9,6 @@ from helpers.generation import noted, same_undrafted
 from helpers.models import VOCAB, tiny_drafter, tiny_model, uneven_batch
 from helpers.scheduling import make_sequence, random_sequences, run, run_as_alone, same_alone, scheduler, until_stepping
 from redrafter import ReDrafter
-from redrafter.engine.tuning import Tuning
 from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
 from redrafter.sampling.sampler import Sampler
@@ -25,8 +24,7 @@ GREEDY = SamplingParams(temperature=0)
 def sharing(*shape: int, **limits: int) -> Scheduler:
     model = tiny_model("llama")
     model.generation_config.eos_token_id = None
-    tuning = Tuning({1: TreeShape(*shape)}, "", "", "", "")
-    return scheduler(ReDrafter(Target(model), tiny_drafter(), tuning=tuning), **({"max_batch_size": 4} | limits))
+    return scheduler(ReDrafter(Target(model), tiny_drafter(), TreeShape(*shape)), **({"max_batch_size": 4} | limits))
 
 
 def rows(count: int, new: int = 30) -> list[TokenSequence]:
@@ -59,7 +57,7 @@ def test_logits_of_shared_nodes_are_only_copied_for_rows_that_want_them(params, 
 
 
 def test_rows_of_a_call_on_a_dense_cache_may_share_nodes_too(llama):
-    engine = ReDrafter(Target(llama), tiny_drafter(), tuning=Tuning({1: TreeShape(4, 4, 17, 16)}, "", "", "", ""))
+    engine = ReDrafter(Target(llama), tiny_drafter(), TreeShape(4, 4, 17, 16))
     ids, mask = uneven_batch(4)
     same_undrafted(engine, ids, mask, max_new_tokens=20, eos_token_id=None, do_sample=False)
 

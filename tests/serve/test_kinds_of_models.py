@@ -21,7 +21,6 @@ from redrafter import DraftTarget
 from redrafter.app.loading import Pair
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.cli import main
-from redrafter.engine.tuning import Tuning, measured_on, tuning_path
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
@@ -111,16 +110,6 @@ def test_log_and_metrics_tell_the_scheme(scheme, words):
     metrics = server.metrics.text().decode().splitlines()
     (line,) = [line for line in metrics if line.startswith("redrafter:fp8_weights{")]
     assert float(line.split()[-1]) == (scheme is not None)
-
-
-def test_the_log_names_the_table_of_tree_shapes(tmp_path, monkeypatch):
-    monkeypatch.setenv("REDRAFTER_HOME", str(tmp_path))
-    pair = Pair.load(LoadOptions(device="cpu"))
-    assert not any("trees by" in line for line in server_of(pair).engine.facts.description)
-    path = tuning_path(pair.engine.target, pair.engine.drafter)
-    Tuning({1: None}, **measured_on(pair.engine.target, pair.engine.drafter), date="2026-01-02").write(path)
-    served = server_of(Pair.load(LoadOptions(device="cpu"))).engine.facts.description
-    assert f"trees by {path}, measured 2026-01-02: batch 1: off" in served
 
 
 SAILORS = [f"Number {number} of the sailors told of {what} and the sea. " * 8 for number, what in enumerate("abcdef")]

@@ -353,7 +353,7 @@ def test_prompts_come_by_category_from_rows_of_every_kind(tmp_path):
 
 @pytest.fixture(scope="module")
 def boxed() -> tuple[ReDrafter, PreTrainedTokenizerBase]:
-    return ReDrafter.from_pretrained(boxed_pair(), tuning=None), load_tokenizer(boxed_pair())
+    return ReDrafter.from_pretrained(boxed_pair()), load_tokenizer(boxed_pair())
 
 
 @pytest.fixture(scope="module")
@@ -441,7 +441,7 @@ def test_one_run_counts_trees_deeper_than_the_drafter_was_trained_for(boxed):
 
 def test_what_was_not_asked_for_is_the_pair_s_own():
     """The shape of tree and the ids that end texts are those of the checkpoint and its tokenizer."""
-    engine, tokenizer = ReDrafter.from_pretrained(boxed_pair(), tuning=None), load_tokenizer(boxed_pair())
+    engine, tokenizer = ReDrafter.from_pretrained(boxed_pair()), load_tokenizer(boxed_pair())
     engine = ReDrafter(engine.target, engine.drafter, TreeShape(3, 2))
     options = EvaluateOptions(num_prompts=1, new_tokens=6, temperatures=(0,))
     pair = Pair("base", "drafter", "its drafter", tokenizer, engine)

@@ -104,7 +104,7 @@ def test_no_prompt_of_the_shortest_length_is_an_error(tmp_path):
 
 @pytest.fixture(scope="module")
 def pair() -> Pair:
-    engine = ReDrafter.from_pretrained(boxed_pair(), tuning=None)
+    engine = ReDrafter.from_pretrained(boxed_pair())
     return Pair("base", "drafter", "its drafter", load_tokenizer(boxed_pair()), engine)
 
 

@@ -14,7 +14,6 @@ from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.drafting.loss_budget import MANY_ROWS
 from redrafter.drafting.policy import FixedTreePolicy
 from redrafter.engine.engine import Engine
-from redrafter.engine.redrafter import ReDrafter
 from redrafter.errors import ArgumentError
 from redrafter.features import ADAPTIVE_DRAFTS, BATCH_INVARIANCE, SERVING, FeatureSet
 from redrafter.files.dtype_names import dtype_name
@@ -116,10 +115,8 @@ def _describe(pair: Pair, scheduler: Scheduler, options: ServeOptions) -> tuple[
     stored = "" if kv_dtype == "auto" else f" in {kv_dtype}"
     names = ", ".join(target.adapters.names)
     adapters = (f"adapters: {names}",) if names else ()
-    tuning = pair.engine.tuning if isinstance(pair.engine, ReDrafter) and options.speculate else None
     return (
         f"{target.name}, {dtype_name(target.dtype)} on {target.device}{weights}{invariant}; {drafts}",
-        *([] if tuning is None else [f"trees by {tuning.describe()}"]),
         *adapters,
         f"up to {options.max_batch_size} sequences at once, of up to {scheduler.longest} tokens; "
         f"{scheduler.memory.blocks.num_blocks * 16:,} tokens of keys and values{stored}{on_host}",

@@ -14,7 +14,6 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -136,7 +135,7 @@ def run_checked(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Run the command with options validated by `main`; `words` is the command line. Returns its exit code."""
     options, asked = read_options(EvaluateOptions, args), read_options(SuiteOptions, args)
     suite = None if asked.suite is None else read_suite(asked.suite).choose(options.num_prompts, options.seed)
-    pair = Pair.load(replace(read_options(LoadOptions, args), tuning="none"))
+    pair = Pair.load(read_options(LoadOptions, args))
     if options.adapter is not None:
         merge_adapter(pair.engine.model, options.adapter)
     if suite is not None:

@@ -20,7 +20,7 @@ from redrafter.tree.sizes import TreeShape
 if TYPE_CHECKING:
     import torch
 
-UNUSED_LOAD_OPTIONS = ("num_beams", "draft_len_per_beam", "node_budget", "tuning", "max_input_len", "max_seq_len")
+UNUSED_LOAD_OPTIONS = ("num_beams", "draft_len_per_beam", "node_budget", "max_input_len", "max_seq_len")
 # Options that do not apply to a suite: they select other prompts, or explain drafts.
 NOT_OF_SUITES = ("prompts", "prompt_share", "prompt_tokens", "prompt_lengths", "explain", "data")
 MAX_TEMPERATURE = 1e30  # float32 ends not far above
