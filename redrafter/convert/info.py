@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from redrafter.app.parser import Parser, add_json
 from redrafter.app.program import import_libraries, run_command
@@ -18,45 +18,18 @@ from redrafter.checkpoints.merged import Defaults
 from redrafter.checkpoints.mtp_layer import find_layer
 from redrafter.errors import ArgumentError
 from redrafter.features import BATCH_INVARIANCE, QUANTISED_WEIGHTS, FeatureSet
-from redrafter.files.checkpoint_kind import (
-    DRAFTER_FOLDER,
-    SHAPE_FILE,
-    check_path,
-    kind_of,
-    read_json,
-)
+from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, check_path, kind_of, read_json
 from redrafter.files.drafter_kinds import drafter_kinds
 from redrafter.files.gguf_file import find_gguf
-from redrafter.files.headers import DTYPE_NAMES, Header, read_headers
+from redrafter.files.headers import DTYPE_NAMES, read_headers
 from redrafter.tree.sizes import TreeShape
 
 Stored = Mapping[str, tuple[tuple[int, ...], str]]  # shape and number format of each tensor
 UNCHECKED = "whether it can be a target, fits, and converts: add --check, which imports torch"
+SIZES = ("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings")  # keys of a model's config
 # Entries of config.json that are internal to transformers or programs, or are shown under another name.
 _NOT_SHOWN = {"architectures", "dtype", "model_type", "torch_dtype", "transformers_version", "rms_norm_eps"}
 _NOT_SHOWN |= {"vocab_size", "draft_vocab_size", "draft_beams", "base_embedding_norms", "source_config", "text_config"}
-
-
-class StoredFacts(TypedDict):
-    """The size of a checkpoint and its number formats."""
-
-    parameters: int
-    stored_as: str
-
-
-class ModelFacts(StoredFacts, total=False):
-    """The facts about a model; the last ones are shown for some models only."""
-
-    architecture: str
-    hidden_size: int | None
-    layers: int | None
-    vocabulary: int | None
-    context: int | None
-    quantised: str
-    loaded_as: str
-    ranks: int
-    batch_invariant: str
-    target: str
 
 
 def describe_files(directory: Path) -> dict[str, object] | None:
@@ -69,72 +42,54 @@ def describe_files(directory: Path) -> dict[str, object] | None:
         CheckpointError: A file is missing or broken.
     """
     kind = kind_of(directory)
+    if kind not in ("drafter", "model", "merged checkpoint") or find_gguf(directory) is not None:
+        return None
     document: dict[str, object] = {"path": str(directory), "kind": kind}
-    if kind == "drafter":
-        drafter = _describe_drafter(directory)
-        return None if drafter is None else document | {"drafter": drafter, "unchecked": UNCHECKED}
-    # None lets the caller take the complete way, which imports torch and transformers.
-    if kind not in ("model", "merged checkpoint") or find_gguf(directory) is not None:
-        return None
-    headers = read_headers(directory)
-    model = _describe_model(read_json(directory / "config.json"), headers)
-    if model is None:
-        return None
-    document["model"] = model
-    if kind == "merged checkpoint":
-        folder = directory / DRAFTER_FOLDER
-        drafter = _describe_drafter(folder) if kind_of(folder) == "drafter" else None
-        if drafter is None:
+    if kind != "drafter":
+        config, stored = read_json(directory / "config.json"), _read_stored(directory)
+        text = config.get("text_config", config)  # the decoder's config of a vision-language model
+        names = isinstance(text, dict) and (text.get("architectures") or config.get("architectures"))
+        if not isinstance(names, list) or not all(type(text.get(size)) is int for size in SIZES):
             return None
-        config = read_json(folder / "config.json")
-        share = share_of_model(_stored(read_headers(folder)), model)
-        document["drafter"] = {"path": str(folder)} | drafter | {"share_of_model": share}
+        quantization = config.get("quantization_config")
+        method = str(quantization.get("quant_method")) if isinstance(quantization, dict) else None
+        document["model"] = {
+            **model_facts(", ".join(map(str, names)), [text[size] for size in SIZES], stored, method),
+            "batch_invariant": batch_invariant(method),
+        }
+    if kind == "model":
+        return document | {"unchecked": UNCHECKED} if find_layer(stored) is None else None
+    folder = directory / DRAFTER_FOLDER if kind == "merged checkpoint" else directory
+    config = read_json(folder / "config.json")
+    if kind_of(folder) != "drafter" or "vocab_size" not in config:  # another project's, which only its class can read
+        return None
+    drafter = _read_stored(folder)
+    document["drafter"] = facts = drafter_facts(drafter_kinds()[config["model_type"]].name, drafter, config)
+    if kind == "merged checkpoint":
+        document["drafter"] = {"path": str(folder), **facts, "share_of_model": share_of_model(drafter, stored)}
         defaults = Defaults.from_file(directory / SHAPE_FILE)
         shape = defaults.shape.over(TreeShape(config.get("draft_beams"), config.get("draft_len_per_beam")))
         document["shape"] = shape.to_dict() | {"greedy_search": defaults.greedy_search}
-    elif find_layer(headers) is not None:
-        return None
     return document | {"unchecked": UNCHECKED}
 
 
-def _describe_model(config: Mapping[str, Any], headers: Mapping[str, Header]) -> ModelFacts | None:
-    text = config.get("text_config", config)  # the decoder's config of a vision-language model
-    if not isinstance(text, dict):
-        return None
-    names = text.get("architectures") or config.get("architectures")
-    sizes = ("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings")
-    if not isinstance(names, list) or not all(type(text.get(size)) is int for size in sizes):
-        return None
-    quantization = config.get("quantization_config")
-    method = str(quantization.get("quant_method")) if isinstance(quantization, dict) else None
-    facts = model_facts(", ".join(map(str, names)), _stored(headers), [text[size] for size in sizes], method)
-    facts["batch_invariant"] = batch_invariant(method)
-    return facts
+def _read_stored(directory: Path) -> Stored:
+    headers = read_headers(directory).items()
+    return {name: (header.shape, DTYPE_NAMES.get(header.code, header.code.lower())) for name, header in headers}
 
 
-def model_facts(architecture: str, tensors: Stored, sizes: Sequence[int | None], method: str | None) -> ModelFacts:
+def model_facts(architecture: str, sizes: Sequence[int | None], tensors: Stored, method: str | None) -> dict[str, Any]:
     """Return the facts about a model that are always shown.
 
     Args:
         architecture: Names of its class.
+        sizes: The values of `SIZES`; None if unknown.
         tensors: Shape and number format of each tensor.
-        sizes: Hidden size, layers, vocabulary and context; None if unknown.
         method: Name of the quantization method; None if the model is not quantised.
     """
-    hidden_size, layers, vocabulary, context = sizes
-    stored = stored_facts(tensors)
-    facts: ModelFacts = {
-        "architecture": architecture,
-        "parameters": stored["parameters"],
-        "stored_as": stored["stored_as"],
-        "hidden_size": hidden_size,
-        "layers": layers,
-        "vocabulary": vocabulary,
-        "context": context,
-    }
-    if method is not None:
-        facts["quantised"] = method
-    return facts
+    facts = {"architecture": architecture, **stored_facts(tensors)}
+    facts |= zip(("hidden_size", "layers", "vocabulary", "context"), sizes, strict=True)
+    return facts if method is None else facts | {"quantised": method}
 
 
 def batch_invariant(method: str | None) -> str:
@@ -144,18 +99,16 @@ def batch_invariant(method: str | None) -> str:
     return f"no: {FeatureSet(method, QUANTISED_WEIGHTS).conflict(BATCH_INVARIANCE)}"
 
 
-def stored_facts(tensors: Stored) -> StoredFacts:
+def stored_facts(tensors: Stored) -> dict[str, Any]:
     """Return the number of parameters of a checkpoint and their formats; maps of ids (int64) are not counted."""
     parameters = [(math.prod(shape), dtype) for shape, dtype in tensors.values() if dtype != "int64"]
-    return {
-        "parameters": sum(count for count, _ in parameters),
-        "stored_as": ", ".join(sorted({dtype for _, dtype in parameters})),
-    }
+    dtypes = ", ".join(sorted({dtype for _, dtype in parameters}))
+    return {"parameters": sum(count for count, _ in parameters), "stored_as": dtypes}
 
 
-def share_of_model(drafter: Stored, model: ModelFacts) -> float:
+def share_of_model(drafter: Stored, model: Stored) -> float:
     """Return the parameters of a drafter as a share of its model's, with four digits."""
-    return round(stored_facts(drafter)["parameters"] / max(model["parameters"], 1), 4)
+    return round(stored_facts(drafter)["parameters"] / max(stored_facts(model)["parameters"], 1), 4)
 
 
 def drafter_facts(kind: str, tensors: Stored, config: Mapping[str, object]) -> dict[str, object]:
@@ -177,17 +130,6 @@ def drafter_facts(kind: str, tensors: Stored, config: Mapping[str, object]) -> d
     }
 
 
-def _describe_drafter(directory: Path) -> dict[str, object] | None:
-    config = read_json(directory / "config.json")
-    if "vocab_size" not in config:  # another project's config, which only the drafter's class can read
-        return None
-    return drafter_facts(drafter_kinds()[config["model_type"]].name, _stored(read_headers(directory)), config)
-
-
-def _stored(headers: Mapping[str, Header]) -> Stored:
-    return {name: (header.shape, DTYPE_NAMES.get(header.code, header.code.lower())) for name, header in headers.items()}
-
-
 def _format_lines(document: Mapping[str, object], indent: str = "") -> Iterator[str]:
     for key, value in document.items():
         name = indent + key.replace("_", " ")
@@ -195,16 +137,16 @@ def _format_lines(document: Mapping[str, object], indent: str = "") -> Iterator[
             case dict():
                 yield name
                 yield from _format_lines(value, indent + "  ")
+                continue
             case None:
-                yield f"{name:<24}not set"
+                text = "not set"
             case bool():
-                yield f"{name:<24}{'yes' if value else 'no'}"
-            case int():
-                yield f"{name:<24}{value:,}"
+                text = "yes" if value else "no"
             case list():
-                yield f"{name:<24}{', '.join(map(str, value))}"
+                text = ", ".join(map(str, value))
             case _:
-                yield f"{name:<24}{value}"
+                text = f"{value:,}" if isinstance(value, int) else str(value)
+        yield f"{name:<24}{text}"
 
 
 def build_parser() -> Parser:
@@ -240,8 +182,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.model is not None and args.drafter is None and not args.check and Path(args.model).is_dir():
             document = describe_files(Path(args.model))
         if document is None:
-            describe = import_libraries("redrafter.convert.describe")
-            document = describe.environment() if args.model is None else describe.describe(args.model, args.drafter)
+            checks = import_libraries("redrafter.convert.checks")
+            document = checks.environment() if args.model is None else checks.describe(args.model, args.drafter)
         print(json.dumps(document) if args.json else "\n".join(_format_lines(document)))
         return 0
 

@@ -14,8 +14,8 @@ from helpers.conversion import config, words
 from helpers.models import HIDDEN, VOCAB, tiny_drafter, tiny_model
 from redrafter import ArgumentError, CheckpointError, MismatchError, ReDrafter
 from redrafter.checkpoints.drafters import embedding_norms
+from redrafter.convert.checks import describe
 from redrafter.convert.convert_checkpoint import main, merge
-from redrafter.convert.describe import describe
 from redrafter.tree.sizes import TreeShape
 
 

@@ -5,10 +5,8 @@ import platform
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import huggingface_hub
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
@@ -21,13 +19,14 @@ from redrafter.cache.dense import cache_in
 from redrafter.cache.states import StateShape
 from redrafter.checkpoints.merged import Defaults, boxed_pair
 from redrafter.checkpoints.mtp_layer import find_layer
-from redrafter.convert.info import ModelFacts, Stored, batch_invariant, drafter_facts, model_facts, share_of_model
+from redrafter.convert.info import SIZES, Stored, batch_invariant, drafter_facts, model_facts, share_of_model
 from redrafter.convert.plan import possible_formats
 from redrafter.drafting.drafter_types import drafter_class
 from redrafter.drafting.mtp import MTPConfig
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, ReDrafterError
 from redrafter.files.checkpoint_kind import check_path, kind_of
 from redrafter.files.dtype_names import dtype_name
+from redrafter.files.hub import find_snapshot
 from redrafter.formats.sources import (
     FOREIGN,
     SourceBase,
@@ -69,69 +68,59 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, object]:
         drafter = open_drafter(directory)
         return document | {"drafter": _describe_drafter(drafter), "converts_to": possible_formats(drafter)}
     base = open_base(directory)
-    document["model"] = model = _describe_model(base)
+    ranks = {f"{number} {name}": x for number, rank in enumerate(base.ranks) for name, x in rank.items()}
+    stored = _stored(base.tensors or ranks)
+    document["model"] = model = _describe_model(base, stored)
     if not str(model.get("target")).startswith("no:"):  # what is no target anyway has no class to check it by
         check_whole(base)
-    if drafter_name is not None:
-        drafter = open_drafter(_locate(drafter_name))
-    elif is_pair(kind):
-        drafter = open_drafter(directory)
-    elif (found := find_layer(base.tensors)) is not None:
-        text = base.config.get_text_config(decoder=True)
-        config = MTPConfig(vocab_size=text.vocab_size, hidden_size=config_width(text), **found.config)
-        tensors = {name: base.tensors[name] for name in found.names if name in base.tensors}
-        return document | {"drafter": _describe_drafter(SourceDrafter(directory, kind, config, tensors))}
-    else:
+    if drafter_name is None and not is_pair(kind):
+        if (found := find_layer(base.tensors)) is not None:
+            text = base.config.get_text_config(decoder=True)
+            config = MTPConfig(vocab_size=text.vocab_size, hidden_size=config_width(text), **found.config)
+            tensors = {name: base.tensors[name] for name in found.names if name in base.tensors}
+            document["drafter"] = _describe_drafter(SourceDrafter(directory, kind, config, tensors))
         return document
-    share = share_of_model(_stored(drafter.tensors), model)
+    drafter = open_drafter(directory if drafter_name is None else _locate(drafter_name))
+    share = share_of_model(_stored(drafter.tensors), stored)
     document["drafter"] = {"path": str(drafter.directory)} | _describe_drafter(drafter) | {"share_of_model": share}
     if is_pair(drafter.kind):
         defaults = drafter.fill(Defaults())
         document["shape"] = defaults.shape.to_dict() | {"greedy_search": defaults.greedy_search}
     try:
         base.check_fits(drafter.config)
-        document["fits"] = True
     except MismatchError as error:
         return document | {"fits": False, "why_not": str(error)}
-    return document | {"converts_to": possible_formats(drafter, base)}
+    return document | {"fits": True, "converts_to": possible_formats(drafter, base)}
 
 
 def _locate(name: str) -> Path:
-    """Resolve a directory, or a hub id in the local download cache; never downloads."""
+    """Resolve a directory, a GGUF file, or a hub id in the local download cache; never downloads gigabytes."""
     check_path(name)
-    if Path(name).exists():
-        return Path(name)  # a GGUF file, too
-    try:
-        # `info` must work offline and not start a download of gigabytes.
-        return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
-    except Exception as error:
+    found = Path(name) if Path(name).exists() else find_snapshot(name)
+    if found is None:
         raise CheckpointError(
             f"{name} is not a directory, and was not downloaded, which info never does: type `hf download {name}` first"
-        ) from error
+        )
+    return found
 
 
-def _describe_model(base: SourceBase) -> ModelFacts:
-    theirs, ranks = base.trtllm_config, enumerate(base.ranks)
-    tensors = base.tensors or {f"{number} {name}": x for number, rank in ranks for name, x in rank.items()}
-    config: Any
-    if theirs is None:
-        config = base.config.get_text_config(decoder=True)
-        names = getattr(config, "architectures", None) or base.config.architectures
-        architecture = ", ".join(names) if isinstance(names, list) else config.model_type
-    else:
-        config = SimpleNamespace(**theirs)
-        architecture = theirs.get("base_model_architecture", theirs["architecture"])
-    names = ("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings")
+def _describe_model(base: SourceBase, stored: Stored) -> dict[str, object]:
     method = base.quantization_method if base.gguf is None else None  # a GGUF file is dequantised when it is loaded
-    facts = model_facts(architecture, _stored(tensors), [getattr(config, name, None) for name in names], method)
+    if (theirs := base.trtllm_config) is not None:
+        architecture = theirs.get("base_model_architecture", theirs["architecture"])
+        return model_facts(architecture, [theirs.get(size) for size in SIZES], stored, method) | {
+            "ranks": len(base.ranks)
+        }
+    config: Any = base.config.get_text_config(decoder=True)
+    names = getattr(config, "architectures", None) or base.config.architectures
+    architecture = ", ".join(names) if isinstance(names, list) else config.model_type
+    facts: dict[str, object] = model_facts(
+        architecture, [getattr(config, size, None) for size in SIZES], stored, method
+    )
     if base.gguf is not None:
         facts["stored_as"] = base.gguf.stored_as
         facts["loaded_as"] = f"{dtype_name(base.gguf.dtype)}, unless --dtype names another format"
-    if theirs is not None:
-        facts["ranks"] = len(base.ranks)
-        return facts
-    facts["batch_invariant"], facts["target"] = batch_invariant(method), _describe_target(base.config)
-    return facts
+    return facts | {"batch_invariant": batch_invariant(method), "target": _describe_target(base.config)}
 
 
 def _describe_target(config: Any) -> str:
