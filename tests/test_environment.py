@@ -69,6 +69,6 @@ def test_the_page_names_each_variable_that_the_package_reads_and_no_other_as_its
     read = set().union(*map(variables_of, files))
     own, _, others = PAGE.read_text(encoding="utf-8").partition("## What other libraries read")
     named = {name for name in re.findall(r"`([A-Z][A-Z_]+\*?)`", own)}
-    assert {"REDRAFTER_HOME", "OPENAI_API_KEY", "OTEL_*", "ACCELERATE_USE_FSDP", "RUST_BACKTRACE"} <= read
+    assert {"REDRAFTER_HOME", "OTEL_*", "ACCELERATE_USE_FSDP", "RUST_BACKTRACE"} <= read
     assert named == read
     assert not read & set(re.findall(r"`([A-Z][A-Z_]+)`", others))
