@@ -292,7 +292,7 @@ def _merge_splits_kernel(
     begin, count = tl.load(START) * QUERY_HEADS, tl.load(END) * QUERY_HEADS
     s, dv = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_DV)
     index = out * splits + s
-    # It only waits, without an early trigger: merges launched earlier would take space from the splits (docs/gpu.md).
+    # It only waits, without an early trigger: merges launched earlier would take space from the splits (docs/log.md).
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
     if out < begin:
