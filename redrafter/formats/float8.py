@@ -109,11 +109,11 @@ def _scaled(
             f"blocks of {weight.name} of shape {weight.shape}"
         )
 
-    def read() -> Tensor:
+    def dequantize() -> Tensor:
         scales = scale.read().float().view(math.ceil(rows / shared[0]), -1)
         if not scales.isfinite().all():
             raise CheckpointError(f"{directory} has numbers that are not finite in {scale.name}")
         wide = scales[torch.arange(rows) // shared[0]][:, torch.arange(columns) // shared[1]]
         return (weight.read().float() * wide).to(dtype)
 
-    return StoredTensor(weight.name, empty(weight.shape, dtype), read)
+    return StoredTensor(weight.name, empty(weight.shape, dtype), dequantize)

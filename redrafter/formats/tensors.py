@@ -68,7 +68,7 @@ def open_file(file: Path) -> dict[str, StoredTensor]:
 
 
 def _stored_tensors(headers: Mapping[str, Header]) -> dict[str, StoredTensor]:
-    def read(name: str, file: Path, code: str) -> Tensor:
+    def map_stored(name: str, file: Path, code: str) -> Tensor:
         # Only reading fails, so that a file with an unknown dtype can still be described.
         if code not in SAFETENSORS_DTYPES:
             raise UnsupportedError(f"{file}: {name} is stored as {code}, which is not known here")
@@ -76,7 +76,7 @@ def _stored_tensors(headers: Mapping[str, Header]) -> dict[str, StoredTensor]:
 
     metas = {name: empty(x.shape, SAFETENSORS_DTYPES.get(x.code, torch.uint8)) for name, x in sorted(headers.items())}
     return {
-        name: StoredTensor(name, meta, partial(read, name, headers[name].file, headers[name].code))
+        name: StoredTensor(name, meta, partial(map_stored, name, headers[name].file, headers[name].code))
         for name, meta in metas.items()
     }
 
