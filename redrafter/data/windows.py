@@ -140,10 +140,6 @@ class Windows:
             built = [self._build_row(windows, width) for windows in rows]
             yield Batch(*(torch.stack(parts) for parts in zip(*built, strict=True)))
 
-    def window_indices(self, *order: int, **named: int) -> Iterator[list[int]]:
-        """Yield the indices of the windows in each batch that `batches` yields for the same arguments."""
-        return (torch.cat(rows).tolist() for _, rows in self._batch_rows(*order, **named))
-
     def _batch_rows(
         self, size: int, seed: int, process: int = 0, processes: int = 1, start: int = 0, multiple: int | None = None
     ) -> Iterator[tuple[int, list[Tensor]]]:

@@ -33,7 +33,7 @@ KEPT = 2  # newest checkpoints, in addition to the best drafter
 # Options that may differ in a resumed run: they do not affect the weights, or their effect is recorded by
 # `TrainingIdentity` or the checkpoint's drafter.
 CHANGEABLE_OPTIONS = {
-    *("output", "overwrite", "resume", "dry_run", "show_sample", "save_every", "log_every", "report_to"),
+    *("output", "overwrite", "resume", "dry_run", "show_sample", "save_every", "log_every"),
     *("minutes", "save_dtype", "trust_remote_code", "validate_every", "model", "data", "drafter", "cpu"),
     "recipe",
 }
@@ -71,9 +71,9 @@ class TrainingIdentity:
             old, new = saved.options.get(item.name, item.default), self.options.get(item.name, item.default)
             if old != new and item.name not in CHANGEABLE_OPTIONS:
                 was, now = (format_value(tuple(x) if isinstance(x, list) else x) for x in (old, new))
-                raise ArgumentError(
-                    f"{path} was made with {flag(item.name)} {was}, now it is {now}; to continue, give the old value"
-                )
+                made = f"without {flag(item.name)}" if old is None else f"with {flag(item.name)} {was}"
+                now = "it is left out" if new is None else f"it is {now}"
+                raise ArgumentError(f"{path} was made {made}, now {now}; to continue, give the same options")
         if saved.data != self.data:
             raise ArgumentError(f"{path} was made with other data; to continue, give the same --data")
         # Another number of processes may resume if it can take the same batches per step, which keeps the data order.

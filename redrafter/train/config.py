@@ -7,7 +7,7 @@ from pathlib import Path
 
 from redrafter.app import flags
 from redrafter.app.config_file import ConfigParser
-from redrafter.app.flags import add_options, flag, integers, names, read_options
+from redrafter.app.flags import add_options, flag, integers, read_options
 from redrafter.app.options import TemplateOptions
 from redrafter.app.paths import check_paths
 from redrafter.app.program import import_libraries, run_command
@@ -18,15 +18,14 @@ from redrafter.train.output_folder import check_no_checkpoints, check_output
 from redrafter.train.recipes import RECIPES
 
 DTYPES = ("float32", "bfloat16", "float16")
-TRACKERS = ("tensorboard", "wandb", "trackio")
 OPTIMIZERS = ("adamw", "muon")
 DEFAULT_LENGTH = 512  # tokens
 # Peak learning rates of new weights, of a drafter that is trained further, and of its low-rank updates.
 NEW_LR, FURTHER_LR, LOW_RANK_LR = 1e-3, 5e-4, 3e-3
-# Options of a new drafter's form that `init_drafter.size_form` derives from the base if they are None.
-SIZED_OPTIONS = ("recurrence", "num_layers", "target_layers", "head_rank", "context_window")
 # Options that define the form of a new drafter; a drafter to train further already has one.
-FORM_OPTIONS = (*SIZED_OPTIONS, "form", "draft_vocab_size")
+FORM_OPTIONS = (
+    *("form", "recurrence", "num_layers", "target_layers", "context_window", "head_rank", "draft_vocab_size"),
+)
 # The options that each form supports. DFlash2's selector knows all ids.
 FORMS = {
     "recurrent": FORM_OPTIONS,
@@ -143,9 +142,6 @@ class TrainConfig(TemplateOptions):
     )
     validate_prompts: int = option(32, "prompts that the base continues for validation; 0: no validation")
     validate_tokens: int = option(64, "tokens of each continuation")
-    report_to: tuple[str, ...] = option(
-        (), "trackers to log to: tensorboard, wandb, trackio", type=names, metavar="NAME,..."
-    )
     steps: int | None = option(None, "optimizer steps; training ends at the first of steps, epochs and minutes")
     minutes: float | None = option(None, "minutes to train for, counted from the end of the first step")
     batch_size: int = option(8, "rows of a batch, on each process")
@@ -233,9 +229,6 @@ class TrainConfig(TemplateOptions):
                 raise ArgumentError(f"{flag(name)} is for --form {forms}: leave it out with --form {self.form}")
         if self.length is not None and self.length < 3:
             raise ArgumentError(f"--length must be at least 3 (a text, a pending token, a draft), got {self.length}")
-        for name in self.report_to:
-            if name not in TRACKERS:
-                raise ArgumentError(f"--report-to must be one or more of {', '.join(TRACKERS)}, got {name!r}")
 
 
 def build_parser() -> ConfigParser:

@@ -5,8 +5,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,26 +34,19 @@ MAX_EXIT_DIM = 8192  # a residual layer of 16,384 would have 268M parameters
 # Of block drafters: the ranks that DSpark and DFlash2 were published with, and DFlash2's convolutions and candidates.
 MAX_TOKEN_RANK, CONV_TAPS, CONV_GROUP, CANDIDATES = 256, 2, 16, 16
 SMALL_STD = 0.02  # of first weights of products with two factors, which learn nothing from zero
+T = TypeVar("T")
 
 
 class Form(NamedTuple):
     """The functions that create new drafters of one form."""
 
-    size: Callable[[PretrainedConfig, TrainConfig], dict[str, Any]]  # values of options, where they are None
     # Returns the architecture for a number of ids; None for all.
     config: Callable[[PretrainedConfig, TrainConfig, int | None], AnyDrafterConfig]
     prepare: Callable[[Any, PreTrainedModel, Tensor | None], None]  # sets first weights; the ids are set after it
 
 
-def size_form(base: PretrainedConfig, config: TrainConfig) -> TrainConfig:
-    """Derive options of a new drafter's form that are None from the base."""
-    form = FORMS[config.form].size(base.get_text_config(decoder=True), config)
-    return replace(config, **{name: value for name, value in form.items() if getattr(config, name) is None})
-
-
 def new_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None = None) -> AnyDrafterConfig:
     """Create the config of a new drafter with `draft_vocab_size` ids; None for all of the base's."""
-    config = size_form(base, config)
     return FORMS[config.form].config(base.get_text_config(decoder=True), config, draft_vocab_size)
 
 
@@ -95,51 +87,40 @@ def _spread_layers(depth: int) -> tuple[int, ...]:
     return tuple(sorted({depth * part // 4 for part in (1, 2, 3)} & set(range(depth - 1))))
 
 
+def _depth(base: PretrainedConfig) -> int:
+    return getattr(base, "num_hidden_layers", 0)
+
+
+def _given(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
 # Recurrent drafters
 
 
-def _size_recurrent(base: PretrainedConfig, config: TrainConfig) -> dict[str, Any]:
-    """Derive options from the base.
+def _recurrent_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None) -> DrafterConfig:
+    """Return the architecture that options and base define.
 
     docs/benchmarks.md (Training) reports the gain of each part, measured at a hidden size of 512. Larger bases get
     fewer heads and a proportionally smaller head, since both are read at every draft step.
     """
-    width, depth = config_width(base), getattr(base, "num_hidden_layers", 0)
+    width, published = config_width(base), config.recurrence == "apple"
     # Capped, since the residual layers grow with the square of the width.
-    exit_dim = min(2 * width, MAX_EXIT_DIM)
-    if config.recurrence == "apple":
-        form: dict[str, Any] = {"recurrence": "apple", "num_layers": 2, "target_layers": (), "head_rank": 0}
-        window = config.context_window or 0
-    else:
-        rank = min(max(width // 4, 512), 1024)
-        form = {
-            "recurrence": "gated",
-            "num_layers": 3,
-            "target_layers": _spread_layers(depth),
-            "head_rank": rank if rank < exit_dim else 0,
-        }
-        # Limit the window to the rows' length: distances that never occur in training generalise badly.
-        window = min(512, config.length or 512) if config.context_window is None else config.context_window
-    return form | {"context_window": window}
-
-
-def _recurrent_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None) -> DrafterConfig:
-    assert config.recurrence is not None, "size_form chose it"
-    assert config.num_layers is not None, "size_form chose it"
-    assert config.target_layers is not None, "size_form chose it"
-    width = config_width(base)
-    kv_heads = max(width // 2048, 1)
+    exit_dim, kv_heads = min(2 * width, MAX_EXIT_DIM), max(width // 2048, 1)
+    rank = min(max(width // 4, 512), 1024)
+    # Limit the window to the rows' length: distances that never occur in training generalise badly.
+    window = 0 if published else min(512, config.length or 512)
     return DrafterConfig(
         vocab_size=base.vocab_size,
         hidden_size=width,
-        exit_dim=min(2 * width, MAX_EXIT_DIM),
-        num_draft_layers=config.num_layers,
-        recurrence=config.recurrence,
-        target_layers=config.target_layers,
-        context_window=config.context_window or None,
+        exit_dim=exit_dim,
+        num_draft_layers=_given(config.num_layers, 2 if published else 3),
+        recurrence=config.recurrence or "gated",
+        target_layers=_given(config.target_layers, () if published else _spread_layers(_depth(base))),
+        context_window=_given(config.context_window, window) or None,
         context_heads=kv_heads * max(width // (256 * kv_heads), 4),
         context_kv_heads=kv_heads,
-        head_rank=config.head_rank or None,
+        head_rank=_given(config.head_rank, 0 if published or rank >= exit_dim else rank) or None,
         draft_vocab_size=draft_vocab_size,
         draft_len_per_beam=config.draft_len,
     )
@@ -177,18 +158,14 @@ def _set_to_zero(linear: Any) -> None:
 # EAGLE-3 heads
 
 
-def _size_eagle(base: PretrainedConfig, config: TrainConfig) -> dict[str, Any]:
-    """Return the published layers of the base, or a recurrent drafter's if the base has too few layers."""
-    depth = getattr(base, "num_hidden_layers", 0)
+def _eagle_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None) -> EagleConfig:
+    """Return an architecture that reads the published layers, or a recurrent drafter's if the base has too few."""
+    depth = _depth(base)
     published = 1, depth // 2 - 1, depth - 4
     ascend = list(published) == sorted(set(published))
-    return {"target_layers": published if ascend else _spread_layers(depth) or (0,)}
-
-
-def _eagle_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None) -> EagleConfig:
     return EagleConfig(
         **_layer_sizes(base),
-        target_layers=config.target_layers,
+        target_layers=_given(config.target_layers, published if ascend else _spread_layers(depth) or (0,)),
         norm_before_residual=True,
         draft_vocab_size=draft_vocab_size,
         draft_len_per_beam=config.draft_len,
@@ -246,33 +223,26 @@ def _copy_end(drafter: EagleDrafter | DFlashDrafter, model: PreTrainedModel, dra
 # Drafters of blocks
 
 
-def _size_blocks(base: PretrainedConfig, config: TrainConfig) -> dict[str, Any]:
-    """Return three layers, and the layers of the base at a quarter, a half and three quarters, and the last but one."""
-    depth = getattr(base, "num_hidden_layers", 0)
-    layers = (*(depth * part // 4 - 1 for part in (1, 2, 3)), depth - 2)
-    spread = tuple(sorted({max(layer, 0) for layer in layers}))
-    return {"num_layers": 3, "target_layers": spread}
-
-
 def _blocks_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None) -> DFlashConfig:
     """Return the architecture of a drafter whose blocks hold `--draft-len` drafts, and whose head is the base's.
 
     With fewer ids than the base has, it has a head of its own.
     """
-    assert config.num_layers is not None, "size_form chose it"
-    assert config.target_layers is not None, "size_form chose it"
+    depth = _depth(base)
+    spread = sorted({max(layer, 0) for layer in (*(depth * part // 4 - 1 for part in (1, 2, 3)), depth - 2)})
+    layers, target_layers = _given(config.num_layers, 3), _given(config.target_layers, tuple(spread))
     from_anchor, selects = config.form == "dspark", config.form == "dflash2"
     width = config_width(base)
     rank = min(max(width // 4, 1), MAX_TOKEN_RANK)
-    if config.num_layers < 1 or not config.target_layers:
-        name = "num_layers" if config.num_layers < 1 else "target_layers"
+    if layers < 1 or not target_layers:
+        name = "num_layers" if layers < 1 else "target_layers"
         raise ArgumentError(f"{flag(name)}: a drafter of --form {config.form} has at least one layer and reads one")
     return DFlashConfig(
         **_layer_sizes(base),
-        num_layers=config.num_layers,
+        num_layers=layers,
         block_size=config.draft_len + (not from_anchor),
         mask_token_id=base.vocab_size - 1,
-        target_layers=config.target_layers,
+        target_layers=target_layers,
         sample_from_anchor=from_anchor,
         own_head=draft_vocab_size is not None,
         draft_vocab_size=draft_vocab_size,
@@ -302,9 +272,9 @@ def _prepare_blocks(drafter: DFlashDrafter, model: PreTrainedModel, draft_ids: T
     drafter.config.mask_token_id = ids[int(known.int().argmax())]
 
 
-_BLOCKS = Form(_size_blocks, _blocks_config, _prepare_blocks)
+_BLOCKS = Form(_blocks_config, _prepare_blocks)
 FORMS = {
-    "recurrent": Form(_size_recurrent, _recurrent_config, _prepare_recurrent),
-    "eagle3": Form(_size_eagle, _eagle_config, _prepare_eagle),
+    "recurrent": Form(_recurrent_config, _prepare_recurrent),
+    "eagle3": Form(_eagle_config, _prepare_eagle),
     **dict.fromkeys(("dflash", "dspark", "dflash2"), _BLOCKS),
 }

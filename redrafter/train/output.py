@@ -4,19 +4,16 @@ import copy
 import hashlib
 import json
 import math
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
-import redrafter
 from redrafter.app.flags import short_name
 from redrafter.data.windows import Windows
 from redrafter.drafting.drafter_config import MEASURED_NODES
@@ -32,14 +29,6 @@ from redrafter.train.loss import DECAY
 from redrafter.train.output_folder import RECORD_FILE, check_output
 from redrafter.train.progress import TrainingState
 from redrafter.tree.sizes import TreeShape
-
-
-class SourceFile(TypedDict):
-    """A source of training texts; size and hash are None if it is not a file."""
-
-    name: str
-    bytes: int | None
-    sha256: str | None
 
 
 def save_drafter(
@@ -107,14 +96,7 @@ def make_model_card(
             for name, x in measured.items()
         )
         acceptance = "\n" + acceptance_section(f"{tree.beams}x{tree.depth}, {tree.node_budget} nodes", rows)
-    data = [
-        f"{source['name']} (sha256 {source['sha256'][:12]})" if source["sha256"] else source["name"]
-        for source in facts["data"]
-    ]
-    versions, revision = facts["versions"], facts["revision"]
-    used = ", ".join(f"{name} {version}" for name, version in versions.items() if version) + (
-        f"; revision {revision[:12]}" if revision else ""
-    )
+    used = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
     speed, validations = result.tokens / max(result.seconds, 1e-9), len(result.tokens_per_step)
     choice = "These are its last weights."
     if validations > 1:
@@ -127,7 +109,7 @@ in {result.seconds:.0f} s, {speed:,.0f} tokens/s on {facts["processes"]} x {fact
 - Measured: {said}.
 - Loss: {config.distill:g} x KL(base || drafter) + {1 - config.distill:g} x cross-entropy, each draft step weighing \
 {DECAY:g} of the one before; {result.loss:.4f} at the end.
-- Data: {", ".join(data) or "in memory"}; {facts["windows"]:,} windows. Seed {config.seed}.
+- Data: {", ".join(facts["data"])}; {facts["windows"]:,} windows (sha256 {facts["data_hash"][:12]}). Seed {config.seed}.
 - Made with {used}. training.json has every option, and what validation found on the way:
 
 ```
@@ -150,8 +132,7 @@ def make_provenance(
         "command": shown_command(config),
         "config": _config_without_folders(config),
         "versions": versions() | {"accelerate": version("accelerate")},
-        "revision": source_revision(),
-        "data": describe_files(config.data),
+        "data": [short_name(source) for source in config.data],
         "data_hash": hash_windows(windows),
         "windows": len(windows),
         "base": base,
@@ -169,36 +150,6 @@ def make_provenance(
         "accuracy": [part if math.isfinite(part) else None for part in result.accuracy],
         "tokens_per_step": {str(step): value for step, value in sorted(result.tokens_per_step.items())},
     }
-
-
-def source_revision() -> str | None:
-    """Return the commit of this library's checkout, with -dirty if it was modified; None outside a checkout."""
-    checkout = Path(redrafter.__file__).resolve().parents[1]
-    # An installed package is in no checkout, and git would report the revision of a directory above it.
-    if not (checkout / ".git").exists():
-        return None
-    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip() or None
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def describe_files(sources: Sequence[str]) -> list[SourceFile]:
-    """Describe each source of texts: its name and, if it is a file, its size and sha256."""
-    descriptions = []
-    for source in sources:
-        path = Path(source)
-        description: SourceFile = {"name": short_name(source), "bytes": None, "sha256": None}
-        if path.is_file():
-            digest = hashlib.sha256()
-            with open(path, "rb") as file:
-                # Data files may be larger than memory.
-                for block in iter(partial(file.read, 1 << 20), b""):
-                    digest.update(block)
-            description["bytes"], description["sha256"] = path.stat().st_size, digest.hexdigest()
-        descriptions.append(description)
-    return descriptions
 
 
 def hash_windows(windows: Windows) -> str:

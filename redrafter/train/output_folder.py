@@ -9,12 +9,11 @@ from redrafter.files.atomic_folder import check_output_folder
 from redrafter.files.drafter_kinds import drafter_kinds
 
 RECORD_FILE = "training.json"
-OTHER_FILES = {"README.md", "config.json", RECORD_FILE}  # files of `save_drafter` other than the weights
 
 
 def check_output(output: Path, overwrite: bool, flag: str = "--output") -> None:
     """Raise `ArgumentError` if `save_drafter` cannot write to `output`, or must not replace its content."""
-    check_output_folder(output, overwrite, flag=flag, what="drafter", replaceable=_holds_drafter_or_its_files)
+    check_output_folder(output, overwrite, flag=flag, what="drafter", replaceable=_holds_drafter)
 
 
 def checkpoints_folder(output: Path) -> Path:
@@ -33,12 +32,8 @@ def check_no_checkpoints(output: Path) -> None:
         )
 
 
-def _holds_drafter_or_its_files(folder: Path) -> bool:
-    """Return whether a folder holds a drafter, or only files of `save_drafter` other than the weights."""
-    if str(_read(folder / "config.json").get("model_type")) in drafter_kinds():
-        return True
-    names = {file.name for file in folder.iterdir()}
-    return names <= OTHER_FILES and "saved_step" in _read(folder / RECORD_FILE)
+def _holds_drafter(folder: Path) -> bool:
+    return str(_read(folder / "config.json").get("model_type")) in drafter_kinds()
 
 
 def _read(file: Path) -> dict[str, Any]:

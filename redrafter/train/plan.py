@@ -4,7 +4,7 @@ The plan needs the base's config and the data, but no weights.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,11 +32,9 @@ from redrafter.files.dtype_names import dtype_name
 from redrafter.model.target import context_of
 from redrafter.train.config import DEFAULT_LENGTH, TrainConfig
 from redrafter.train.head_loss import chunk_anchors
-from redrafter.train.init_drafter import new_config, size_form
+from redrafter.train.init_drafter import new_config
 from redrafter.train.optimizer import hidden_matrices
 from redrafter.train.recipes import RECIPES, SMALL_BASE
-
-MAX_NAMED_ROWS = 8
 
 # The fraction of a held-out text used as prompt, and the maximum number of its tokens.
 VALIDATION_PROMPT_SHARE, MAX_VALIDATION_PROMPT_TOKENS = 0.5, 64
@@ -107,8 +105,9 @@ def notes(
 
     `steps` is the length of the training.
     """
-    lines, length, window = [], config.length or 0, config.context_window or 0
-    if window > length:
+    lines, length = list[str](), config.length or 0
+    window = drafter.config.context_window or 0 if isinstance(drafter.config, DrafterConfig) else 0
+    if config.drafter is None and window > length:
         lines.append(
             f"note: --context-window {window} reaches further back than rows of --length {length}, and is read badly "
             f"there in longer texts: give --length {window}, or --context-window {length}"
@@ -178,18 +177,16 @@ def build_without_weights(config: TrainConfig) -> tuple[PreTrainedModel, Trainab
 
 
 def resolve_options(config: TrainConfig) -> TrainConfig:
-    """Return a config with the options that follow from the base, so that a record and a resumed run see the same ones.
+    """Return a config with `length` and `draft_vocab_size` as the base has them.
 
-    These are `length`, the form of a new drafter, and `draft_vocab_size`, which is None, for all ids, where a recipe's
-    value is no fewer than the base has.
+    `draft_vocab_size` becomes None, for all ids, where a recipe's value is no fewer than the base has.
     """
     base = _text_config(config)
     length, ids = config.length or min(DEFAULT_LENGTH, context_of(base) or DEFAULT_LENGTH), config.draft_vocab_size
     of_recipe = config.recipe is not None and ids == RECIPES[config.recipe].options.get("draft_vocab_size")
     if of_recipe and ids is not None and ids >= base.vocab_size:
         ids = None
-    config = replace(config, length=length, draft_vocab_size=ids)
-    return size_form(base, config) if config.drafter is None else config
+    return replace(config, length=length, draft_vocab_size=ids)
 
 
 def _text_config(config: TrainConfig) -> PretrainedConfig:
@@ -354,10 +351,3 @@ def _training_rows(config: TrainConfig) -> Iterator[Row]:
 
 def _no_rows(config: TrainConfig) -> CheckpointError:
     return CheckpointError(f"{', '.join(config.data)}: no row to train on; rows of split val and test are not")
-
-
-def describe_bad_rows(window_numbers: Iterable[int], windows: Windows) -> str:
-    """Name the rows of some windows, the numbers of a batch's, by file and line, in the order of the data."""
-    names = list(dict.fromkeys(windows.origins[number] for number in sorted(window_numbers)))
-    more = f" and {len(names) - MAX_NAMED_ROWS} more" if len(names) > MAX_NAMED_ROWS else ""
-    return f", in rows {', '.join(names[:MAX_NAMED_ROWS])}{more}"

@@ -1,9 +1,6 @@
-"""Join the processes that a launcher has started to train one drafter, and start their trackers."""
+"""Join the processes that a launcher has started to train one drafter."""
 
 import os
-from dataclasses import asdict
-from importlib.util import find_spec
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -41,10 +38,8 @@ def stays_on_cpu(config: TrainConfig) -> bool:
     return config.cpu or not torch.accelerator.is_available()
 
 
-def new_accelerator(config: TrainConfig, **arguments: Any) -> Accelerator:
+def new_accelerator(config: TrainConfig) -> Accelerator:
     """Create an accelerator with the settings of `accelerate launch` and the mixed precision and device of `config`.
-
-    `arguments` are further arguments of `Accelerator`.
 
     Raises:
         UnsupportedError: accelerate is configured to shard the drafter itself.
@@ -55,7 +50,7 @@ def new_accelerator(config: TrainConfig, **arguments: Any) -> Accelerator:
     # With a single draft step the recurrence's state matrix has no gradient, which DDP otherwise rejects.
     handler = DistributedDataParallelKwargs(find_unused_parameters=config.draft_len == 1)
     accelerator = Accelerator(
-        mixed_precision=config.mixed_precision, cpu=stays_on_cpu(config), kwargs_handlers=[handler], **arguments
+        mixed_precision=config.mixed_precision, cpu=stays_on_cpu(config), kwargs_handlers=[handler]
     )
     # accelerate silently falls back to independent processes if it cannot form a group, so compare with the launcher.
     started = launched_processes()
@@ -74,21 +69,3 @@ def broadcast_weights(drafter: DrafterModel, accelerator: Accelerator) -> None:
     with torch.no_grad():
         for weight in drafter.parameters():
             weight.copy_(broadcast(weight.to(accelerator.device, copy=True)))
-
-
-def tracker_arguments(config: TrainConfig) -> dict[str, Any]:
-    """Return the tracker arguments of `Accelerator`. Raises `ArgumentError` if a tracker is not installed."""
-    for name in config.report_to:
-        if find_spec(name) is None:
-            raise ArgumentError(f"--report-to {name} needs its package: pip install {name}")
-    return {"log_with": list(config.report_to), "project_dir": f"{config.output}.logs"} if config.report_to else {}
-
-
-def start_trackers(config: TrainConfig, accelerator: Accelerator) -> None:
-    """Start the trackers, with the options of this run."""
-    if config.report_to:
-        options = {
-            name: value if isinstance(value, int | float | bool) else str(value)
-            for name, value in asdict(config).items()
-        }
-        accelerator.init_trackers("redrafter", config=options)

@@ -18,16 +18,7 @@ from redrafter.train.loss import BatchLoss
 
 
 class NotFiniteLossError(ArgumentError):
-    """A loss or a gradient is infinite or not a number.
-
-    `rows` describes the batch's rows for the message.
-    """
-
-    def __init__(self, step: int, process: int, rows: str = ""):
-        super().__init__(
-            f"the loss was not finite at step {step + 1}{rows}; lower --lr, or check the base and the data"
-        )
-        self.step, self.process = step, process
+    """A loss or a gradient is infinite or not a number."""
 
 
 @dataclass
@@ -194,8 +185,8 @@ class LossMeter:
         bad_steps, tokens = zip(*self.accelerator.gather(local[None]).tolist(), strict=True)
         self.tokens = sum(tokens)
         if max(bad_steps) >= 0:
-            step, process = min((step, process) for process, step in enumerate(bad_steps) if step >= 0)
-            raise NotFiniteLossError(step, process)
+            step = 1 + min(step for step in bad_steps if step >= 0)
+            raise NotFiniteLossError(f"the loss was not finite at step {step}; lower --lr, or check base and data")
 
     def update_state(self, state: TrainingState, *, reset: bool = True) -> None:
         """Update loss and accuracy of a state, unless nothing was added since the last call.

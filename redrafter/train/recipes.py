@@ -1,7 +1,7 @@
 """Recipes of `redrafter train`: options that were measured together, by the name that `--recipe` takes.
 
 A recipe holds only what differs from the command's defaults or was measured at another value. The form's other sizes
-follow the base (`init_drafter.size_form`).
+follow the base (`init_drafter.new_config`).
 """
 
 from dataclasses import dataclass

@@ -10,7 +10,6 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,6 @@ from redrafter.train.output import (
 )
 from redrafter.train.output_folder import check_no_checkpoints, check_output
 from redrafter.train.plan import (
-    describe_bad_rows,
     describe_plan,
     describe_recipe,
     last_step,
@@ -61,11 +59,9 @@ from redrafter.train.plan import (
 from redrafter.train.processes import (
     broadcast_weights,
     new_accelerator,
-    start_trackers,
     stays_on_cpu,
-    tracker_arguments,
 )
-from redrafter.train.progress import NotFiniteLossError, TrainingState
+from redrafter.train.progress import TrainingState
 from redrafter.train.sharding import load_sharded
 from redrafter.train.watch import CURRENT, current_drafter, watch
 
@@ -91,11 +87,10 @@ def train_from_files(config: TrainConfig, log: Callable[[str], object]) -> None:
         log("\n".join(describe_plan(config, windows, processes.num_processes)))
         return
     check_output(Path(str(config.output)), config.overwrite)
-    accelerator = new_accelerator(config, **tracker_arguments(config))
+    accelerator = new_accelerator(config)
     limit_threads(accelerator.device.type)
     main = accelerator.is_main_process
     session = TrainingSession(config, accelerator, tokenizer, log if main else lambda _: None)
-    start_trackers(config, accelerator)
     result = session.train()
     # With a sharded base every process takes part in its forwards, also when choosing the tree.
     if main or config.shard_base:
@@ -152,30 +147,26 @@ class TrainingSession:
             self.validation_texts = ValidationTexts(self.target, prompts.ids, config.validate_tokens, ends)
 
     def train(self) -> TrainingState:
-        """Run the training loop. Raises `NotFiniteLossError` naming the rows of a batch whose loss was not finite."""
+        """Run the training loop."""
         config, accelerator = self.config, self.accelerator
         steps = last_step(config, self.windows, self.processes)
         done = 0 if self.resumed is None else self.resumed.state.step
         self.log(RIGHT)
-        batches = self.windows.batches(*self._batch_arguments(done, accelerator.process_index))
-        try:
-            return train(
-                self.target.model,
-                self.drafter,
-                (batch if config.pack else batch[:2] for batch in batches),
-                replace(config, steps=steps, accumulate=self.accumulate),
-                accelerator=accelerator,
-                validate=self.validate,
-                checkpoints=self.checkpoints,
-                resumed=self.resumed,
-                log=self.log,
-            )
-        except NotFiniteLossError as error:
-            # The order of windows is deterministic, so the failed step's rows can be found again.
-            by_batch = self.windows.window_indices(*self._batch_arguments(error.step, error.process))
-            window_numbers = chain.from_iterable(islice(by_batch, self.accumulate))
-            rows = describe_bad_rows(window_numbers, self.windows)
-            raise NotFiniteLossError(error.step, error.process, rows) from None
+        processes, first = accelerator.num_processes, done * self.accumulate
+        batches = self.windows.batches(
+            config.batch_size, config.seed, accelerator.process_index, processes, first, self.processes
+        )
+        return train(
+            self.target.model,
+            self.drafter,
+            (batch if config.pack else batch[:2] for batch in batches),
+            replace(config, steps=steps, accumulate=self.accumulate),
+            accelerator=accelerator,
+            validate=self.validate,
+            checkpoints=self.checkpoints,
+            resumed=self.resumed,
+            log=self.log,
+        )
 
     def validate(self) -> float | None:
         """Return the drafter's tokens per step on the greedy validation texts; None if there are none."""
@@ -220,11 +211,6 @@ class TrainingSession:
         pair = ["redrafter", "generate", "--model", str(config.model), "--drafter", str(output)]
         self.log(f"to try it: {shlex.join(pair)} --compare 'Once upon a time'")
         self.log(f"to share it on the Hub: {upload_command(drafter.config, str(output))}")
-
-    def _batch_arguments(self, step: int, process: int) -> tuple[int, int, int, int, int, int]:
-        """Return the arguments of `Windows.batches` for a process, starting at an optimizer step."""
-        size, seed, processes = self.config.batch_size, self.config.seed, self.accelerator.num_processes
-        return size, seed, process, processes, step * self.accumulate, self.processes
 
     def _open_checkpoints(self) -> tuple[Checkpoints, Checkpoint | None]:
         """Open the folder of checkpoints, and the checkpoint to resume. Collective: call it on every rank."""

@@ -64,10 +64,10 @@ def test_what_is_typed_wins_over_files_and_later_files_over_earlier_ones(tmp_pat
 def test_a_file_may_say_all_that_must_be_said(tmp_path):
     whole = write(
         tmp_path / "whole.json",
-        {"model": "m", "data": ["x.jsonl"], "output": "o", "target-layers": [1, 3], "lr": 1, "report-to": "wandb"},
+        {"model": "m", "data": ["x.jsonl"], "output": "o", "target-layers": [1, 3], "lr": 1},
     )
     config = parse(["--config", whole])
-    assert (config.data, config.target_layers, config.report_to) == (("x.jsonl",), (1, 3), ("wandb",))
+    assert (config.data, config.target_layers) == (("x.jsonl",), (1, 3))
     assert isinstance(config.lr, float)
     assert parse(TYPED).lr == TrainConfig.lr
     rows = write(tmp_path / "rows.json", {"model": "m", "data": ["x"], "output": "o", "temperatures": [0, 0.5]})

@@ -189,8 +189,8 @@ def test_what_changed_since_is_refused_by_name(tmp_path, capsys, monkeypatch):
 
     changed("--lr 0.001, now it is 0.01", "--lr", "0.01")
     changed("--steps 8, now it is 9", "--steps", "9")
-    changed("--target-layers 0, now it is none", "--target-layers", "none")
-    changed("--recurrence gated, now it is apple", "--recurrence", "apple")
+    changed("without --target-layers, now it is none", "--target-layers", "none")
+    changed("without --recurrence, now it is apple", "--recurrence", "apple")
     changed("--seed 0, now it is 1", "--seed", "1")
     data = tmp_path / "data.jsonl"
     text = data.read_text()

@@ -77,8 +77,8 @@ def test_each_round_trains_the_last_ones_drafter_on_what_has_come_since(
     monkeypatch.setattr("redrafter.train.watch.open_lines", open_lines)
     assert main(words) == 130
     (first, after_first), (second, after_second) = trained
-    assert [entry["name"] for entry in first] == ["a.jsonl", "b.jsonl", "bb.jsonl"]
-    assert [entry["name"] for entry in second] == [*again, "c.jsonl"], "a.jsonl is gone"
+    assert first == ["a.jsonl", "b.jsonl", "bb.jsonl"]
+    assert second == [*again, "c.jsonl"], "a.jsonl is gone"
     assert not torch.equal(before, after_first)
     assert not torch.equal(after_first, after_second)
     assert record(tmp_path)["config"]["drafter"] == "out"
