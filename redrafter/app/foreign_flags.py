@@ -43,5 +43,6 @@ UNNEEDED = {
     "--streaming": 0,
     "--use-parallel-embedding": 0,
     "--use-py-session": 0,
+    "--workers": 1,
     "-t": 1,
 }

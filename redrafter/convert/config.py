@@ -84,7 +84,6 @@ class ConvertConfig:
         type=int,
         metavar="N",
     )
-    workers: int = option(1, "files to write at once")
     redrafter_num_beams: int | None = option(
         None, "beams of the drafter's search (default: the drafter's)", type=int, metavar="W"
     )
@@ -140,9 +139,8 @@ class ConvertConfig:
             raise ArgumentError("--output-dir is required, unless --dry-run is given")
         if self.redrafter_no_greedy_search and self.redrafter_greedy_search:
             raise ArgumentError("--redrafter-greedy-search and --redrafter-no-greedy-search exclude each other")
-        for name in ("tp_size", "workers"):
-            if (value := vars(self)[name]) is not None and not 1 <= value <= 4096:
-                raise ArgumentError(f"{flag(name)} must be from 1 to 4096, got {value}")
+        if self.tp_size is not None and not 1 <= self.tp_size <= 4096:
+            raise ArgumentError(f"--tp-size must be from 1 to 4096, got {self.tp_size}")
         check_shortlist_rank(self.head_shortlist, self.head_shortlist_rank)
         for item in fields(self):
             value = vars(self)[item.name]

@@ -12,14 +12,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from threading import Lock
 
 from tqdm import tqdm
 
 from redrafter.app.paths import check_paths
 from redrafter.app.program import print_message
+from redrafter.checkpoints.drafters import check_beams
 from redrafter.convert.config import ConvertConfig, check_output, main
-from redrafter.convert.plan import OUTPUT_PLANNERS, ConversionPlan, add_shortlist
+from redrafter.convert.plan import OUTPUT_PLANNERS, ConversionPlan, add_shortlist, notes_on
 from redrafter.files.atomic_folder import write_folder
 from redrafter.formats.sources import check_whole, is_pair, open_base, open_drafter
 from redrafter.tree.sizes import TreeShape
@@ -73,8 +73,12 @@ def plan_conversion(config: ConvertConfig) -> ConversionPlan:
     opened_base = None if base is None or config.to == "apple" else open_base(base)
     if opened_base is not None:
         check_whole(opened_base)
+        opened_base.check_fits(drafter.config)
+    shape = drafter.fill(config.defaults).shape
+    check_beams(drafter.config, shape.num_beams)
     plan = OUTPUT_PLANNERS[config.to](drafter, opened_base, config)
-    return replace(plan, copy=config.copy)
+    length = None if config.to == "apple" else shape.draft_len_per_beam
+    return replace(plan, copy=config.copy, notes=(*plan.notes, *notes_on(drafter, length)))
 
 
 def convert(
@@ -85,15 +89,9 @@ def convert(
     # Everything is checked before the first byte is written.
     plan = plan_conversion(config)
     plan.check_space(output)
-    lock, total = Lock(), plan.bytes_to_write(output)
+    total = plan.bytes_to_write(output)
     with tqdm(total=total, unit="B", unit_scale=True, disable=None if show_progress else True) as bar:
-
-        def progress(count: int) -> None:
-            # tqdm is not safe across threads.
-            with lock:
-                bar.update(count)
-
-        write_folder(output, lambda folder: plan.write(folder, progress, config.workers))
+        write_folder(output, lambda folder: plan.write(folder, bar.update))
     for note in plan.notes:
         log(note)
 

@@ -4,18 +4,16 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import torch
 from huggingface_hub import ModelCard
 from transformers import PretrainedConfig
 
-from redrafter.checkpoints.drafters import check_beams, draft_length_warning
+from redrafter.checkpoints.drafters import draft_length_warning
 from redrafter.convert.config import ConvertConfig
 from redrafter.drafting.dflash_config import DFlashConfig
 from redrafter.drafting.drafter_config import AnyDrafterConfig, DrafterConfig, EagleConfig
@@ -29,29 +27,15 @@ from redrafter.files.hub import CARD_FILE
 from redrafter.formats import apple, dflash, eagle, trtllm
 from redrafter.formats.model_card import make_header, make_introduction
 from redrafter.formats.sources import SourceBase, SourceDrafter
-from redrafter.formats.tensors import (
-    StoredTensor,
-    cast,
-    memory_tensor,
-    split_into_files,
-    write_safetensors,
-)
+from redrafter.formats.tensors import StoredTensor, cast, memory_tensor, split_into_files, write_safetensors
 from redrafter.tree.sizes import TreeShape
 
 COPY_BLOCK_BYTES = 16 << 20  # read and written at once
 MIN_FREE_BYTES = 64 << 20  # of the disk, after the conversion
 DRAFTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = (  # and others that belong with a tokenizer
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 
 
@@ -62,16 +46,14 @@ class ConversionPlan:
     Attributes:
         weights: Tensors of each safetensors file.
         copies: Source of each unchanged file; weight files become hard links if the file system supports them.
-        json_files: Content of each JSON file. They are written last and in this order, so that an incomplete directory
+        texts: Content of each text file. They are written last and in this order, so that an incomplete directory
             cannot be loaded.
-        texts: Content of each text file.
         notes: Messages for the user.
         copy: Whether to copy weight files that could be hard links.
     """
 
     weights: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
     copies: dict[str, Path] = field(default_factory=dict)
-    json_files: dict[str, dict[str, object]] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     copy: bool = False
@@ -94,43 +76,16 @@ class ConversionPlan:
                 "another directory"
             )
 
-    def write(self, folder: Path, progress: Callable[[int], object], workers: int = 1) -> None:
-        """Write all files into a new directory, `workers` files of tensors at once.
-
-        `progress` is called with the number of bytes of each block that is written.
-        """
-        for name in (*self.weights, *self.copies, *self.texts, *self.json_files):
+    def write(self, folder: Path, progress: Callable[[int], object]) -> None:
+        """Write all files into a new directory; `progress` is called with the number of bytes of each block."""
+        for name in (*self.weights, *self.copies, *self.texts):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        late = self.copies.keys() & {"config.json"}  # written last: without it the directory cannot be loaded
-        for name in self.copies.keys() - late:
+        for name, tensors in self.weights.items():
+            write_safetensors(folder / name, tensors, progress)
+        for name in sorted(self.copies, key="config.json".__eq__):  # last: a directory without it cannot be loaded
             link_or_copy(self.copies[name], folder / name, progress, self.copy)
-        # Workers cannot be interrupted, so they check this event at each block.
-        stopped = Event()
-
-        def count_or_stop(count: int) -> None:
-            if stopped.is_set():
-                raise InterruptedError("stopped")
-            progress(count)
-
-        with ThreadPoolExecutor(workers) as pool:
-            writing = [
-                pool.submit(write_safetensors, folder / name, tensors, count_or_stop)
-                for name, tensors in self.weights.items()
-            ]
-            try:
-                for future in writing:
-                    future.result()
-            except BaseException:
-                stopped.set()  # other workers stop at their next block
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
         for name, text in self.texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-        for name in late:
-            link_or_copy(self.copies[name], folder / name, progress, self.copy)
-        # After the weights: a directory without config.json is not taken for a checkpoint.
-        for name, content in self.json_files.items():
-            (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def key_map(self) -> Iterator[tuple[str, str, str, str]]:
         """Yield the source, the new name, the shape and the dtype of each copied file and of each tensor."""
@@ -180,10 +135,7 @@ def add_shortlist(drafter: SourceDrafter, size: int, rank: int) -> SourceDrafter
 
 def plan_drafter(drafter: SourceDrafter, base: SourceBase | None, config: ConvertConfig) -> ConversionPlan:
     """Plan a drafter directory of this project."""
-    shape = drafter.fill(config.defaults).shape
-    check_beams(drafter.config, shape.num_beams)
-    plan = _plan_drafter(drafter, base, config.dtype, shape)
-    return replace(plan, notes=plan.notes + _training_notes(drafter.config, shape))
+    return _plan_drafter(drafter, base, config.dtype, drafter.fill(config.defaults).shape)
 
 
 def _plan_drafter(
@@ -201,13 +153,8 @@ def _plan_drafter(
     ours = drafter.kind in ("drafter", "merged checkpoint")
     documents = [drafter.directory / name for name in (CARD_FILE, "training.json")] if ours else []
     copies = {file.name: file for file in documents if file.is_file()}
-    return ConversionPlan(
-        weights={WEIGHTS_FILE: tensors},
-        copies=copies,
-        texts={} if CARD_FILE in copies else {CARD_FILE: _make_card(drafter, config, base)},
-        json_files={"config.json": _config_dict(config)},
-        notes=_recurrence_notes(drafter),
-    )
+    card = {} if CARD_FILE in copies else {CARD_FILE: _make_card(drafter, config, base)}
+    return ConversionPlan({WEIGHTS_FILE: tensors}, copies, card | {"config.json": _config_text(config)})
 
 
 def plan_apple(drafter: SourceDrafter, base: SourceBase | None, config: ConvertConfig) -> ConversionPlan:
@@ -216,12 +163,8 @@ def plan_apple(drafter: SourceDrafter, base: SourceBase | None, config: ConvertC
     layers = published.num_draft_layers
     tensors = {apple.to_apple_name(name, layers): tensor for name, tensor in drafter.tensors.items()}
     tensors = _cast_floats(tensors, config.dtype)
-    dtype = dtype_name(tensors[f"lm_head.{layers}.weight"].dtype)
-    return ConversionPlan(
-        weights={WEIGHTS_FILE: tensors},
-        json_files={"config.json": apple.to_apple_config(published, dtype)},
-        notes=_recurrence_notes(drafter),
-    )
+    content = apple.to_apple_config(published, dtype_name(tensors[f"lm_head.{layers}.weight"].dtype))
+    return ConversionPlan({WEIGHTS_FILE: tensors}, texts={"config.json": _json(content)})
 
 
 def plan_speculators(drafter: SourceDrafter, base: SourceBase | None, config: ConvertConfig) -> ConversionPlan:
@@ -233,7 +176,6 @@ def plan_speculators(drafter: SourceDrafter, base: SourceBase | None, config: Co
         )
     name, architecture, notes = drafter.config.base_model, None, tuple[str, ...]()
     if base is not None:
-        base.check_fits(drafter.config)
         name, architecture = config.base_model_checkpoint_dir or name, next(iter(base.config.architectures or ()), None)
     if name is None or not (base or "/" in name):
         notes += (
@@ -252,35 +194,25 @@ def plan_speculators(drafter: SourceDrafter, base: SourceBase | None, config: Co
     else:
         tensors = eagle.to_speculators_tensors(cast, drafter.config)
         content = eagle.to_speculators_config(drafter.config, name, architecture, dtype, length)
-    return ConversionPlan(
-        weights={WEIGHTS_FILE: tensors},
-        texts={CARD_FILE: _make_card(drafter, _config_with_base(drafter.config, base), base, "speculators")},
-        json_files={"config.json": content},
-        notes=notes,
-    )
+    card = _make_card(drafter, _config_with_base(drafter.config, base), base, "speculators")
+    texts = {CARD_FILE: card, "config.json": _json(content)}
+    return ConversionPlan({WEIGHTS_FILE: tensors}, texts=texts, notes=notes)
 
 
 def plan_merged(drafter: SourceDrafter, base: SourceBase | None, config: ConvertConfig) -> ConversionPlan:
     """Plan a merged checkpoint: a base and its drafter in one directory, for `ReDrafter.from_pretrained`."""
-    base = _required(base, "redrafter")
-    base.check_fits(drafter.config)
+    base, notes = _required(base, "redrafter"), tuple[str, ...]()
     part = _plan_drafter(drafter, base, config.dtype, TreeShape())
-    defaults = drafter.fill(config.defaults)
-    check_beams(drafter.config, defaults.shape.num_beams)
     if drafter.kind in ("drafter", "merged checkpoint") and (
-        part.json_files["config.json"] == _config_dict(drafter.config)
+        part.texts["config.json"] == _config_text(drafter.config)
         and all(tensor is drafter.tensors[name] for name, tensor in part.weights[WEIGHTS_FILE].items())
     ):
         # Nothing changes, so link the drafter's own files instead of rewriting its tensors.
         files = sorted(file for file in drafter.directory.iterdir() if file.is_file())
-        part = ConversionPlan(copies={file.name: file for file in files}, notes=part.notes)
-    plan = ConversionPlan(
-        weights={f"{DRAFTER_FOLDER}/{name}": tensors for name, tensors in part.weights.items()},
-        copies={f"{DRAFTER_FOLDER}/{name}": file for name, file in part.copies.items()},
-        json_files={f"{DRAFTER_FOLDER}/{name}": content for name, content in part.json_files.items()},
-        notes=part.notes + _training_notes(drafter.config, defaults.shape),
-    )
-    weights, copies, json_files, notes = plan.weights, plan.copies, plan.json_files, plan.notes
+        part = ConversionPlan(copies={file.name: file for file in files})
+    weights = {f"{DRAFTER_FOLDER}/{name}": tensors for name, tensors in part.weights.items()}
+    copies = {f"{DRAFTER_FOLDER}/{name}": file for name, file in part.copies.items()}
+    texts = {f"{DRAFTER_FOLDER}/{name}": text for name, text in part.texts.items()}
     if base.trtllm_config is None:
         copies |= base.files()
     elif not base.tensors:
@@ -291,42 +223,38 @@ def plan_merged(drafter: SourceDrafter, base: SourceBase | None, config: Convert
     else:
         base_weights, index = split_into_files(base.tensors)
         weights |= base_weights
-        json_files |= ({INDEX_FILE: index} if index else {}) | {"config.json": _config_dict(base.config)}
+        texts |= ({INDEX_FILE: _json(index)} if index else {}) | {"config.json": _config_text(base.config)}
         if config.tokenizer_dir is None:
-            notes += (
+            notes = (
                 f"{base.directory} has no tokenizer and does not say what ends a text; give the directory of a model "
                 "that has them with --tokenizer-dir",
             )
     if config.tokenizer_dir is not None:
         given = [Path(config.tokenizer_dir, name) for name in TOKENIZER_FILES]
         copies |= {file.name: file for file in given if file.is_file()}
-    json_files[SHAPE_FILE] = {**defaults.shape.to_dict(), "greedy_search": defaults.greedy_search}
-    return replace(plan, notes=notes)
+    defaults = drafter.fill(config.defaults)
+    texts[SHAPE_FILE] = _json({**defaults.shape.to_dict(), "greedy_search": defaults.greedy_search})
+    return ConversionPlan(weights, copies, texts, notes)
 
 
 def plan_trtllm(drafter: SourceDrafter, base: SourceBase | None, config: ConvertConfig) -> ConversionPlan:
     """Plan a TensorRT-LLM ReDrafter checkpoint of a base and its drafter."""
     base = _required(base, "trtllm")
     published = apple.check_published_form(drafter.config, "TensorRT-LLM's format", ("apple", "trtllm"))
-    base.check_fits(published)
-    defaults = drafter.fill(config.defaults)
-    check_beams(published, defaults.shape.num_beams)
     base_config, ranks = _trtllm_base(base, config)
-    tp, dtype = len(ranks), str(base_config.get("dtype"))
+    tp, dtype, notes = len(ranks), str(base_config.get("dtype")), tuple[str, ...]()
     trtllm.check_tp(tp, {"exit_dim": published.exit_dim, "hidden_size": published.hidden_size})
     tensors = _cast_floats(drafter.tensors, dtype)
     weights = {
         f"rank{rank}.safetensors": part | trtllm.split_drafter(tensors, rank, tp) for rank, part in enumerate(ranks)
     }
-    notes = _recurrence_notes(drafter)
     if config.dtype is None and drafter.dtype != DRAFTER_DTYPES.get(dtype):
         hint = "" if base.trtllm_config is not None else "; --dtype chooses another for both"
         notes += (f"the drafter goes from {dtype_name(drafter.dtype)} to {dtype}, the base's{hint}",)
-    notes += _training_notes(published, defaults.shape)
     if published.rnn and published.recurrence == "apple":
         notes += ("TensorRT-LLM's engine computes another recurrence than this drafter was trained with",)
-    pair_config = trtllm.to_pair_config(published, defaults, base_config, base.directory)
-    return ConversionPlan(weights=weights, json_files={"config.json": pair_config}, notes=notes)
+    pair_config = trtllm.to_pair_config(published, drafter.fill(config.defaults), base_config, base.directory)
+    return ConversionPlan(weights, texts={"config.json": _json(pair_config)}, notes=notes)
 
 
 def _trtllm_base(base: SourceBase, config: ConvertConfig) -> tuple[dict[str, Any], list[dict[str, StoredTensor]]]:
@@ -382,7 +310,6 @@ def _config_with_base(config: AnyDrafterConfig, base: SourceBase | None) -> AnyD
     """Copy a drafter's config and record the base in it, unless it already names one."""
     config = deepcopy(config)
     if base is not None:
-        base.check_fits(config)
         # With several tables, such as an untied head, only a name identifies the embedding; else nothing is checked.
         if config.base_embedding_norms is None:
             tables = base.embedding_norms()
@@ -411,18 +338,15 @@ def _without_copies(drafter: SourceDrafter, base: SourceBase | None) -> SourceDr
     return drafter
 
 
-def _recurrence_notes(drafter: SourceDrafter) -> tuple[str, ...]:
-    """Return a note about the assumed recurrence, which a TensorRT-LLM checkpoint does not record."""
+def notes_on(drafter: SourceDrafter, length: int | None) -> Iterator[str]:
+    """Yield what a user should know of a drafter that is to draft `length` tokens per beam; None if no format says."""
     config = drafter.config
-    if not drafter.kind.startswith("TensorRT-LLM") or not isinstance(config, DrafterConfig) or not config.rnn:
-        return ()
-    other = {"apple": "trtllm", "trtllm": "apple"}.get(config.recurrence, "apple")
-    return (f"recurrence {config.recurrence}; --recurrence {other} reads it the other way",)
-
-
-def _training_notes(config: AnyDrafterConfig, shape: TreeShape) -> tuple[str, ...]:
-    note = draft_length_warning(config, shape.draft_len_per_beam)
-    return () if note is None else (note,)
+    # A TensorRT-LLM checkpoint does not record the recurrence.
+    if drafter.kind.startswith("TensorRT-LLM") and isinstance(config, DrafterConfig) and config.rnn:
+        other = {"apple": "trtllm", "trtllm": "apple"}.get(config.recurrence, "apple")
+        yield f"recurrence {config.recurrence}; --recurrence {other} reads it the other way"
+    if length is not None and (warning := draft_length_warning(config, length)) is not None:
+        yield warning
 
 
 def _cast_floats(tensors: Mapping[str, StoredTensor], dtype: str | None) -> dict[str, StoredTensor]:
@@ -445,7 +369,11 @@ def _make_card(drafter: SourceDrafter, config: AnyDrafterConfig, base: SourceBas
     return f"{make_header(config, config.base_model, None if base is None else str(base.directory), tags)}\n{body}"
 
 
-def _config_dict(config: PretrainedConfig) -> dict[str, object]:
+def _config_text(config: PretrainedConfig) -> str:
     values: dict[str, object] = config.to_diff_dict() | {"model_type": config.model_type}
     values["dtype"] = dtype_name(config.dtype) if isinstance(config.dtype, torch.dtype) else config.dtype
-    return values
+    return _json(values)
+
+
+def _json(content: Mapping[str, object]) -> str:
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"

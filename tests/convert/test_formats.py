@@ -60,7 +60,7 @@ def test_a_drafter_comes_back_as_it_was(form, bases, tmp_path):
     ours = convert(tmp_path / "ours", drafter=apple, to="drafter")
     for tp in (1, 2, 4):
         pair = {"base": bases / "llama", "drafter": ours}
-        trtllm = convert(tmp_path / f"trtllm{tp}", **pair, to="trtllm", tp_size=tp, workers=2)
+        trtllm = convert(tmp_path / f"trtllm{tp}", **pair, to="trtllm", tp_size=tp)
         again = convert(tmp_path / f"again{tp}", drafter=trtllm, to="drafter")
         back = convert(tmp_path / f"back{tp}", drafter=again, to="apple")
         for found, expected in ((back, apple), (again, ours)):
