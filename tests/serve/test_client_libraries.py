@@ -1,7 +1,7 @@
 """Other people's clients against the running program, as they come. Each is skipped where it is not installed.
 
-docs/serving.md lists the versions with which they were run. `REDRAFTER_URL` names a server that runs elsewhere, for clients
-that stand in an environment of their own.
+docs/serving.md lists the versions with which they were run. `REDRAFTER_URL` names a server that runs elsewhere, for
+clients that stand in an environment of their own.
 """
 
 import os
