@@ -212,7 +212,7 @@ def plan_merged(drafter: SourceDrafter, base: SourceBase | None, config: Convert
         part = ConversionPlan(copies={file.name: file for file in files})
     weights = {f"{DRAFTER_FOLDER}/{name}": tensors for name, tensors in part.weights.items()}
     copies = {f"{DRAFTER_FOLDER}/{name}": file for name, file in part.copies.items()}
-    texts = {f"{DRAFTER_FOLDER}/{name}": text for name, text in part.texts.items()}
+    texts = {f"{DRAFTER_FOLDER}/{name}": text for name, text in part.texts.items() if name != CARD_FILE}
     if base.trtllm_config is None:
         copies |= base.files()
     elif not base.tensors:
