@@ -215,7 +215,7 @@ def test_rows_of_a_step_are_not_taken_for_long_lived_objects(llama, usual):
     assert gc.get_threshold() == usual
 
 
-def test_calls_at_once_leave_the_collector_as_it_was(usual):
+def test_calls_at_once_and_few_rows_leave_the_collector_as_it_was(usual):
     spaced, per_row = call.Collector().spaced, call.ALLOCATIONS_PER_ROW
     for order in ((0, 1), (1, 0)):
         calls = [ExitStack(), ExitStack()]

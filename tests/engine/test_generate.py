@@ -152,22 +152,15 @@ def test_a_step_streamer_gets_each_rows_tokens_and_how_many_were_drafts(oracle):
     assert steps.ends == 1
 
 
-def test_the_custom_generate_adapter_gives_the_same(llama, engine):
+def test_the_custom_generate_adapter_gives_the_same_and_belongs_to_its_model(llama, engine):
     arguments = {"max_new_tokens": 12, "do_sample": True, "top_k": 20, "repetition_penalty": 1.2}
-    direct = engine.generate(IDS, MASK, seed=3, **arguments)
-    adapted = llama.generate(IDS, attention_mask=MASK, custom_generate=engine.custom_generate(seed=3), **arguments)
-    assert torch.equal(direct, adapted)
-
-
-def test_the_adapter_streams_and_returns_statistics(llama, engine):
-    steps = Steps()
-    custom = engine.custom_generate(streamer=steps)
-    out = llama.generate(IDS, attention_mask=MASK, custom_generate=custom, return_dict_in_generate=True, **GREEDY)
+    direct, steps = engine.generate(IDS, MASK, seed=3, **arguments), Steps()
+    custom = engine.custom_generate(seed=3, streamer=steps)
+    arguments |= {"attention_mask": MASK, "return_dict_in_generate": True}
+    adapted = llama.generate(IDS, custom_generate=custom, **arguments)
+    assert torch.equal(direct, adapted.sequences)
     assert len(steps.texts) == 4
-    assert out.stats.steps > 0
-
-
-def test_the_adapter_belongs_to_its_model(engine):
+    assert adapted.stats.steps > 0
     with pytest.raises(ArgumentError, match="another model"):
         tiny_model("qwen2").generate(IDS, custom_generate=engine.custom_generate(), **GREEDY)
 
@@ -217,19 +210,6 @@ def test_a_drafter_of_another_base_is_refused_with_both_values(llama, changes, n
 def test_shapes_that_cannot_be_searched_are_refused(llama, drafter, shape, named):
     with pytest.raises(ArgumentError, match=named):
         ReDrafter.from_pretrained(llama, tiny_drafter(**drafter), **shape)
-
-
-def test_a_draft_length_past_the_training_is_a_warning(llama):
-    with pytest.warns(UserWarning, match="draft_len_per_beam=6 is more than the 5 steps"):
-        ReDrafter.from_pretrained(llama, tiny_drafter(trained_draft_len=5), draft_len_per_beam=6)
-
-
-def test_a_reduced_draft_vocabulary_changes_no_token(llama):
-    drafter = tiny_drafter(draft_vocab_size=20)
-    drafter.draft_ids.copy_(torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[:20])
-    engine = with_tree(llama, drafter, 5, 5)
-    same_as_model(engine, IDS, MASK, **GREEDY)
-    same_undrafted(engine, IDS, MASK, max_new_tokens=12, do_sample=True, seed=4)
 
 
 WRONG_IDS = {

@@ -37,13 +37,6 @@ def prompt():
 
 
 @ON_BOTH_CACHES
-def test_a_long_text_is_what_model_generate_writes(model, prompt, on):
-    engine = on(with_tree(model, tiny_drafter(), 4, 3))
-    expected = same_as_model(engine, prompt, max_new_tokens=NEW)
-    assert torch.equal(engine.generate(prompt, speculate=False, max_new_tokens=NEW, do_sample=False), expected)
-
-
-@ON_BOTH_CACHES
 @pytest.mark.parametrize("window", [64, 512, 2048])
 def test_drafts_read_their_window_of_a_long_text_and_no_more(model, prompt, on, window, monkeypatch):
     engine = on(with_tree(model, context_drafter(context_window=window), 4, 3))

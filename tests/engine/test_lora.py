@@ -160,17 +160,15 @@ def test_several_texts_of_a_prompt_share_its_adapter(adapters):
     assert torch.equal(found, torch.cat([apart[0][:2], apart[1][2:]]))
 
 
-def test_custom_generate_takes_adapters(adapters):
+def test_engines_on_one_target_share_its_adapters_and_leave_nothing_on_the_model(adapters):
     engine = make_engine(adapters)
+    modules, expected = dict(engine.model.named_modules()), plain_text(tiny_model("llama"))
+    other = Engine(engine.target, engine.plain)
+    assert other.adapters == ["one", "two"]
+    check_rows(other.generate(IDS, MASK, adapter=MIXED, **GREEDY), adapters)
     custom = engine.custom_generate(adapter=MIXED)
     found = engine.model.generate(input_ids=IDS, attention_mask=MASK, custom_generate=custom, **GREEDY)
     check_rows(found, adapters)
-
-
-def test_nothing_stays_on_the_model(adapters):
-    engine = make_engine(adapters)
-    modules, expected = dict(engine.model.named_modules()), plain_text(tiny_model("llama"))
-    engine.generate(IDS, MASK, adapter=MIXED, **GREEDY)
     assert dict(engine.model.named_modules()) == modules
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in modules.values())
     assert torch.equal(plain_text(engine.model), expected)
@@ -189,13 +187,6 @@ def test_the_model_in_another_thread_has_no_adapter(adapters):
         plain, found = in_threads(write, 2)
         assert torch.equal(plain, torch.stack([expected] * 4))
         check_rows(found, adapters, ["one"] * 4)
-
-
-def test_engines_on_one_target_share_its_adapters(adapters):
-    engine = make_engine(adapters)
-    other = Engine(engine.target, engine.plain)
-    assert other.adapters == ["one", "two"]
-    check_rows(other.generate(IDS, MASK, adapter=MIXED, **GREEDY), adapters)
 
 
 def test_an_adapter_that_is_unloaded_while_a_text_is_written_stays_until_its_end(adapters):

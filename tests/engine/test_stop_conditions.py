@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, StoppingCriteria
 
-from helpers.generation import Steps, letters, same_as_model
+from helpers.generation import Steps, letters
 from helpers.models import scripted_engine, uneven_batch
 
 IDS, MASK = uneven_batch()
@@ -68,12 +68,3 @@ def test_a_users_own_criterion_is_asked_about_every_token_and_named_in_a_warning
         out = oracle.generate(IDS[:1], stopping_criteria=[StopAt()], max_new_tokens=30, do_sample=False)
     assert torch.equal(out, expected)
     assert out.shape[1] == IDS.shape[1] + 7
-
-
-def test_max_time_ends_early(engine):
-    out = engine.generate(IDS, MASK, max_new_tokens=80, max_time=0.0, do_sample=False)
-    assert out.shape[1] == IDS.shape[1] + 1
-
-
-def test_max_length_keeps_its_padded_meaning(engine):
-    same_as_model(engine, IDS, MASK, max_length=IDS.shape[1] + 5)
