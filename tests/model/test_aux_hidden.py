@@ -92,12 +92,6 @@ def test_texts_that_share_a_row_are_read_as_alone(architecture):
                 assert_close_by_scale(alone.hidden[0], expected, 2e-5)
 
 
-def test_padding_at_the_end_changes_nothing_before_it():
-    text = torch.randint(3, VOCAB, (1, 12))
-    with Teacher(tiny_model("mistral"), (1,)) as teacher:
-        assert_close_by_scale(teacher.read_batch(text).hidden[:, :9], teacher.read_batch(text[:, :9]).hidden, 2e-5)
-
-
 def test_a_teacher_leaves_nothing_on_the_model():
     model, texts = tiny_model("gemma2").train(), torch.randint(3, VOCAB, (1, 5))
     teacher = Teacher(model, (0, 2))
@@ -239,12 +233,6 @@ def test_a_target_is_read_by_drafters_of_the_same_layers_alone():
     for layers in ((), (0, 1)):
         with pytest.raises(MismatchError, match=r"layers \[0, 2\] are read by another drafter"):
             ReDrafter(target, random_drafter(target_layers=layers))
-
-
-def test_a_drafter_whose_layers_do_not_fit_makes_no_engine(tmp_path):
-    random_drafter(target_layers=(1, 3)).save_pretrained(tmp_path)
-    with pytest.raises(MismatchError, match="the drafter reads layer 3"):
-        ReDrafter.from_pretrained(tiny_model("llama"), tmp_path)
 
 
 def test_layers_that_stand_in_no_list_are_refused_unless_none_is_wanted():

@@ -260,18 +260,13 @@ def test_a_look_tells_of_other_adapters_of_peft():
     assert not watch.is_unchanged()
 
 
-def test_a_look_passes_over_what_changes_in_forwards():
+def test_a_look_passes_over_what_changes_in_forwards_and_sees_one_module_in_training_mode():
     model = deepcopy(tiny_model("llama"))
     watch = ModelWatch(model)
     model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 2
     model(IDS)
     assert watch.is_unchanged()
     assert not watch.training
-
-
-def test_a_look_sees_one_module_in_training_mode():
-    model = deepcopy(tiny_model("llama"))
-    watch = ModelWatch(model)
     query(model).train()
     assert watch.is_unchanged()
     assert watch.training

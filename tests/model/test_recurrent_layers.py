@@ -24,7 +24,6 @@ from redrafter.model.lora import LoraWeights
 from redrafter.model.target import Target
 from redrafter.model.traits import find_mixers
 from redrafter.tree.accept import Path
-from redrafter.tree.sizes import TreeShape
 from redrafter.tree.token_tree import chain, eligible_scores, share_nodes, tree_of
 
 NEW = 20
@@ -72,15 +71,6 @@ def test_texts_are_those_of_plain_decoding(target, rows, beams, depth):
         assert torch.equal(out.sequences, expected)
         assert 0 < out.stats.accepted < out.stats.drafted
         assert torch.equal(engine.generate(ids, mask, speculate=False, **arguments), expected)
-
-
-@pytest.mark.parametrize("nodes", [999, 7, None])
-def test_trees_of_a_drafter_and_drafts_of_prompt_lookup_change_no_text(one_of_few, nodes):
-    engine = Engine(one_of_few, PromptLookupProposer(2, 4))
-    if nodes is not None:
-        engine = ReDrafter(one_of_few, tiny_drafter(hidden_size=one_of_few.hidden_size), TreeShape(4, 3, nodes))
-    expected = generated_alone(one_of_few.model, IDS, MASK, 40)
-    assert torch.equal(engine.generate(IDS, MASK, max_new_tokens=40, do_sample=False), expected)
 
 
 @pytest.mark.parametrize("architecture", FEW)

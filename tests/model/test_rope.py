@@ -113,19 +113,6 @@ def test_sampling_across_the_first_context_draws_what_plain_decoding_draws(famil
         assert torch.equal(each.generate(ids, mask, **arguments), plain)
 
 
-@pytest.mark.parametrize("family", ["llama", "growing llama"])
-def test_the_frequencies_of_these_tests_make_a_difference(family):
-    model = model_of(family)
-    ids, mask = prompts_of([90])
-    other = deepcopy(model)
-    if family == "llama":
-        other.config.rope_parameters["long_factor"] = other.config.rope_parameters["short_factor"]
-        other.model.rotary_emb = type(other.model.rotary_emb)(other.config)
-    else:
-        other.model.rotary_emb.rope_type = "default"
-    assert not torch.equal(alone(model, ids, mask), alone(other, ids, mask))
-
-
 @pytest.mark.parametrize("masked", [False, True], ids=["pieces", "chunks"])
 @pytest.mark.parametrize("most", [7, 33, 64, 90])
 def test_prompts_that_are_read_in_parts_have_the_frequencies_of_the_whole(monkeypatch, most, masked):

@@ -66,19 +66,6 @@ def test_weights_that_are_no_numbers_are_not_blamed_on_the_architecture():
         Target(model)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_both_stock_attentions_are_right(attention):
-    model = tiny_model("mistral")
-    model.set_attn_implementation(attention)
-    Target(model)
-
-
-def test_binding_leaves_nothing_on_the_model():
-    model = tiny_model("llama")
-    Target(model)
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
-
-
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, "llama4_text"])
 def test_a_tree_that_is_grown_level_by_level_equals_the_whole(architecture, paged):
