@@ -84,11 +84,6 @@ def test_a_terminal_is_shown_how_a_chat_ends_and_what_is_drafted(folder, capsys,
     assert "green" not in on_terminal("--color", "always", "--no-speculate")[1]
 
 
-def test_chat_compares_nothing_with_itself(capsys, folder):
-    line = fails(capsys, "chat", "--model", str(folder / "merged"), "--compare", "--no-speculate")
-    assert "leave out --no-speculate" in line
-
-
 def test_chat_forgets_the_oldest_turns_and_says_so(chat, answers):
     question, head = "ja" * 25, "s:S\n"
     out, err = chat(f"{question}\n" * 3, "--system", "S")
@@ -125,6 +120,8 @@ def test_an_interrupt_stops_the_answer_and_not_the_talk(chat, answers, monkeypat
 
 
 def test_chat_mistakes(folder, capsys, monkeypatch, tmp_path):
+    line = fails(capsys, "chat", "--model", str(folder / "merged"), "--compare", "--no-speculate")
+    assert "leave out --no-speculate" in line
     typed(monkeypatch, "ja " * 99 + "\nja\n")
     assert "context" in fails(capsys, "chat", "--model", str(folder / "merged"))
     mute = merge(folder / "base", folder / "drafter", tmp_path / "mute")

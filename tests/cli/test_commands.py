@@ -220,10 +220,6 @@ def test_a_turn_also_ends_with_the_tokenizers_own_end(config, ends):
     assert ChatEncoder(pair).eos == ends
 
 
-def test_underscores_are_dashes(generate):
-    assert generate("Zürich", "--num_beams", "2")[0] == generate("Zürich", "--num-beams=2")[0]
-
-
 def test_a_warning_is_one_line(generate):
     _, err = generate("Zürich", "--draft-len-per-beam", "6")
     warning, _ = err.splitlines()
@@ -233,7 +229,6 @@ def test_a_warning_is_one_line(generate):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ("--file /nowhere/prompts.txt", "/nowhere/prompts.txt"),
         ("ja --model /", "/ has no config.json; give the directory that save_pretrained wrote"),
         ("ja --num-beam 3", "did you mean --num-beams? (see redrafter generate --help)"),
         ("ja --temperature -1", "--temperature"),
@@ -280,9 +275,6 @@ def test_a_missing_prompt_is_a_mistake(folder, capsys, monkeypatch, tmp_path):
 
 
 def test_what_cannot_be_loaded_is_named(folder, capsys, monkeypatch, tmp_path):
-    missing = str(tmp_path / "nowhere")
-    assert missing in fails(capsys, "generate", "--model", missing, "ja")
-    assert missing in fails(capsys, "generate", "--model", str(folder / "base"), "--drafter", missing, "ja")
     assert "redrafter.json" in fails(capsys, "generate", "--model", str(folder / "base"), "ja")
     monkeypatch.setattr("redrafter.app.loading.boxed_pair", lambda: tmp_path / "boxed")
     assert "--model" in fails(capsys, "generate", "ja")
@@ -306,15 +298,6 @@ def test_a_drafter_of_another_target_is_an_error(folder, capsys, tmp_path):
 def test_a_report_of_several_lines_is_one_line(capsys):
     print_message("error", ArgumentError("two\n  lines"))
     assert capsys.readouterr().err == "redrafter: error: two lines\n"
-
-
-def test_an_interrupt_ends_with_130(folder, monkeypatch, capsys):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Pair, "run_batch", interrupted)
-    assert main(["generate", "--model", str(folder / "merged"), "ja"]) == 130
-    assert capsys.readouterr().err == "\nredrafter: stopped\n"
 
 
 @pytest.mark.parametrize(
