@@ -19,6 +19,15 @@ from redrafter.kernels.cache_format import round_trip
 module = import_module("redrafter.kernels.attention")
 CUDA = DEVICE == "cuda"
 FORMATS = E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch):
+    """Cut rows into few parts on a CPU, where the interpreter runs one program after the other."""
+    if not CUDA:
+        monkeypatch.setattr(module, "TARGET_PROGRAMS", 12)
+
+
 every = pytest.mark.parametrize("attend", [tree_attention, ordered_attention, invariant_attention_reference])
 
 
@@ -209,7 +218,7 @@ def test_a_row_that_is_much_longer_than_others_has_splits_of_its_own(few_tokens_
 @each(*({}, {"window": 33}, {"chunk_size": 40}))
 def test_a_short_chunk_after_a_long_text_is_split(few_tokens_are_many, how):
     chunks = [(290, 7), (0, 3), (70, 20)]
-    check(tree_attention, dict(lengths=[30, 2], nodes=5, chunks=chunks, room=4, padding=5) | how)
+    check(tree_attention, dict(lengths=[30, 2], nodes=5, chunks=chunks, room=4, padding=5, heads=1, group=1) | how)
     assert few_tokens_are_many[-1] > 9
 
 

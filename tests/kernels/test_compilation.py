@@ -15,6 +15,7 @@ MOST_SHARED = 227 << 10  # bytes of shared memory that a program may have on a H
 MOST_STACK = 256  # bytes of registers in memory that cost less than a smaller tile would
 
 
+@pytest.mark.variant
 def test_kernels_compile_for_a_gpu_and_keep_registers_out_of_memory():
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), "CUDA_VISIBLE_DEVICES": ""}

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
-from redrafter.kernels import invariant_linear as module
 from redrafter.kernels.invariant_linear import in_full_vectors, invariant_expert_linear, invariant_linear
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -64,11 +63,3 @@ def test_a_function_of_single_numbers_gives_each_the_same_bits_at_any_place(coun
     torch.testing.assert_close(whole, silu(x))
     for first in {0, count // 2, count - 1}:
         assert torch.equal(in_full_vectors(silu, x[first:]), whole[first:])
-
-
-def test_fewer_rows_in_a_block_are_padded(monkeypatch):
-    """Guard the tests above: a product of as many rows as there are has other bits."""
-    x, weight = random(70, 512, dtype=torch.float32), random(64, 512, seed=1)
-    whole = invariant_linear(x, weight, None)
-    monkeypatch.setattr(module, "BLOCK", 1)
-    assert not torch.equal(invariant_linear(x, weight, None), whole)
