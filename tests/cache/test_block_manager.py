@@ -57,14 +57,3 @@ def test_a_salt_is_forgotten_with_its_last_block():
     manager.release(manager.admit([9], 5 * BLOCK_SIZE, salt="x"))
     assert not manager.salts
     assert manager.admit(text(999), 16, salt="999").reused == 0
-
-
-def test_a_row_that_was_admitted_before_all_was_forgotten_publishes_nothing():
-    manager = BlockManager(9)
-    early = manager.admit(text(1), 2 * BLOCK_SIZE)
-    manager.forget()
-    manager.publish(early, text(1))
-    assert not manager.salts
-    late = manager.admit(text(1), 2 * BLOCK_SIZE)
-    manager.publish(late, text(1))
-    assert manager.admit(text(1, 2), 2 * BLOCK_SIZE).reused == BLOCK_SIZE

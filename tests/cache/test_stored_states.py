@@ -69,11 +69,6 @@ def test_where_a_second_prompt_leaves_a_first_one_a_third_continues():
     assert states.manager.num_prefix_states == 5  # one for each prompt's end, and one for the beginning of all
 
 
-def test_salts_have_states_of_their_own():
-    states = States(40)
-    assert [states.serve([*text(1, 2), 9], salt) for salt in ("a", "b", None, "a", "b", None)] == [0] * 3 + [32] * 3
-
-
 def test_the_states_used_least_recently_are_given_up():
     states = States(40, prefix_states=2)
     for piece in (1, 2):
@@ -102,18 +97,6 @@ def test_rows_have_places_for_their_steps_while_half_are_left():
     states.manager.release(tables[0])
     states.manager.reserve_snapshot_row(tables[3])
     assert tables[3].snapshot_row > 4
-
-
-def test_states_that_are_reserved_are_nobody_elses():
-    states = States(40, prefix_states=1)
-    first = states.admit([*text(1), 9])
-    assert list(first.snapshots) == [16]
-    second = states.admit([*text(2), 9])
-    assert not second.snapshots
-    for table in (first, second):
-        states.manager.publish(table, [*text(1 if table is first else 2), 9])
-        states.manager.release(table)
-    assert [states.serve([*text(piece), 9], publishes=False) for piece in (1, 2)] == [16, 0]
 
 
 def test_states_go_with_the_blocks_that_they_follow():

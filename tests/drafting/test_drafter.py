@@ -177,10 +177,6 @@ def test_a_drafter_of_before_there_were_other_forms_is_the_published_one(tmp_pat
     assert config.context_window is None
 
 
-def test_a_base_path_is_not_needed_for_the_repository_of_a_drafter():
-    assert callable(RecurrentDrafter.push_to_hub)
-
-
 WEIGHTS = "model.safetensors"
 
 

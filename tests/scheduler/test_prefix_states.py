@@ -13,7 +13,6 @@ from helpers.recurrent import generated_alone, recurrent_model
 from helpers.right_drafts import RightDrafts
 from helpers.scheduling import (
     KINDS,
-    Sink,
     alone,
     launch_ahead,
     make_sequence,
@@ -242,24 +241,6 @@ def test_new_weights_and_sleep_forget_states():
             sequence = asked(1)
             run_as_alone(served, [sequence])
             assert sequence.reused == reused
-
-
-def test_states_are_kept_apart_by_salt():
-    engine = make_engine("undrafted", recurrent_model("lfm2"))
-    served = scheduler(engine)
-    for salt, reused in (("a", 0), ("b", 0), (None, 0), ("a", 96), ("b", 96), (None, 96)):
-        sequence = TokenSequence(asked(1).prompt, 8, GREEDY, Sink(), cache_salt=salt)
-        run_as_alone(served, [sequence])
-        assert sequence.reused == reused
-
-
-def test_states_stay_on_the_device_where_keys_and_values_go_to_the_host():
-    engine = make_engine("draft model's tree", recurrent_model("lfm2"))
-    served = scheduler(engine, blocks=14, host_blocks=60, max_batch_size=1)
-    sequences = [make_sequence([number, *SYSTEM], 8, GREEDY) for number in (5, 6, 7, 8, 5)]
-    run_as_alone(served, sequences)
-    assert [sequence.reused for sequence in sequences] == [0, 0, 0, 0, 80]
-    assert served.memory.blocks.onboarded
 
 
 @pytest.mark.parametrize(

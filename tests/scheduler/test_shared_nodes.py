@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers.generation import noted, same_undrafted
-from helpers.models import VOCAB, tiny_drafter, tiny_model, uneven_batch
+from helpers.generation import noted
+from helpers.models import VOCAB, tiny_drafter, tiny_model
 from helpers.scheduling import make_sequence, random_sequences, run, run_as_alone, same_alone, scheduler, until_stepping
 from redrafter import ReDrafter
 from redrafter.model.target import Target
@@ -54,12 +54,6 @@ def test_logits_of_shared_nodes_are_only_copied_for_rows_that_want_them(params, 
     assert (VOCAB in widths) == (logprobs is not None)
     monkeypatch.undo()
     same_alone(served.engine, sequences)
-
-
-def test_rows_of_a_call_on_a_dense_cache_may_share_nodes_too(llama):
-    engine = ReDrafter(Target(llama), tiny_drafter(), TreeShape(4, 4, 17, 16))
-    ids, mask = uneven_batch(4)
-    same_undrafted(engine, ids, mask, max_new_tokens=20, eos_token_id=None, do_sample=False)
 
 
 def test_no_step_verifies_more_than_its_nodes():

@@ -34,19 +34,6 @@ def models() -> tuple[Target, Target]:
 
 
 @pytest.mark.parametrize("kind", ["drafter", "draft model"])
-def test_a_row_without_drafts_stands_beside_rows_with_them(kind, models):
-    engine = DraftTarget(*models, draft_len=3)
-    if kind == "drafter":
-        engine = with_tree(models[0].model, tiny_drafter(), 4, 4)
-    sequences = without_drafts(random_sequences(12, seed=3))
-    run_as_alone(scheduler(engine, blocks=60, max_batch_size=6, max_num_tokens=80), sequences, 1)
-    for each in sequences[::2]:
-        assert each.stats.draft_steps == 0
-        assert all(len(delta.tokens) < 2 for delta in each.sink.deltas)
-    assert any(each.stats.draft_steps for each in sequences[1::2])
-
-
-@pytest.mark.parametrize("kind", ["drafter", "draft model"])
 def test_rows_that_limit_their_drafts_differently_share_a_step_and_write_what_they_write_alone(kind, models):
     engine = DraftTarget(*models, draft_len=3)
     if kind == "drafter":
