@@ -1,8 +1,6 @@
 """Chat templates: where they come from, what a request may tell them, and what they refuse."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -206,13 +204,3 @@ def test_a_file_that_is_no_template_is_refused(tmp_path, name, written, says):
     with pytest.raises(ArgumentError, match="chat template") as raised:
         read_template(tmp_path / name)
     assert says in str(raised.value)
-
-
-@pytest.mark.slow
-def test_a_server_with_a_wrong_template_says_so_in_a_line(tmp_path):
-    command = [sys.executable, "-m", "redrafter", "serve", "--port", "0", "--chat-template", str(tmp_path / "none")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 2
-    *_, error = run.stderr.splitlines()  # a slow load says that it goes on
-    assert "error: --chat-template" in error
-    assert "cannot be read: No such file" in error

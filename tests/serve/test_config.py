@@ -125,11 +125,6 @@ def test_mistakes_name_the_file_or_the_flag(text, says, capsys, tmp_path):
     assert says in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_there_is_named(capsys, tmp_path):
-    assert main(["serve", "--config", str(tmp_path / "none.json")]) == 2
-    assert "none.json cannot be read" in capsys.readouterr().err
-
-
 def test_nothing_is_said_of_a_file_that_is_right(tmp_path):
     (tmp_path / "c.json").write_text('{"host": "0.0.0.0", "max-queue-size": 7}')
     with warnings.catch_warnings():

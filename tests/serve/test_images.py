@@ -37,10 +37,8 @@ from helpers.chats_with_images import (
     text_part,
 )
 from helpers.engine_in_thread import ServerHere, serving
-from helpers.models import tiny_model
 from redrafter import PromptLookup
 from redrafter.app.options import DraftOptions, LoadOptions
-from redrafter.model.target import Target
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.images import ChatImageReader
 from redrafter.serve.prompts import PromptEncoder
@@ -322,11 +320,6 @@ def test_a_template_that_leaves_an_image_out_is_refused_and_one_that_reads_parts
     encoder = prompts(ChatImageReader(llava_processor(), NAMES), template)
     ids = encoder.encode_chat(ChatRequest(messages=[{"role": "user", "content": "hello"}]))[0]
     assert encoder.tokenizer.decode(ids) == "hello"
-
-
-def test_a_model_without_eyes_takes_no_images():
-    assert str(refusal(prompts(PromptEncoder.images), image_part(picture(1)))) == "this model takes no images"
-    assert not Target(tiny_model("llama")).image_arguments
 
 
 def tokenizer_with(**special: str) -> PreTrainedTokenizerBase:

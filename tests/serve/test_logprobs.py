@@ -73,7 +73,7 @@ def test_the_bytes_of_a_texts_tokens_join_to_it_whatever_the_vocabulary(make):
         assert len(top) == len(tokenizer)
 
 
-def test_an_echoed_prompt_is_told_with_its_log_probabilities(program, pair):
+def test_log_probabilities_of_a_prompt_are_those_of_the_model_echoed_or_asked_for(program, pair):
     model, tokenizer = pair[0].model, pair[1]
     answer = post(program, prompt=TEXT, max_tokens=0, echo=True, logprobs=2).json()
     [choice] = answer["choices"]
@@ -98,29 +98,7 @@ def test_an_echoed_prompt_is_told_with_its_log_probabilities(program, pair):
     assert [piece.decode(errors="replace") for piece in pieces] == [tokenizer.decode([token]) for token in ids]
     assert answer["usage"]["completion_tokens"] == 0
     assert answer["usage"]["prompt_tokens"] == len(ids)
-
-
-def test_what_follows_is_told_behind_the_prompt_also_in_a_stream(program):
-    body = {"prompt": [TEXT, "She said"], "max_tokens": 4, "echo": True, "logprobs": 1, "seed": 3, "n": 2}
-    whole = post(program, **body).json()["choices"]
-    found = [{name: [] for name in whole[0]["logprobs"]} for _ in whole]
-    for part in program.parts("/v1/completions", body | {"stream": True}):
-        [choice] = part["choices"]
-        for name, values in choice["logprobs"].items():
-            found[choice["index"]][name] += values
-    assert [choice["logprobs"]["tokens"] for choice in whole] == [each["tokens"] for each in found]
-    assert [choice["logprobs"]["text_offset"] for choice in whole] == [each["text_offset"] for each in found]
-    for mine, theirs in zip(found, whole, strict=True):
-        told = theirs["logprobs"]["token_logprobs"]
-        assert told[0] is None
-        assert mine["token_logprobs"][1:] == pytest.approx(told[1:], abs=1e-4)
-
-
-def test_prompt_logprobs_are_told_as_vllm_tells_them(program, pair):
-    model, tokenizer = pair[0].model, pair[1]
-    ids = tokenizer(TEXT).input_ids
-    with torch.no_grad():
-        lines = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    # As vLLM tells them.
     [choice] = post(program, prompt=TEXT, max_tokens=1, prompt_logprobs=3).json()["choices"]
     first, *others = choice["prompt_logprobs"]
     assert first is None
@@ -138,6 +116,22 @@ def test_prompt_logprobs_are_told_as_vllm_tells_them(program, pair):
     answer = post(program, "chat/completions", messages=talk, max_tokens=1, prompt_logprobs=0).json()
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
     assert all(len(each) == 1 for each in answer["prompt_logprobs"][1:])
+
+
+def test_what_follows_is_told_behind_the_prompt_also_in_a_stream(program):
+    body = {"prompt": [TEXT, "She said"], "max_tokens": 4, "echo": True, "logprobs": 1, "seed": 3, "n": 2}
+    whole = post(program, **body).json()["choices"]
+    found = [{name: [] for name in whole[0]["logprobs"]} for _ in whole]
+    for part in program.parts("/v1/completions", body | {"stream": True}):
+        [choice] = part["choices"]
+        for name, values in choice["logprobs"].items():
+            found[choice["index"]][name] += values
+    assert [choice["logprobs"]["tokens"] for choice in whole] == [each["tokens"] for each in found]
+    assert [choice["logprobs"]["text_offset"] for choice in whole] == [each["text_offset"] for each in found]
+    for mine, theirs in zip(found, whole, strict=True):
+        told = theirs["logprobs"]["token_logprobs"]
+        assert told[0] is None
+        assert mine["token_logprobs"][1:] == pytest.approx(told[1:], abs=1e-4)
 
 
 def test_the_best_of_several_are_those_of_the_likeliest_tokens(program):

@@ -83,11 +83,3 @@ def test_streams_of_several_texts_are_put_back_and_go_on_with_the_same_texts(rou
     if route == "/v1/completions":
         expected = offline(pair, PROMPTS[1], 4, do_sample=False)
         assert answer.json()["choices"][0]["text"] == text_of(pair, expected)
-
-
-def test_openais_client_sends_it_as_an_extra_field(urgent_server):
-    client = openai.OpenAI(base_url=f"{urgent_server.url}/v1", api_key="none", max_retries=0)
-    answer = client.completions.create(
-        model="boxed", prompt=PROMPTS[2], max_tokens=3, extra_body={"priority": 5}, temperature=0
-    )
-    assert answer.usage.completion_tokens == 3

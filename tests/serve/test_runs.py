@@ -3,7 +3,7 @@
 import json
 import random
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
@@ -15,10 +15,6 @@ pytest.importorskip("fastapi")
 from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.answers.choice import Choice
 from redrafter.serve.protocol.requests import CompletionRequest
-
-if TYPE_CHECKING:
-    pass
-
 
 TEXT = "Zoë paid 3 € for 日本 🙂🙂, naïve as ever. "
 TALK = [{"role": "user", "content": "Tell me of the sea"}]

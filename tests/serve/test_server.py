@@ -81,11 +81,6 @@ def test_a_stream_joins_to_the_whole(client, kind):
     assert usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_a_stream_ends_with_done(program):
-    parts = program.parts("/v1/completions", {"prompt": "a", "max_tokens": 3, "stream": True})
-    assert all(part["choices"] for part in parts)
-
-
 def test_nothing_of_a_stop_string_is_shown(client, pair):
     whole = text_of(pair, offline(pair, PROMPTS[0], 60, do_sample=False))
     words = whole.split()
@@ -105,35 +100,6 @@ def test_nothing_of_a_stop_string_is_shown(client, pair):
     assert "".join(streamed) == answer.choices[0].text
     tokens = offline(pair, PROMPTS[0], 60, do_sample=False, stop_strings=[stop], tokenizer=pair[1])
     assert answer.usage.completion_tokens == len(tokens)
-
-
-def test_log_probabilities(client):
-    answer = client.completions.create(model="boxed", prompt=PROMPTS[0], max_tokens=8, temperature=0, logprobs=3)
-    logprobs = answer.choices[0].logprobs
-    assert len(logprobs.tokens) == 8
-    assert "".join(logprobs.tokens) == answer.choices[0].text
-    tops = zip(logprobs.top_logprobs, logprobs.token_logprobs, strict=True)
-    assert all(max(top.values()) == logprob for top, logprob in tops)
-
-
-def test_log_probabilities_of_a_chat(client):
-    talk = [{"role": "user", "content": "Hello"}]
-    settings = {"model": "boxed", "messages": talk, "max_tokens": 5, "seed": 1, "logprobs": True, "top_logprobs": 2}
-    answer = client.chat.completions.create(**settings)
-    entries = answer.choices[0].logprobs.content
-    assert all(len(entry.top_logprobs) == 2 for entry in entries)
-    assert "".join(entry.token for entry in entries) == answer.choices[0].message.content
-    parts = [part.choices[0] for part in client.chat.completions.create(**settings, stream=True) if part.choices]
-    streamed = [entry for choice in parts if choice.logprobs for entry in choice.logprobs.content]
-    assert [entry.token for entry in streamed] == [entry.token for entry in entries]
-
-
-def test_echo_and_the_model_list(client):
-    answer = client.completions.create(model="boxed", prompt=PROMPTS[0], max_tokens=3, temperature=0, echo=True)
-    assert answer.choices[0].text.startswith(PROMPTS[0])
-    [model] = client.models.list().data
-    assert model.id == "boxed"
-    assert model.model_extra["max_model_len"] > 500
 
 
 def test_a_beginning_that_was_read_is_found(client):
@@ -250,11 +216,6 @@ def test_tools_are_called(client, choice, names, streamed):
     assert set(json.loads(call.function.arguments)) == {"name", "age"}
 
 
-def test_a_call_that_must_be_made_needs_tools(client):
-    with pytest.raises(openai.APIStatusError):
-        client.chat.completions.create(model="boxed", messages=FIND, tool_choice="required", max_tokens=5)
-
-
 def test_a_body_that_never_comes_holds_nobody_up(monkeypatch):
     from redrafter.serve.network import guards
     from redrafter.serve.routes import app
@@ -334,12 +295,3 @@ def test_a_key_is_asked_for_and_stopping_lets_texts_end():
         assert "Retry-After" in late.headers
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert program.process.wait(timeout=300) == 0
-
-
-@pytest.mark.slow
-def test_a_port_that_is_taken_is_one_line(program):
-    port = program.url.rsplit(":", 1)[1]
-    words = [sys.executable, "-m", "redrafter", "serve", "--port", port]
-    run = subprocess.run(words, capture_output=True, text=True)
-    assert run.returncode == 2
-    assert re.fullmatch(r"redrafter: error: cannot listen on .*choose another --port\n", run.stderr)

@@ -159,13 +159,3 @@ def test_a_certificate_that_cannot_be_used_is_named(tmp_path, certificate):
             ServerProcess(options, listening)
     with pytest.raises(ArgumentError, match="need --ssl-certfile"):
         ServeOptions(ssl_keyfile="key.pem")
-
-
-@pytest.mark.slow
-def test_what_cannot_be_loaded_is_one_line_and_code_2():
-    words = [sys.executable, "-m", "redrafter", "serve", "/no/such/model", "--port", "0", "--log-format", "json"]
-    run = subprocess.run(words, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 2
-    # Names are checked with the options, before a log in any format begins.
-    [line] = run.stderr.splitlines()
-    assert line == "redrafter: error: /no/such/model is not a directory: it does not exist"

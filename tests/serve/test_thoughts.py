@@ -214,14 +214,6 @@ def test_a_stop_string_after_the_thought_ends_the_answer(client):
     assert '"age"' not in answer.choices[0].message.content
 
 
-def test_responses_count_them_too(client):
-    settings: dict[str, Any] = {"model": "boxed", "input": [ASKED], "max_output_tokens": 60, "temperature": 0}
-    whole = client.responses.create(**settings)
-    assert whole.usage.output_tokens_details.reasoning_tokens == 0
-    with client.responses.stream(**settings) as stream:
-        assert stream.get_final_response().usage.output_tokens_details.reasoning_tokens == 0
-
-
 def test_completions_have_no_such_details(client):
     answer = client.completions.create(model="boxed", prompt="a", max_tokens=2)
     assert answer.usage.completion_tokens_details is None

@@ -80,7 +80,9 @@ def test_what_is_wrong_is_said(path, body, status, http):
 def test_a_model_is_told_by_its_name_and_the_version(url, http):
     assert http.get("/version").json() == {"version": __version__}
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    assert client.models.retrieve("boxed") == client.models.list().data[0]
+    [model] = client.models.list().data
+    assert client.models.retrieve("boxed") == model
+    assert model.model_extra["max_model_len"] > 500
     with pytest.raises(openai.NotFoundError, match="'boxed' is") as refusal:
         client.models.retrieve("some/other")
     assert refusal.value.code == "model_not_found"
