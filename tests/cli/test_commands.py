@@ -385,6 +385,7 @@ def test_a_reader_that_has_left_is_no_error():
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.variant
 def test_the_real_program(folder, expected):
     command = [sys.executable, "-m", "redrafter", "generate", "--model", str(folder / "merged"), "--max-new-tokens"]
     done = subprocess.run([*command, str(NEW)], input="Zürich\n".encode(), capture_output=True, check=False)

@@ -272,6 +272,7 @@ def test_auto_classes_of_transformers_know_a_drafter(make, tmp_path):
     assert all(torch.equal(weight, drafter.get_parameter(name)) for name, weight in loaded.named_parameters())
 
 
+@pytest.mark.variant
 def test_importing_the_package_alone_lets_a_drafters_config_be_known(tmp_path):
     tiny_drafter().save_pretrained(tmp_path)
     code = (

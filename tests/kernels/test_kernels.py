@@ -66,18 +66,20 @@ def test_committing_equals_one_gather_and_scatter(kv_dtype):
     assert torch.equal(as_bytes(pool), expected)
 
 
-def test_top_continuations_equal_the_reference():
+LARGE = [pytest.param(*shape, marks=pytest.mark.variant) for shape in ((3, 4, 1024, 10), (1, 32, 1100, 32))]
+
+
+@pytest.mark.parametrize(("rows", "beams", "vocab", "wide"), [(2, 1, 50, 3), (1, 5, 2500, 5), *LARGE])
+def test_top_continuations_equal_the_reference(rows, beams, vocab, wide):
     generator = torch.Generator().manual_seed(0)
-    shapes = (2, 1, 50, 3), (1, 5, 2500, 5), (3, 4, 1024, 10), (1, 32, 1100, 32)
-    for rows, beams, vocab, wide in shapes:
-        scores = torch.randn(rows, beams, vocab, generator=generator).to(DEVICE)
-        total = torch.randn(rows, beams, generator=generator).to(DEVICE)
-        ids = None if rows == 1 else torch.randperm(9000, generator=generator)[:vocab]
-        found = kernel_top_continuations(scores, total, wide, None if ids is None else ids.to(DEVICE))
-        expected = [x.to(DEVICE) for x in top_continuations(scores.cpu(), total.cpu(), wide, ids)]
-        assert torch.allclose(found[0], expected[0], atol=1e-5)
-        assert torch.equal(found[1], expected[1])
-        assert torch.equal(found[2], expected[2])
+    scores = torch.randn(rows, beams, vocab, generator=generator).to(DEVICE)
+    total = torch.randn(rows, beams, generator=generator).to(DEVICE)
+    ids = None if rows == 1 else torch.randperm(9000, generator=generator)[:vocab]
+    found = kernel_top_continuations(scores, total, wide, None if ids is None else ids.to(DEVICE))
+    expected = [x.to(DEVICE) for x in top_continuations(scores.cpu(), total.cpu(), wide, ids)]
+    assert torch.allclose(found[0], expected[0], atol=1e-5)
+    assert torch.equal(found[1], expected[1])
+    assert torch.equal(found[2], expected[2])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 TESTS = Path(__file__).parents[1]
 
 
+@pytest.mark.variant
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sums_equal_those_in_the_order_of_ranks(ranks):
     words = [sys.executable, "-m", "helpers.sent_sums", str(ranks)]

@@ -186,6 +186,7 @@ while True:
 """
 
 
+@pytest.mark.variant
 def test_what_was_written_before_a_kill_can_be_read(tmp_path):
     folder = tmp_path / "texts"
     with subprocess.Popen([sys.executable, "-c", KILLED, str(folder)], stdout=subprocess.PIPE, text=True) as process:

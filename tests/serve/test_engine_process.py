@@ -35,6 +35,7 @@ def events(answer: httpx.Response) -> Iterator[dict]:
     return (json.loads(line.removeprefix("data: ")) for line in lines)
 
 
+@pytest.mark.variant
 def test_an_engine_that_is_killed_ends_its_streams_and_the_server(mortal):
     with httpx.stream("POST", f"{mortal.url}/v1/completions", json=ENDLESS, timeout=300) as answer:
         parts = events(answer)
@@ -68,6 +69,7 @@ def test_a_server_that_is_killed_leaves_no_engine(mortal):
         assert soon(lambda: not os.path.exists(f"/proc/{engine}"))
 
 
+@pytest.mark.variant
 def test_an_engine_that_ends_while_it_loads_is_an_error_that_says_so():
     before = children(os.getpid())
     process = EngineProcess(LoadEngine(ServeOptions(), LoadOptions(), DraftOptions()))

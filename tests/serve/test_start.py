@@ -56,6 +56,7 @@ def test_it_answers_503_until_the_model_is_loaded_and_ends_though_a_client_never
     assert "dropped 1 connections" in program.log[-1]
 
 
+@pytest.mark.variant
 def test_a_server_runs_where_uvloop_is_not_installed(start):
     program = start('import importlib; sys.modules["uvloop"] = None; importlib.reload(server_process)')
     program.cue()
