@@ -4,6 +4,7 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,11 @@ def test_committing_equals_one_gather_and_scatter(kv_dtype):
     assert torch.equal(as_bytes(pool), expected)
 
 
-LARGE = [pytest.param(*shape, marks=pytest.mark.variant) for shape in ((3, 4, 1024, 10), (1, 32, 1100, 32))]
+def variants(*cases: tuple[int, ...]) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.variant) for case in cases]
+
+
+LARGE = variants((3, 4, 1024, 10), (1, 32, 1100, 32))
 
 
 @pytest.mark.parametrize(("rows", "beams", "vocab", "wide"), [(2, 1, 50, 3), (1, 5, 2500, 5), *LARGE])
@@ -113,7 +118,7 @@ def test_scores_that_all_beams_share_are_read_once(named):
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize(("vocab", "size"), [(3000, 2), (2049, 2), (5000, 4)])
+@pytest.mark.parametrize(("vocab", "size"), [(2049, 2), *variants((3000, 2), (5000, 4))])
 def test_continuations_of_ids_that_ranks_divide_are_those_of_all_ids(vocab, size):
     generator = torch.Generator().manual_seed(3)
     scores, total = (torch.randn(2, *shape, generator=generator).to(DEVICE) for shape in ((3, vocab), (3,)))
@@ -139,9 +144,10 @@ def test_continuations_of_ids_that_ranks_divide_are_those_of_all_ids(vocab, size
 def test_no_continuation_is_likelier_than_its_beam():
     """A tree that is cut keeps the likeliest nodes, and must never keep one without the node that it hangs on."""
     generator = torch.Generator().manual_seed(1)
-    certain = torch.full((64, 3, 200), -40.0)
-    certain[:, :, 7] = 23.7 + torch.rand(64, 3, generator=generator)
-    total = -30 * torch.rand(64, 3, generator=generator)
+    rows = 64 if DEVICE == "cuda" else 20  # an interpreter takes its time
+    certain = torch.full((rows, 3, 200), -40.0)
+    certain[:, :, 7] = 23.7 + torch.rand(rows, 3, generator=generator)
+    total = -30 * torch.rand(rows, 3, generator=generator)
     score, source, _ = kernel_top_continuations(certain.to(DEVICE), total.to(DEVICE), 3, None)
     assert bool((score.cpu() <= total.gather(1, source.cpu())).all())
 
