@@ -26,6 +26,7 @@ ALIASES = {
     "--use-logits": ("--acceptance=rejection",),
     "--use-draft-logits": ("--acceptance=rejection",),
     "--print-complete-config": ("--print-config",),
+    "--redrafter-no-greedy-search": ("--redrafter-greedy-search=False",),
 }
 REPEATED = ("--input-text", "--stop-words")  # several words may follow; the option is given for each
 

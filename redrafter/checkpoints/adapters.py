@@ -1,19 +1,16 @@
 """Read LoRA adapters in PEFT's format from directories, without PEFT."""
 
-import io
 import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, first_line
+from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import read_json
-from redrafter.files.regular_file import read_regular
-from redrafter.files.stored_tensors import read_safetensors
+from redrafter.files.stored_tensors import read_pickle, read_safetensors
 from redrafter.model.lora import LoraWeights, merge_into
 
 CONFIG_FILE = "adapter_config.json"
@@ -100,17 +97,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     file = next((folder / name for name in WEIGHTS_FILES if (folder / name).exists()), None)
     if file is None:
         raise CheckpointError(f"{folder} has no {' and no '.join(WEIGHTS_FILES)}")
-    if file.suffix == ".safetensors":
-        return read_safetensors([file])
-    # `torch.load` opens the file by its name, and would wait for ever for the writer of a FIFO.
-    content = io.BytesIO(read_regular(file))
-    try:
-        tensors = torch.load(content, map_location="cpu", weights_only=True)
-    except Exception as error:  # pickle raises any for a file that is none, or that holds code
-        raise CheckpointError(f"{file} cannot be read: {first_line(error)}") from error
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        raise CheckpointError(f"{file} does not hold tensors by name")
-    return tensors
+    return read_safetensors([file]) if file.suffix == ".safetensors" else read_pickle(file)
 
 
 def _pairs(path: str | Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:

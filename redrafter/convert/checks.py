@@ -28,7 +28,7 @@ from redrafter.files.checkpoint_kind import check_path, kind_of
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.hub import find_snapshot
 from redrafter.formats.sources import (
-    FOREIGN,
+    FORMATS,
     SourceBase,
     SourceDrafter,
     check_whole,
@@ -62,7 +62,7 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, object]:
     document: dict[str, object] = {"path": str(directory), "kind": kind}
     if kind == "drafter" and not drafter_class(directory).made_from_config:
         return document | {"drafter": _describe_drafter(read_own(directory))}
-    if kind in ("drafter", "Apple drafter", *FOREIGN):
+    if kind in ("drafter", *FORMATS):
         if drafter_name is not None:
             raise ArgumentError(f"{name} is a drafter itself: give the model first, and the drafter with --drafter")
         drafter = open_drafter(directory)

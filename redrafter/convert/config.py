@@ -22,8 +22,7 @@ from redrafter.files.checkpoint_kind import kind_of
 from redrafter.options import dtype_word, option
 from redrafter.tree.sizes import TreeShape
 
-OUTPUT_FORMATS = ("redrafter", "trtllm", "apple", "drafter", "speculators")
-OUTPUT_KINDS = {  # the results of `kind_of` for each output format
+OUTPUT_KINDS = {  # the output formats, and the results of `kind_of` for each
     "redrafter": ("merged checkpoint",),
     "trtllm": ("TensorRT-LLM ReDrafter checkpoint",),
     "apple": ("Apple drafter",),
@@ -38,7 +37,6 @@ _OPTION_FORMATS = {  # output formats that support an option, for options that n
     "node_budget": ("redrafter",),
     "redrafter_draft_len_per_beam": ("redrafter", "trtllm", "drafter", "speculators"),
     "redrafter_greedy_search": ("redrafter", "trtllm"),
-    "redrafter_no_greedy_search": ("redrafter", "trtllm"),
     "redrafter_num_beams": ("redrafter", "trtllm", "drafter"),
     "tokenizer_dir": ("redrafter",),
     "tp_size": ("trtllm",),
@@ -69,7 +67,7 @@ class ConvertConfig:
         "output format: a merged checkpoint of redrafter, a TensorRT-LLM checkpoint, a drafter in Apple's format, a "
         "drafter of redrafter, or an EAGLE-3 head or DFlash drafter as vllm-project/speculators and vLLM read it, and "
         "llama.cpp a head",
-        choices=OUTPUT_FORMATS,
+        choices=tuple(OUTPUT_KINDS),
     )
     dtype: str | None = option(
         None,
@@ -93,11 +91,10 @@ class ConvertConfig:
         type=int,
         metavar="K",
     )
-    redrafter_no_greedy_search: bool = option(False, "sample by default, unless a call chooses")
     redrafter_greedy_search: bool | None = option(
         None,
-        "decode greedily by default, unless a call chooses; False is --redrafter-no-greedy-search (default: the "
-        "source's)",
+        "decode greedily by default, unless a call chooses; False, or --redrafter-no-greedy-search, samples (default: "
+        "the source's)",
         nargs="?",
         const=True,
         type=yes_or_no,
@@ -137,8 +134,6 @@ class ConvertConfig:
             raise ArgumentError("nothing to convert: give --base-model-checkpoint-dir, --drafter-model-dir or both")
         if self.output_dir is None and not self.dry_run:
             raise ArgumentError("--output-dir is required, unless --dry-run is given")
-        if self.redrafter_no_greedy_search and self.redrafter_greedy_search:
-            raise ArgumentError("--redrafter-greedy-search and --redrafter-no-greedy-search exclude each other")
         if self.tp_size is not None and not 1 <= self.tp_size <= 4096:
             raise ArgumentError(f"--tp-size must be from 1 to 4096, got {self.tp_size}")
         check_shortlist_rank(self.head_shortlist, self.head_shortlist_rank)
@@ -146,7 +141,7 @@ class ConvertConfig:
             value = vars(self)[item.name]
             if value == "":
                 raise ArgumentError(f"{flag(item.name)} needs a value, got an empty one")
-            if value != item.default and self.to not in _OPTION_FORMATS.get(item.name, OUTPUT_FORMATS):
+            if value != item.default and self.to not in _OPTION_FORMATS.get(item.name, OUTPUT_KINDS):
                 formats = " or ".join(_OPTION_FORMATS[item.name])
                 raise ArgumentError(f"{flag(item.name)} is for --to {formats}: leave it out")
 
@@ -154,7 +149,7 @@ class ConvertConfig:
     def defaults(self) -> Defaults:
         """Search and sampling defaults set by the options; None keeps the source's value."""
         shape = TreeShape(self.redrafter_num_beams, self.redrafter_draft_len_per_beam, self.node_budget)
-        return Defaults(shape, False if self.redrafter_no_greedy_search else self.redrafter_greedy_search)
+        return Defaults(shape, self.redrafter_greedy_search)
 
 
 def build_parser() -> Parser:

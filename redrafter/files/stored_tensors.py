@@ -6,20 +6,22 @@ since safetensors opens it while it holds Python's lock. Here only regular files
 """
 
 import os
-from collections.abc import Sequence
-from io import FileIO
+import pickle
+from collections.abc import Mapping, Sequence
+from io import BytesIO, FileIO
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
+from zipfile import is_zipfile
 
 import psutil
 import torch
 from torch import Tensor
 
-from redrafter.errors import CheckpointError
-from redrafter.files.dtype_names import SAFETENSORS_DTYPES
+from redrafter.errors import CheckpointError, first_line
+from redrafter.files.dtype_names import SAFETENSORS_CODES, SAFETENSORS_DTYPES
 from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE, open_safetensors, read_file_headers, weight_files
-from redrafter.files.regular_file import open_regular
+from redrafter.files.regular_file import open_regular, read_regular
 
 SUFFIX = ".safetensors"
 READ_BYTES = 1 << 30  # per call, as Linux reads less than 2 GiB at once
@@ -100,6 +102,35 @@ def _read_tensors(path: Path, file: FileIO, size: int) -> dict[str, Tensor]:
     # A view in another dtype needs an aligned offset, which the format does not promise.
     aligned = lambda part, dtype: part if part.storage_offset() % dtype.itemsize == 0 else part.clone()  # noqa: E731
     return {name: aligned(data[begin:end], dtype).view(dtype).view(shape) for name, dtype, shape, begin, end in places}
+
+
+def read_pickle(path: Path, *, mapped: bool = False) -> dict[str, Tensor]:
+    """Return the tensors by name that `torch.save` wrote, in memory, or mapped into it if the file is an archive.
+
+    Raises:
+        CheckpointError: It cannot be read, or holds anything but tensors on the CPU that safetensors could hold.
+    """
+    # `torch.load` opens a path itself, and would wait for the writer of a FIFO.
+    archive = mapped and is_zipfile(path)  # others cannot be mapped
+    content = path if archive else BytesIO(read_regular(path))
+    try:
+        tensors = torch.load(content, map_location="cpu", weights_only=True, mmap=archive)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} holds more than tensors, and code in it would be run, so it is not loaded; save the state dict "
+            "with safetensors"
+        ) from error
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
+    if not isinstance(tensors, Mapping) or not all(
+        isinstance(name, str)
+        and isinstance(x, Tensor)
+        and (x.layout, x.device.type) == (torch.strided, "cpu")
+        and x.dtype in SAFETENSORS_CODES
+        for name, x in tensors.items()
+    ):
+        raise CheckpointError(f"{path} is no flat state dict of tensors by name")
+    return dict(tensors)
 
 
 def map_tensor(file: Path, name: str) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 from redrafter.drafting.drafter_config import AnyDrafterConfig, DrafterConfig
 from redrafter.errors import CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import APPLE_MODEL_TYPE
-from redrafter.formats.tensors import StoredTensor
+from redrafter.formats.tensors import StoredTensor, Tensors
 
 HEAD_LISTS = ("lm_head", "lm_heads", "0")  # names of the list of residual layers and head, newest first
 UNUSED_NORM = "emb_norm.weight"  # in some checkpoints; nothing reads it, and it is kept for the way back
@@ -25,11 +25,11 @@ _OTHER_KEYS = {
 }
 
 
-def rename_tensors(stored: Mapping[str, StoredTensor], layers: int, directory: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a drafter with `layers` residual layers by this project's names."""
+def rename_tensors(stored: Tensors, config: DrafterConfig, directory: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a drafter by this project's names."""
     tensors: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
-        if (new_name := _to_redrafter_name(name, layers)) in tensors:
+        if (new_name := _to_redrafter_name(name, config.num_draft_layers)) in tensors:
             raise CheckpointError(
                 f"{directory} has {tensors[new_name].name} and {name}, which are the same tensor's names"
             )
@@ -38,28 +38,19 @@ def rename_tensors(stored: Mapping[str, StoredTensor], layers: int, directory: P
 
 
 def _to_redrafter_name(name: str, layers: int) -> str:
-    name = re.sub(r"^input_projs\.", "input_proj.", name)
-    for head_list in HEAD_LISTS:
-        if match := re.fullmatch(rf"{head_list}\.(\d+)\.(linear\.)?(weight|bias)", name):
-            # Apple numbers the residual layers and the head as entries of one list.
-            number, linear, kind = match.groups()
-            if linear:
-                return f"layers.{number}.linear.{kind}"
-            if int(number) == layers:
-                return f"lm_head.{kind}"
-    return name
+    # Apple numbers the residual layers and the head as entries of one list.
+    entry = re.fullmatch(rf"({'|'.join(HEAD_LISTS)})\.(\d+)\.(linear\.)?(weight|bias)", name)
+    if entry is None or not (entry[3] or int(entry[2]) == layers):
+        return re.sub(r"^input_projs\.", "input_proj.", name)
+    return f"layers.{entry[2]}.linear.{entry[4]}" if entry[3] else f"lm_head.{entry[4]}"
 
 
 def to_apple_name(name: str, layers: int) -> str:
     """Return Apple's current name of a tensor of this project's drafter with `layers` residual layers."""
-    if name == "lm_head.weight":
-        return f"lm_head.{layers}.weight"
-    return re.sub(r"^layers\.(\d+)\.", r"lm_head.\1.", name)
+    return re.sub(r"^layers\.", "lm_head.", re.sub(r"^lm_head\.", f"lm_head.{layers}.", name))
 
 
-def to_redrafter_config(
-    config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], directory: Path
-) -> DrafterConfig:
+def to_redrafter_config(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> DrafterConfig:
     """Convert Apple's config; keys without a counterpart are kept in `source_config`, for the way back.
 
     The tensors, by Apple's names, determine the vocabulary and the recurrence if the config does not.

@@ -30,7 +30,7 @@ from redrafter.formats.eagle import (
     speculators_layer,
     speculators_maps,
 )
-from redrafter.formats.tensors import StoredTensor
+from redrafter.formats.tensors import StoredTensor, Tensors
 
 HEAD = "lm_head.weight"
 LAYER_TYPES = ("qwen3", "muse_glimmer_assistant")  # whose decoder layers have the same tensors and formulas
@@ -49,9 +49,7 @@ _ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "d
 _TRANSFORMERS_NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 
 
-def to_redrafter_config(
-    config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], directory: Path
-) -> DFlashConfig:
+def to_redrafter_config(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> DFlashConfig:
     """Convert the config of a drafter in any of the formats; its tensors decide which parts it has."""
     where, settings = directory / "config.json", as_dict(config.get("dflash_config"))
     if unknown := sorted(key for key in settings if key not in _KNOWN):
@@ -107,7 +105,7 @@ def to_redrafter_config(
     )
 
 
-def _is_dspark(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> bool:
+def _is_dspark(config: Mapping[str, Any], tensors: Tensors) -> bool:
     """Return whether a drafter is a DSpark drafter, whose blocks draft from the pending token's position on."""
     names = (*(config.get("architectures") or ()), config.get(SPECULATORS_KEY))
     return MARKOV in tensors or any("dspark" in str(name).lower() for name in names)
@@ -141,9 +139,7 @@ def _target_layers(value: Any, layers: int, config: Mapping[str, Any], directory
     return ascending(ids, directory, "target_layer_ids")
 
 
-def split_tensors(
-    tensors: Mapping[str, StoredTensor], config: DFlashConfig, directory: Path
-) -> dict[str, StoredTensor]:
+def rename_tensors(tensors: Tensors, config: DFlashConfig, directory: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a drafter by this project's names, without those that nothing reads."""
     read = {_TRANSFORMERS_NAMES.get(name, name): x for name, x in tensors.items() if not _UNREAD.fullmatch(name)}
     return read | draft_ids(tensors, config.draft_vocab_size, config.vocab_size, directory)
@@ -196,7 +192,7 @@ def to_speculators_config(
     return written | {field: value for field in fields if (value := getattr(config, field)) is not None}
 
 
-def to_speculators_tensors(tensors: Mapping[str, StoredTensor], config: DFlashConfig) -> dict[str, StoredTensor]:
+def to_speculators_tensors(tensors: Tensors, config: DFlashConfig) -> dict[str, StoredTensor]:
     """Return a drafter's tensors by speculators' names, and `d2t` and `t2d` of a reduced vocabulary."""
     written = dict(tensors)
     ids = written.pop("draft_ids", None)

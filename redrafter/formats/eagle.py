@@ -24,7 +24,7 @@ from redrafter.drafting.drafter_config import DEFAULT_ROPE, ROPE_TYPES, EagleCon
 from redrafter.drafting.drafter_model import check_draft_ids
 from redrafter.errors import CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import SPECULATORS_KEY, config_errors
-from redrafter.formats.tensors import StoredTensor, memory_tensor
+from redrafter.formats.tensors import StoredTensor, Tensors, memory_tensor
 
 EMBEDDING = "embed_tokens.weight"  # in both formats, and in ours
 LAYER_TYPES = ("llama", "qwen3")  # `model_type` of the decoder layers that can be computed
@@ -55,7 +55,7 @@ _LAYER_KEYS = (
 _UNREAD = re.compile(r"t2d|d2t|verifier_(lm_head|norm)\.weight|.*\.rotary_emb\.inv_freq")
 
 
-def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], directory: Path) -> EagleConfig:
+def to_redrafter_config(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> EagleConfig:
     """Convert the config of a head in either format; its tensors decide whether it has separate embeddings."""
     read = _of_speculators if SPECULATORS_KEY in config else _of_eagle
     layer = layer_config(config.get("transformer_layer_config", config), directory, LAYER_TYPES)
@@ -154,7 +154,7 @@ def as_dict(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def split_tensors(tensors: Mapping[str, StoredTensor], config: EagleConfig, directory: Path) -> dict[str, StoredTensor]:
+def rename_tensors(tensors: Tensors, config: EagleConfig, directory: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a head by this project's names, without those that nothing reads."""
     renamed = {
         re.sub(r"^layers\.0\.", "midlayer.", name): tensor
@@ -164,9 +164,7 @@ def split_tensors(tensors: Mapping[str, StoredTensor], config: EagleConfig, dire
     return renamed | draft_ids(tensors, config.draft_vocab_size, config.vocab_size, directory)
 
 
-def draft_ids(
-    tensors: Mapping[str, StoredTensor], size: int | None, vocab_size: int, directory: Path
-) -> dict[str, StoredTensor]:
+def draft_ids(tensors: Tensors, size: int | None, vocab_size: int, directory: Path) -> dict[str, StoredTensor]:
     """Return `draft_ids`, the base's id of each of a drafter's `size` ids, `[V']` int64, by its name.
 
     It is left out of a drafter that has all ids of its base in order; `size` is None then.
@@ -267,7 +265,7 @@ def speculators_fields(
     }
 
 
-def to_speculators_tensors(tensors: Mapping[str, StoredTensor], config: EagleConfig) -> dict[str, StoredTensor]:
+def to_speculators_tensors(tensors: Tensors, config: EagleConfig) -> dict[str, StoredTensor]:
     """Return a head's tensors by speculators' names, with `d2t`, offsets to the target's ids, and `t2d`, `[V]` bool."""
     written = {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in tensors.items()}
     return written | speculators_maps(written.pop("draft_ids", None), config.vocab_size)

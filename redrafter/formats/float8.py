@@ -17,7 +17,7 @@ from torch import Tensor
 from redrafter.errors import CheckpointError, UnsupportedError, first_line
 from redrafter.files.checkpoint_kind import read_json
 from redrafter.files.dtype_names import dtype_name
-from redrafter.formats.tensors import StoredTensor, empty
+from redrafter.formats.tensors import StoredTensor, Tensors, empty
 
 _KEYS = ("quantization_config", "compression_config")  # of config.json; the second is older
 _MODELOPT_FILE = "hf_quant_config.json"
@@ -27,7 +27,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def read_quantized(
-    config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], directory: Path
+    config: Mapping[str, Any], tensors: Tensors, directory: Path
 ) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     """Return the config without its quantisation, and the tensors with FP8 weights as numbers of the drafter's dtype.
 

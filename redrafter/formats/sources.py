@@ -1,14 +1,11 @@
 """Sources of a conversion: a base model and a drafter in any of the formats, as configs and tensors not yet loaded."""
 
-import io
-import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from zipfile import is_zipfile
 
 import torch
 from huggingface_hub import snapshot_download
@@ -18,10 +15,10 @@ from transformers.utils import logging
 from redrafter.checkpoints.drafters import NORM_ROWS, check_fits_base
 from redrafter.checkpoints.merged import Defaults
 from redrafter.checkpoints.models import auto_class, load_config
-from redrafter.drafting.drafter_config import AnyDrafterConfig
+from redrafter.drafting.drafter_config import AnyDrafterConfig, DrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel, check_draft_ids
 from redrafter.drafting.drafter_types import drafter_class, make_drafter
-from redrafter.errors import ArgumentError, CheckpointError, first_line
+from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.checkpoint_kind import (
     DRAFTER_FOLDER,
     SHAPE_FILE,
@@ -31,11 +28,11 @@ from redrafter.files.checkpoint_kind import (
     load_error,
     read_json,
 )
-from redrafter.files.dtype_names import SAFETENSORS_CODES, dtype_name
+from redrafter.files.dtype_names import dtype_name
 from redrafter.files.gguf_file import GgufHeader, find_gguf, find_parts, read_header, read_rows
 from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE
 from redrafter.files.hub import find_model_file
-from redrafter.files.regular_file import read_regular
+from redrafter.files.stored_tensors import read_pickle
 from redrafter.formats import apple, dflash, eagle, trtllm
 from redrafter.formats.float8 import read_quantized
 from redrafter.formats.tensors import StoredTensor, check_tensors, empty, memory_tensor, open_directory
@@ -44,8 +41,9 @@ from redrafter.model.supported import config_width
 from redrafter.tree.sizes import TreeShape
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# Modules that read drafters of others, by the kind of directory.
+# Modules that read drafters of others, by the kind of directory. Engines read those of `FOREIGN` themselves.
 FOREIGN: dict[str, ModuleType] = {"EAGLE-3 head": eagle, "speculators checkpoint": eagle, "DFlash drafter": dflash}
+FORMATS = {"Apple drafter": apple, **FOREIGN}
 PICKLE_FILES = ("model.pt", "pytorch_model.bin")
 # Folders of a model directory that belong to the model: `save_pretrained` keeps further chat templates in this one.
 MODEL_FOLDERS = ("additional_chat_templates",)
@@ -266,17 +264,14 @@ def open_drafter(directory: Path, recurrence: str | None = None, *, whole: bool 
     if kind == "drafter":
         own = read_own(directory)
         config, tensors = own.config, own.tensors
-    elif kind == "Apple drafter":
-        stored = _open_tensors(directory)
-        config = apple.to_redrafter_config(read_json(directory / "config.json"), stored, directory)
-        tensors = apple.rename_tensors(stored, config.num_draft_layers, directory)
-        source_name = partial(apple.to_apple_name, layers=config.num_draft_layers)
-    elif (foreign := FOREIGN.get(kind)) is not None:
+    elif (theirs := FORMATS.get(kind)) is not None:
         content, stored = read_json(directory / "config.json"), _open_tensors(directory, whole=whole)
         refuse_unread(content, stored, directory)
         content, stored = read_quantized(content, stored, directory)
-        config = foreign.to_redrafter_config(content, stored, directory)
-        tensors = foreign.split_tensors(stored, config, directory)
+        config = theirs.to_redrafter_config(content, stored, directory)
+        tensors = theirs.rename_tensors(stored, config, directory)
+        if isinstance(config, DrafterConfig):
+            source_name = partial(apple.to_apple_name, layers=config.num_draft_layers)
     elif kind == "TensorRT-LLM ReDrafter checkpoint":
         source_name = trtllm.DRAFTER_PREFIX.__add__
         trtllm_config = trtllm.read_config(directory)
@@ -346,24 +341,4 @@ def _open_tensors(directory: Path, *, whole: bool = False) -> dict[str, StoredTe
     file = next((directory / name for name in PICKLE_FILES if (directory / name).is_file()), None)
     if file is None or has_safetensors:
         return open_directory(directory, whole=whole)
-    # `torch.load` opens a path itself and would block on a FIFO.
-    content = io.BytesIO(read_regular(file)) if whole else file
-    try:
-        # Without mmap the whole file is held in memory, and only zip archives can be mapped.
-        tensors = torch.load(content, map_location="cpu", weights_only=True, mmap=not whole and is_zipfile(file))
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{file} holds more than tensors, and code in it would be run, so it is not loaded; save the state dict of "
-            "the drafter with safetensors"
-        ) from error
-    except Exception as error:
-        raise CheckpointError(f"{file} cannot be read: {first_line(error)}") from error
-    if not isinstance(tensors, Mapping) or not all(
-        isinstance(name, str)
-        and isinstance(x, torch.Tensor)
-        and (x.layout, x.device.type) == (torch.strided, "cpu")
-        and x.dtype in SAFETENSORS_CODES
-        for name, x in tensors.items()
-    ):
-        raise CheckpointError(f"{file} is no flat state dict of tensors by name")
-    return {name: memory_tensor(name, tensor) for name, tensor in tensors.items()}
+    return {name: memory_tensor(name, tensor) for name, tensor in read_pickle(file, mapped=not whole).items()}

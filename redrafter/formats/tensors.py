@@ -52,6 +52,9 @@ class StoredTensor:
         return replace(self, meta=function(self.meta), read=lambda: function(self.read()))
 
 
+Tensors = Mapping[str, StoredTensor]
+
+
 def open_directory(directory: Path, *, whole: bool = False) -> dict[str, StoredTensor]:
     """Return the tensors of a directory that `save_pretrained` wrote: of one file, or of several and an index.
 

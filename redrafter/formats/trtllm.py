@@ -23,6 +23,7 @@ from redrafter.files.checkpoint_kind import config_errors, read_json
 from redrafter.formats.apple import UNUSED_NORM
 from redrafter.formats.tensors import (
     StoredTensor,
+    Tensors,
     check_tensors,
     concat,
     open_file,
@@ -265,7 +266,7 @@ def to_hf_config(config: Mapping[str, Any], tied: bool, directory: Path) -> Pret
         )
 
 
-def check_base(config: PretrainedConfig, tensors: Mapping[str, StoredTensor], tp: int, directory: Path) -> None:
+def check_base(config: PretrainedConfig, tensors: Tensors, tp: int, directory: Path) -> None:
     """Check that a base can be written as a TensorRT-LLM checkpoint for `tp` ranks."""
     if config.model_type not in MODEL_TYPES:
         raise UnsupportedError(
@@ -281,7 +282,7 @@ def check_base(config: PretrainedConfig, tensors: Mapping[str, StoredTensor], tp
         raise ArgumentError(f"--tp-size {tp} neither divides num_key_value_heads={key_heads} nor is a multiple of it")
 
 
-def check_base_tensors(config: PretrainedConfig, tensors: Mapping[str, StoredTensor], directory: Path) -> None:
+def check_base_tensors(config: PretrainedConfig, tensors: Tensors, directory: Path) -> None:
     """Raise `CheckpointError` unless a model has exactly the tensors that its config asks for."""
     read = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
     tied = [LM_HEAD] if config.tie_word_embeddings else []
@@ -298,9 +299,7 @@ def check_tp(tp: int, sizes: Mapping[str, int]) -> None:
             )
 
 
-def split_base(
-    tensors: Mapping[str, StoredTensor], config: PretrainedConfig, rank: int, tp: int
-) -> dict[str, StoredTensor]:
+def split_base(tensors: Tensors, config: PretrainedConfig, rank: int, tp: int) -> dict[str, StoredTensor]:
     """Return one rank's part of a base, by TensorRT-LLM's names."""
     part = {}
     for trtllm_name, hf_names, dim in _rules_of(config.num_hidden_layers):
@@ -320,9 +319,7 @@ def split_base(
     return part
 
 
-def join_base(
-    ranks: Sequence[Mapping[str, StoredTensor]], config: Mapping[str, Any], directory: Path
-) -> dict[str, StoredTensor]:
+def join_base(ranks: Sequence[Tensors], config: Mapping[str, Any], directory: Path) -> dict[str, StoredTensor]:
     """Return the base's tensors by Hugging Face's names, put together from all ranks."""
     base: dict[str, StoredTensor] = {}
     rules, heads = list(_rules_of(config["num_hidden_layers"])), config["num_attention_heads"]
@@ -356,12 +353,12 @@ def join_base(
     return base
 
 
-def split_drafter(tensors: Mapping[str, StoredTensor], rank: int, tp: int) -> dict[str, StoredTensor]:
+def split_drafter(tensors: Tensors, rank: int, tp: int) -> dict[str, StoredTensor]:
     """Return one rank's part of a drafter, by TensorRT-LLM's names."""
     return {DRAFTER_PREFIX + name: _split(x, _drafter_rule(name), rank, tp) for name, x in tensors.items()}
 
 
-def join_drafter(ranks: Sequence[Mapping[str, StoredTensor]], vocabulary: int) -> dict[str, StoredTensor]:
+def join_drafter(ranks: Sequence[Tensors], vocabulary: int) -> dict[str, StoredTensor]:
     """Return the drafter's tensors by this project's names, put together from all ranks.
 
     `vocabulary` is the number of the head's rows without padding.

@@ -214,7 +214,7 @@ def test_draft_ids_outside_of_the_vocabulary_are_refused(tmp_path, capsys):
         ("apple", {"copy": True}),
         ("apple", {"base_model_checkpoint_dir": "x"}),
         ("drafter", {"node_budget": 9}),
-        ("drafter", {"redrafter_no_greedy_search": True}),
+        ("drafter", {"redrafter_greedy_search": True}),
         ("trtllm", {"copy": True}),
         ("redrafter", {"tp_size": 2}),
         ("drafter", {"tokenizer_dir": "x"}),
