@@ -5,7 +5,7 @@ The plan needs the base's config and the data, but no weights.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -276,49 +276,16 @@ def show_first_document(config: TrainConfig, tokenizer: PreTrainedTokenizerBase)
     return format_sample(document, tokenizer)
 
 
-@dataclass(frozen=True)
-class ValidationPrompts:
-    """Prompts that the base continues for validation."""
-
-    ids: list[list[int]]  # token ids of each
-    rows: int  # rows that they were chosen from
-    trained_on: int  # number of these rows whose text or prompt is also in the training rows
-
-    @property
-    def kind(self) -> str:
-        """Description for reports: held-out prompts, or the number of rows that are trained on."""
-        if not self.trained_on:
-            return "held-out prompts"
-        return f"prompts that are not held out ({self.trained_on:,} of {self.rows:,} rows are trained on too)"
-
-    def notes(self, config: TrainConfig) -> list[str]:
-        """Return a line if the validation does not measure held-out texts; otherwise an empty list."""
-        if not self.ids and config.validate_prompts:
-            return [
-                "note: there are no rows to validate on, so the drafter is not measured, and the tree that it "
-                'drafts is not chosen: give --validate FILE, or rows with "split": "val"'
-            ]
-        if self.ids and self.trained_on:
-            return [
-                f"note: {self.trained_on:,} of the {self.rows:,} rows to validate on are trained on too, so a "
-                "validation says little of other texts: give --validate other rows"
-            ]
-        return []
-
-
-def validation_prompts(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, context: int | None
-) -> ValidationPrompts:
-    """Choose the prompts that the base continues for validation.
+def validation_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, context: int | None) -> list[list[int]]:
+    """Choose the prompts that the base continues for validation, ids of each.
 
     `context` is the number of tokens of the base's context; None for no limit. Raises `ArgumentError` if options
     request a validation and no prompt is left.
     """
     rows = read_rows([config.validate] if config.validate else config.data)
     held_out = [row for row in rows if row.split == "val" or (config.validate and row.split != "train")]
-    # One token of context must remain for the continuation.
     max_tokens = config.length or DEFAULT_LENGTH
-    if context is not None:
+    if context is not None:  # one token of context must remain for the continuation
         max_tokens = min(max_tokens, context - 1)
     chosen = sample_prompts(
         held_out,
@@ -334,15 +301,7 @@ def validation_prompts(
             f"{config.validate or ', '.join(config.data)}: no prompt of 1 to {max_tokens} tokens to validate on; give "
             "--validate other rows and --validate-prompts more than 0, or leave these and --validate-every out"
         )
-    # Validation on trained prompts overstates acceptance, which a note reports.
-    trained = set(map(_prompt_of, _training_rows(config))) if chosen else set()
-    return ValidationPrompts(chosen, len(held_out), sum(_prompt_of(row) in trained for row in held_out))
-
-
-def _prompt_of(row: Row) -> int:
-    """Return a hash of a row's input: its text, its prompt, its turns other than answers, or its ids."""
-    turns = None if row.messages is None else [turn["content"] for turn in row.messages if turn["role"] != "assistant"]
-    return hash(repr((row.text or row.prompt, turns, row.ids)))
+    return chosen
 
 
 def _training_rows(config: TrainConfig) -> Iterator[Row]:

@@ -137,14 +137,17 @@ class TrainingSession:
             log(f"resuming from step {self.resumed.state.step}")
         validates = accelerator.is_main_process or config.shard_base
         self.validation_texts: ValidationTexts | None = None  # None in a process that does not validate
-        self.validation_kind = ""  # what its prompts are
+        # The user says which rows are held out: in a file of their own, some may be trained on too.
+        self.validation_kind = f"prompts of {short_name(config.validate)}" if config.validate else "held-out prompts"
         if validates:  # let the base continue the prompts greedily
             prompts = validation_prompts(config, tokenizer, self.target.fixed_rope_context)
-            self.validation_kind = prompts.kind
-            for line in prompts.notes(config):
-                log(line)
+            if config.validate_prompts and not prompts:
+                log(
+                    "note: there are no rows to validate on, so the drafter is not measured, and the tree that it "
+                    'drafts is not chosen: give --validate FILE, or rows with "split": "val"'
+                )
             ends = end_tokens(self.target.model, tokenizer)
-            self.validation_texts = ValidationTexts(self.target, prompts.ids, config.validate_tokens, ends)
+            self.validation_texts = ValidationTexts(self.target, prompts, config.validate_tokens, ends)
 
     def train(self) -> TrainingState:
         """Run the training loop."""

@@ -297,7 +297,7 @@ def test_the_command_makes_a_directory_that_loads(tmp_path, capsys):
     assert all(
         word in said for word in ("frozen", "12 windows", "walked", "right 0.5 0.4 ...: the drafter's best guess")
     )
-    assert re.search(r"walked \d\.\d+ tokens per step greedily and \d\.\d+ at T=1 over 1 prompts", said)
+    assert re.search(r"walked \d\.\d+ tokens per step greedily and \d\.\d+ at T=1 over 1 held-out prompts", said)
     card = (out / "README.md").read_text()
     assert ModelCard(card).data.to_dict() == {
         "library_name": "redrafter",
@@ -312,8 +312,7 @@ def test_the_command_makes_a_directory_that_loads(tmp_path, capsys):
     assert greedy.startswith(f"| greedy | {chosen[3]} |")
     assert sampled.startswith("| temperature 1 |")
     assert str(tmp_path) not in card
-    kind = "prompts that are not held out (1 of 2 rows are trained on too)"
-    tree = f"1 {kind} ({chosen[1]} beams x {chosen[2]} tokens,"
+    tree = f"1 held-out prompts ({chosen[1]} beams x {chosen[2]} tokens,"
     for words in ("data.jsonl", "--draft-vocab-size 40", f"{chosen[3]} tokens per step, greedy", tree):
         assert words in card
 
@@ -455,20 +454,10 @@ def test_tokens_to_learn_that_no_window_holds_are_noted_with_the_length_that_hol
     assert note in notes_of(capsys, trained)
 
 
-def test_rows_to_validate_on_that_are_trained_on_are_not_called_held_out(tmp_path, capsys):
-    rows = [{"text": f"{n} men went to mow, went to mow a meadow"} for n in range(5)]
-    others = [{"text": f"{n} green bottles hanging on the wall"} for n in range(5)]
-    words = command(tmp_path, "--steps", "1", "--validate-tokens", "4", rows=rows)
-
-    def said(*validate: object) -> str:
-        path = write(tmp_path / "validate.jsonl", list(validate))
-        return "\n".join(notes_of(capsys, [*words, "--overwrite", "--validate", path]))
-
-    assert "5 of the 5 rows to validate on are trained on too" in said(*rows)
-    assert "prompts that are not held out (5 of 5 rows are trained on too)" in (tmp_path / "out/README.md").read_text()
-    assert "2 of the 7 rows to validate on are trained on too" in said(*rows[:2], *others)
-    held_out = said(*others)
-    assert "trained on" not in held_out
-    assert "held-out prompts" in held_out
-    same_file = "\n".join(notes_of(capsys, [*words, "--overwrite", "--validate", str(tmp_path / "data.jsonl")]))
-    assert "over 5 prompts that are not held out" in same_file
+def test_prompts_of_a_file_are_named_by_it_and_not_called_held_out(tmp_path, capsys):
+    path = write(tmp_path / "more.jsonl", [{"text": f"{n} men went to mow, went to mow a meadow"} for n in range(5)])
+    words = command(tmp_path, "--steps", "1", "--validate-tokens", "4", "--validate", path)
+    assert "over 5 prompts of more.jsonl" in "\n".join(notes_of(capsys, words))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "5 prompts of more.jsonl" in card
+    assert "held-out" not in card
