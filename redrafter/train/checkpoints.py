@@ -213,14 +213,13 @@ def check_same_start(accelerator: Accelerator, checkpoints: Checkpoints, resumed
     `resumed` is the checkpoint that this process found; None if it found none. Raises `ArgumentError` if the processes
     differ, as on machines without a shared file system.
     """
-    all_data = gather_object([checkpoints.identity.data])
-    for process, data in enumerate(all_data):
-        if data != all_data[0]:
+    step = "none" if resumed is None else f"step {resumed.state.step}"
+    starts = gather_object([(checkpoints.identity.data, step)])
+    (data, first), *_ = starts
+    for process, (other_data, other) in enumerate(starts):
+        if other_data != data:
             raise ArgumentError(f"process {process} has other data than process 0: give all the same --data")
-    steps = gather_object([None if resumed is None else resumed.state.step])
-    for process, step in enumerate(steps):
-        if step != steps[0]:
-            first, other = ("none" if found is None else f"step {found}" for found in (steps[0], step))
+        if other != first:
             raise ArgumentError(
                 f"checkpoints in {checkpoints.folder}: process 0 finds {first} to resume from, and process {process} "
                 f"{other}; copy the checkpoints of process 0 to every machine"

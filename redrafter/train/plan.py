@@ -130,12 +130,7 @@ def notes(
 
 def _longer(config: TrainConfig, windows: Windows) -> str:
     """Say which `--length` holds all tokens to learn, of which windows of the current length hold some or none."""
-    cut, context = f"texts are cut at --length {config.length}", context_of(_text_config(config))
-    if context is not None and windows.longest_cut > context:
-        return (
-            f"{cut}, and the longest has {windows.longest_cut:,} tokens, which the base cannot read: give shorter rows"
-        )
-    return f"{cut}: give --length {windows.longest_cut}, or shorter rows"
+    return f"texts are cut at --length {config.length}: give --length {windows.longest_cut}, or shorter rows"
 
 
 def last_step(config: TrainConfig, windows: Windows, processes: int) -> int | None:

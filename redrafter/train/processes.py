@@ -20,16 +20,6 @@ SPREADING_VARIABLES = {
 }
 
 
-def check_launcher() -> None:
-    """Raise `UnsupportedError` if accelerate is configured to shard the drafter itself."""
-    for variable, name in SPREADING_VARIABLES.items():
-        if os.environ.get(variable, "false").lower() == "true":
-            raise UnsupportedError(
-                f"accelerate is configured for {name}, which does not train drafters; start it with torchrun "
-                "--nproc-per-node N, or run accelerate config again without it; --shard-base spreads the base"
-            )
-
-
 def stays_on_cpu(config: TrainConfig) -> bool:
     """Return whether to train on the CPU: because `config` sets it, or because there is no other device.
 
@@ -46,7 +36,12 @@ def new_accelerator(config: TrainConfig) -> Accelerator:
         ArgumentError: Several processes would each train a separate drafter, or `config` requires several processes
             and there is only one.
     """
-    check_launcher()
+    for variable, name in SPREADING_VARIABLES.items():
+        if os.environ.get(variable, "false").lower() == "true":
+            raise UnsupportedError(
+                f"accelerate is configured for {name}, which does not train drafters; start it with torchrun "
+                "--nproc-per-node N, or run accelerate config again without it; --shard-base spreads the base"
+            )
     # With a single draft step the recurrence's state matrix has no gradient, which DDP otherwise rejects.
     handler = DistributedDataParallelKwargs(find_unused_parameters=config.draft_len == 1)
     accelerator = Accelerator(

@@ -116,9 +116,8 @@ class TrainingSession:
         self.windows.check(self.target.vocab_size, self.target.fixed_rope_context)
         self.base = short_name(self.target.model.config.name_or_path)
         self.checkpoints, self.resumed = self._open_checkpoints()
-        self.processes: int = (
-            self.checkpoints.identity.processes
-        )  # number that started the training; a resumed run may use another
+        # The number that started the training; a resumed run may use another.
+        self.processes = self.checkpoints.identity.processes
         self.accumulate = config.accumulate * self.processes // accelerator.num_processes  # batches of a step on each
         self.drafter = self._load_drafter()
         trained = trained_parameters(self.drafter, config)
