@@ -47,11 +47,12 @@ test-all: $(READY)
 
 benchmarks: $(READY)
 	mkdir -p $(BENCHMARKS)
-	$(BIN)/redrafter bench --device cpu --prompts $(HELD_OUT) --batch-sizes 1,2,4 --context 100,900 \
-		--against eager,static,assisted --json $(BENCHMARKS)/bench.json --plots $(BENCHMARKS)
+	$(BIN)/redrafter bench --device cpu --prompts $(HELD_OUT) --batch-sizes 1,2,4 \
+		--against eager,static,assisted --json $(BENCHMARKS)/bench.jsonl --plot $(BENCHMARKS)/bench.png
+	$(BIN)/python benchmarks/standing_batch.py --device cpu --prompts $(HELD_OUT) --batch-sizes 1,2,4 --context 100,900
 	$(BIN)/redrafter compare --device cpu --prompts $(HELD_OUT) --num-prompts 32 --repeats 3 \
-		--output $(BENCHMARKS)/compare.json
-	$(BIN)/redrafter evaluate --device cpu --prompts $(HELD_OUT) --json $(BENCHMARKS)/evaluate.json
+		--json $(BENCHMARKS)/compare.jsonl
+	$(BIN)/redrafter evaluate --device cpu --prompts $(HELD_OUT) --json $(BENCHMARKS)/evaluate.jsonl
 	$(BIN)/python examples/tiny_pair/speed.py --prompts $(HELD_OUT) --count 10 --new 96 --threads 2 --repeats 2 \
 		--budgets 8 12 16 26 | tee $(BENCHMARKS)/speed.txt
 

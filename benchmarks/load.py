@@ -26,7 +26,7 @@ from redrafter.app.flags import integers
 from redrafter.data.prompts import turns_before_answer
 from redrafter.data.rows import Row
 from redrafter.measure.prompts import read_prompts
-from redrafter.measure.report import format_table
+from redrafter.measure.table import format_table
 
 FAILURES = (ClientError, OSError, ValueError, LookupError, AttributeError, TypeError, asyncio.TimeoutError)
 

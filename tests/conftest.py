@@ -27,7 +27,7 @@ from redrafter.engine.engine import Engine
 # Folders whose parametrised tests are seldom fast; tests/matrix chooses by itself.
 COSTLY = {
     "attention",
-    "bench",
+    "benchmarks",
     "cache",
     "checkpoints",
     "cli",
@@ -37,6 +37,7 @@ COSTLY = {
     "extensions",
     "grammar",
     "kernels",
+    "measure",
     "scheduler",
     "model",
     "serve",

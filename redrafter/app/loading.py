@@ -32,7 +32,7 @@ from redrafter.engine.engine import Engine
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.checkpoint_kind import split_adapter
 from redrafter.files.cpu_quota import cpu_quota
-from redrafter.measure.run import PromptIds, Run, pad_token_of, timed_run
+from redrafter.measure.decode import PromptIds, Run, pad_token_of, timed_run
 from redrafter.parallel.launched import launched_processes
 from redrafter.sampling.params import NUMBERS
 

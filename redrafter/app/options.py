@@ -6,7 +6,7 @@ A default is written once, here; `redrafter.app.flags` makes the flags and their
 import argparse
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -153,38 +153,6 @@ class PromptOptions:
     def cut(self) -> PromptCut:
         """Arguments of `redrafter.measure.prompts.encode`."""
         return {"share": self.prompt_share, "most": self.prompt_tokens}
-
-
-@dataclass(frozen=True)
-class SuiteOptions:
-    """Options of `evaluate` and `bench` that select a suite of questions and the files for its tables."""
-
-    suite: str | None = option(
-        None,
-        "measure on a standard suite of questions: a directory with SPEED-Bench, Spec-Bench or MT-Bench as their "
-        "makers' scripts prepare them. All turns are asked through the chat template, each after the model's own "
-        "answers; tables by category",
-        metavar="DIR",
-        path=True,
-        names="suite",
-    )
-    csv: str | None = option(
-        None, "with --suite: also write the tables as CSV", metavar="FILE", path=True, names="new file"
-    )
-    markdown: str | None = option(
-        None, "with --suite: also write the tables as Markdown", metavar="FILE", path=True, names="new file"
-    )
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if self.suite is None and value is not None:
-                raise ArgumentError(f"{flag(name)} is for --suite: give that too")
-
-    def refuse_others(self, args: argparse.Namespace, names: Iterable[str]) -> None:
-        """Raise `ArgumentError` if `--suite` is given together with an option of `names` that does not apply to it."""
-        for name in sorted(names):
-            if self.suite is not None and name in args:
-                raise ArgumentError(f"{flag(name)} has no meaning with --suite: leave it out")
 
 
 @dataclass(frozen=True)

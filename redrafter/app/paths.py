@@ -63,20 +63,13 @@ def _check_model(name: str, flag: str) -> None:
         raise error
 
 
-def _check_picture(name: str, flag: str, *, folder: bool = False) -> None:
-    """Check that pictures can be drawn, into a `.png` or into a folder, which is made."""
+def _check_picture(name: str, flag: str) -> None:
+    """Check that a `.png` can be drawn."""
     if find_spec("matplotlib") is None:
         raise MissingDependencyError(f"{flag} needs matplotlib: {how_to_install('bench')}")
-    if folder:
-        try:
-            # Created now, so that an unwritable folder fails before hours of measurement.
-            Path(name).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ArgumentError(f"{flag} {name} cannot be a directory: {error.strerror or error}") from error
-    elif Path(name).suffix != ".png":
+    if Path(name).suffix != ".png":
         raise ArgumentError(f"{flag} draws a .png, got {name!r}")
-    else:
-        check_writable(Path(name), flag)
+    check_writable(Path(name), flag)
 
 
 def _check_tokenizer(name: str, flag: str) -> None:
@@ -94,7 +87,6 @@ CHECKS: dict[str, Callable[[str, str], object]] = {
     "model": _check_model,
     "new file": lambda name, flag: check_writable(Path(name), flag),
     "picture": _check_picture,
-    "pictures": lambda name, flag: _check_picture(name, flag, folder=True),
     "prompts": lambda name, flag: check_prompts(name),
     "template": check_file,
     "suite": lambda name, flag: suite_files(name),

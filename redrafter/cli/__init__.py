@@ -11,11 +11,11 @@ from typing import Any
 
 from redrafter.app.drafter_alone import use_base_of_drafter
 from redrafter.app.flags import add_options, read_options, temperatures
-from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions, SuiteOptions
+from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.app.parser import Parser, add_json
 from redrafter.app.paths import check_file, check_paths
 from redrafter.app.program import import_libraries, run_command, run_rank
-from redrafter.bench.options import NOT_IN_COMPARE, BenchOptions, CompareOptions
+from redrafter.cli import measure_options
 from redrafter.errors import did_you_mean
 from redrafter.parallel.launched import launched_processes
 from redrafter.version import __version__
@@ -24,10 +24,6 @@ from redrafter.version import __version__
 SCRIPTS = {
     "serve": ("redrafter.serve.command", "serve a model over OpenAI's protocol"),
     "train": ("redrafter.train.config", "train a drafter for a model"),
-    "evaluate": (
-        "redrafter.train.evaluate.options",
-        "measure how many drafts of a drafter are accepted, by tree shape and category",
-    ),
     "regenerate": (
         "redrafter.train.regenerate.config",
         "regenerate the answers of a data set with a model, as training data",
@@ -50,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     """Run a command in this process, and return its exit code."""
+    if argv and argv[0] in measure_options.COMMANDS:
+        return measure_options.main(argv[0], argv[1:])
     if argv and argv[0] in SCRIPTS:
         return run_command(lambda: importlib.import_module(SCRIPTS[argv[0]][0]).main(argv[1:]))
     parser = build_parser()
@@ -65,6 +63,7 @@ def _run(argv: list[str]) -> int:
         if args.command == "completion":
             # Only completion needs the parsers of all commands, whose imports take time.
             scripts = {name: importlib.import_module(module).build_parser() for name, (module, _) in SCRIPTS.items()}
+            scripts |= {name: measure_options.build_parser(name) for name in measure_options.COMMANDS}
             print(importlib.import_module("redrafter.cli.completion").completion_script(args.shell, parser, scripts))
             return 0
         _check(args, parser.commands[args.command].option_types)
@@ -156,39 +155,6 @@ def build_parser() -> Parser:
     colours = "colour accepted drafts; auto colours on a terminal unless NO_COLOR is set (default: %(default)s)"
     for each in (generate, chat):
         each.add_argument("--color", choices=("auto", "always", "never"), default="auto", help=colours)
-    add(
-        "compare",
-        "compare drafting methods on the same prompts",
-        "Measure plain decoding, a drafter, a draft model and prompt lookup, as far as they are given, on\n"
-        "the same prompts with the same model. Prints a table, where texts differ, and one JSON document as\n"
-        "the last line. Exit code 1 when a method that promises the tokens of plain decoding generated\n"
-        "others, except where the logits of both tokens were a near-tie.",
-        (
-            "redrafter compare --model my-70b --draft-model my-1b --prompts prompts.json --max-input-len 200",
-            "redrafter compare --model my-base --drafter my-drafter --batch-size 8 --temperature 0.7 --seed 1",
-        ),
-        (CompareOptions, "comparing", ()),
-        (LoadOptions, "loading", ("max_input_len",)),
-        (DraftOptions, "drafting without a drafter", ("prompt_lookup",)),
-        (GenerationOptions, "generating", ("speculate", *NOT_IN_COMPARE)),
-    )
-    add(
-        "bench",
-        "measure how fast a model and its drafter are, and where the time goes",
-        "Measure plain decoding and speculation in turn on the same prompts: tokens per second by batch\n"
-        "size, the time of each part of a step and the time to move its bytes, whether the tokens are\n"
-        "equal, and, with --against, Hugging Face's own generate; with --suite, on a standard suite of\n"
-        "questions. Tables on stdout, one JSON document as its last line, progress on stderr.",
-        (
-            "redrafter bench --max-new-tokens 64",
-            "redrafter bench --model my-base --drafter my-drafter --dtype bfloat16 \\\n"
-            "      --batch-sizes 1,8,64 --against eager,static,assisted --plots plots --json bench.json",
-            "redrafter bench --suite data/speed/qualitative --batch-sizes 1,8 --csv speed.csv --markdown speed.md",
-        ),
-        loading,
-        (BenchOptions, "measuring", ()),
-        (SuiteOptions, "measuring on a standard suite", ()),
-    )
     completed = add(
         "completion",
         "print a script by which a shell completes commands and flags",
@@ -201,6 +167,7 @@ def build_parser() -> Parser:
     )
     shells = ("bash", "zsh", "fish")
     completed.add_argument("shell", choices=shells, metavar="SHELL", help="bash, zsh or fish")
-    for name, (_, summary) in SCRIPTS.items():
+    measuring = {name: command.summary for name, command in measure_options.COMMANDS.items()}
+    for name, summary in (measuring | {name: summary for name, (_, summary) in SCRIPTS.items()}).items():
         commands.add_parser(name, help=summary, add_help=False)
     return parser

@@ -16,7 +16,7 @@ from redrafter.cli.generate import WARM_UP_TOKENS
 from redrafter.cli.printer import Printer, use_color
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.files.dtype_names import dtype_name
-from redrafter.measure.run import RepeatedRuns, Run
+from redrafter.measure.decode import RepeatedRuns, Run
 
 COMMANDS = ("/exit", "/reset", "/stats")
 

@@ -24,10 +24,10 @@ from redrafter.data.rows import Row
 from redrafter.errors import ArgumentError, first_line
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.gguf_file import is_gguf
+from redrafter.measure.decode import Run
 from redrafter.measure.differences import ROUNDS_INSIDE, describe_cause, find_differences, first_difference
 from redrafter.measure.prompts import ROW_SUFFIXES, encode, read_prompts
-from redrafter.measure.report import conditions
-from redrafter.measure.run import Run, describe_stats
+from redrafter.measure.record import conditions, describe_stats
 from redrafter.parallel.launched import launched_processes
 from redrafter.parallel.ranks import Ranks, join_ranks
 

@@ -3,12 +3,15 @@
 import re
 import shlex
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
 
 from redrafter.drafting.drafter_config import AnyDrafterConfig
+from redrafter.errors import CheckpointError
 from redrafter.files.hub import read_card
+from redrafter.files.regular_file import read_regular
 
 LIBRARY = "redrafter"
 _ACCEPTANCE = "## Acceptance"
@@ -54,6 +57,20 @@ from redrafter import ReDrafter
 engine = ReDrafter.from_pretrained("{base or "BASE"}", "path/to/this/directory")
 ```
 """
+
+
+def read_or_begin(file: Path, config: AnyDrafterConfig, base: str, base_source: str) -> str:
+    """Return the card of a drafter in `file`, or a new one if there is none, for a base of this name and source.
+
+    Raises `CheckpointError` if the file is not text.
+    """
+    if not file.exists():
+        name = config.base_model or base
+        return f"{make_header(config, name, base_source)}\n{make_introduction(config, name)}"
+    try:
+        return read_regular(file).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file} is not text in UTF-8: replace it, or leave out --card") from error
 
 
 def acceptance_section(tree: str, measured: Iterable[tuple[str, float, Sequence[float]]]) -> str:

@@ -1,1 +1,1 @@
-"""Shared measurement code of `bench`, `compare` and `evaluate`: prompts, workloads, timed runs, reports."""
+"""Measure a pair on prompts in some mode: timed runs, replays, and their records."""

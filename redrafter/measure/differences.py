@@ -39,8 +39,6 @@ class Difference:
     margin: float | None = None
     tolerance: float | None = None  # how far rounding may move a logit
     near_tie: bool = False  # whether each of both tokens is drawn once its logit is raised by `tolerance`
-    lead: float | None = None  # best score minus the second best; None when sampling, or if one output has ended
-    top_two: bool | None = None  # whether the two tokens have the two best scores; None as for `lead`
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
@@ -121,8 +119,6 @@ def _judge(engine: Engine, arguments: dict[str, Any], text: list[int], tokens: l
     assert out.logits is not None
     assert out.scores is not None
     logits, scores = out.logits[0][0].float(), out.scores[0][0].float()  # [V]
-    best = scores.topk(2)
-    lead, top_two = float(best.values[0] - best.values[1]), set(best.indices.tolist()) == set(tokens)
     if arguments["do_sample"]:
         ids = torch.arange(len(scores), device=scores.device)  # [V]
         at = ([arguments["seed"]], [[len(text)]])
@@ -132,13 +128,7 @@ def _judge(engine: Engine, arguments: dict[str, Any], text: list[int], tokens: l
     most = tolerance(logits, engine.target.dtype, engine.target.rounding)
     # Raise each token's logit by the tolerance: if both are then drawn, rounding explains the difference.
     drawn = [int(draw({token: most}).sequences[0, -1]) for token in tokens]
-    return {
-        "margin": margin if math.isfinite(margin) else None,
-        "tolerance": most,
-        "near_tie": drawn == tokens,
-        "lead": None if arguments["do_sample"] else lead,
-        "top_two": None if arguments["do_sample"] else top_two,
-    }
+    return {"margin": margin if math.isfinite(margin) else None, "tolerance": most, "near_tie": drawn == tokens}
 
 
 def describe_cause(difference: Difference, dtype: str) -> str:
@@ -172,4 +162,4 @@ def describe_differences(differences: Sequence[Difference], method: str) -> Iter
             shown = "»".join(json.dumps(part, ensure_ascii=False)[1:-1] for part in parts)
             yield f"    {name:<{width}}  {shown}  (id {'none' if token is None else token})"
     if len(differences) > MAX_TEXTS:
-        yield f"  and {len(differences) - MAX_TEXTS} more, which the JSON document holds"
+        yield f"  and {len(differences) - MAX_TEXTS} more, which --json FILE holds"

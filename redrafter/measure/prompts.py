@@ -5,12 +5,14 @@ pair was not trained on. docs/prompts.md documents the fields of a row.
 """
 
 import os
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from redrafter.data.prompts import encode_prompt
+from redrafter.data.prompts import encode_prompt, sample_prompts
 from redrafter.data.rows import Row, check_data, read_rows
 from redrafter.errors import ArgumentError
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROW_SUFFIXES = (".jsonl", ".json", ".gz", ".xz")
+FORM_PROMPTS = 30  # number of prompts measured both with and without the chat template
 
 
 def read_prompts(name: str | None) -> list[Row]:
@@ -68,3 +71,127 @@ def encode(
         if not ids:
             raise ArgumentError(f"{row.where} has no tokens to continue")
     return encoded
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """Chooses prompts from files by category, and cuts them.
+
+    Methods raise `CheckpointError` naming a row that cannot be read.
+    """
+
+    files: Sequence[str]  # if empty, the prompts that ship with the package
+    tokenizer: "PreTrainedTokenizerBase"  # of the base
+    count: int | None = None  # prompts of each category, chosen by the seed; None for all
+    seed: int = 0  # of the choice
+    share: float = 1.0  # fraction of the tokens of a row of text to use as prompt
+    most: int | None = None  # maximum number of tokens of a row of text to use as prompt
+
+    def by_category(self, max_tokens: int) -> dict[str, list[list[int]]]:
+        """Choose prompts of at most `max_tokens` tokens of each category.
+
+        A category is the `source` of a row or else the name of its file. Returns the token ids of its prompts. Raises
+        `ArgumentError` where no prompt is left.
+        """
+        chosen: dict[str, list[list[int]]] = {}
+        for category, members in self._rows_by_category():
+            limit = self.count or len(members)
+            encoded = sample_prompts(
+                members, self.tokenizer, limit, max_tokens, self.seed, text_share=self.share, max_text_tokens=self.most
+            )
+            chosen.setdefault(category, []).extend(encoded)
+        chosen = {category: encoded[: self.count] for category, encoded in chosen.items() if encoded}
+        if not chosen:
+            raise ArgumentError(f"{self._names()}: no prompt of 1 to {max_tokens} tokens")
+        return chosen
+
+    def of_lengths(self, lengths: Sequence[int]) -> dict[int, dict[str, list[list[int]]]]:
+        """Choose prompts that have the maximum of some lengths, each 2 or more tokens, and cut them to every length.
+
+        Lengths that no prompt reaches are left out. A row of text is first truncated on the right, to `most` or to the
+        longest remaining length. Returns prompts by length and category. Raises `ArgumentError` if no prompt has the
+        shortest length.
+        """
+        found: dict[str, list[tuple[Row, int]]] = {}
+        for category, rows in self._rows_by_category():
+            # Rows are encoded one by one until there are enough, since long texts take time to tokenize.
+            random.Random(self.seed).shuffle(rows)
+            remaining = len(rows) if self.count is None else self.count
+            for row in rows:
+                if not remaining:
+                    break
+                tokens = len(self._encode(row, self.most))
+                found.setdefault(category, []).append((row, tokens))
+                remaining -= tokens >= max(lengths)
+        longest = max(tokens for members in found.values() for _, tokens in members)
+        kept = sorted({length for length in lengths if length <= longest})
+        if not kept:
+            raise ArgumentError(
+                f"--prompt-lengths {min(lengths)}: no prompt of {self._names()} has as many tokens, the longest has "
+                f"{longest}"
+            )
+        end = kept[-1] if self.most is None else self.most
+        whole = {
+            category: [
+                self._encode(row, end) for row in [row for row, size in members if size >= kept[-1]][: self.count]
+            ]
+            for category, members in found.items()
+        }
+        bos = self.tokenizer.bos_token_id
+        # All lengths end with the same tokens, so that only the left context differs.
+        return {
+            length: {
+                name: [cut_prompt(ids, length, bos) for ids in prompts] for name, prompts in whole.items() if prompts
+            }
+            for length in kept
+        }
+
+    def in_both_forms(self, max_tokens: int) -> tuple[list[list[int]], list[list[int]]]:
+        """Encode some prompts both as plain text and as a user's turn, with at most `max_tokens` tokens.
+
+        Returns token ids of the plain prompts, and of the same prompts in the template; none without a chat template.
+        """
+        plain, templated = list[list[int]](), list[list[int]]()
+        rows = [row for _, found in self._rows() for row in found] if self.tokenizer.chat_template else []
+        random.Random(self.seed).shuffle(rows)
+        for row in rows:
+            if len(plain) == FORM_PROMPTS:
+                break
+            if row.messages is not None:  # use the first user turn of a conversation
+                text = next((turn["content"] for turn in row.messages if turn["role"] == "user"), "")
+            else:
+                text = str(self.tokenizer.decode(self._encode(row, self.most), skip_special_tokens=True))
+            turn = Row(row.where, messages=[{"role": "user", "content": text}])
+            forms = [encode_prompt(form, self.tokenizer) for form in (Row(row.where, text=text), turn)]
+            if all(0 < len(ids) <= max_tokens for ids in forms):
+                plain.append(forms[0])
+                templated.append(forms[1])
+        return plain, templated
+
+    def _encode(self, row: Row, most: int | None) -> list[int]:
+        return encode_prompt(row, self.tokenizer, text_share=self.share, max_text_tokens=most)
+
+    def _rows(self) -> Iterator[tuple[str, list[Row]]]:
+        """Yield the name of each file and its rows."""
+        sources: Sequence[str | None] = self.files or [None]
+        for file in sources:
+            yield Path(file or "prompts").name.split(".")[0], read_prompts(file)
+
+    def _rows_by_category(self) -> Iterator[tuple[str, list[Row]]]:
+        for name, found in self._rows():
+            rows: dict[str, list[Row]] = {}
+            for row in found:
+                rows.setdefault(row.source or name, []).append(row)
+            yield from rows.items()
+
+    def _names(self) -> str:
+        return ", ".join(self.files) or "the prompts that ship"
+
+
+def cut_prompt(ids: list[int], length: int, bos: int | None) -> list[int]:
+    """Return the last `length` tokens of a prompt, keeping an initial BOS in place of the first one.
+
+    `length` is from 2 to the length of the prompt; `bos` is the BOS id, or None.
+    """
+    first = ids[:1] if ids[0] == bos else []
+    return first + ids[len(ids) - length + len(first) :]

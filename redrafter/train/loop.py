@@ -21,13 +21,13 @@ from transformers import PreTrainedModel
 from redrafter.drafting.low_rank import LowRankDrafter
 from redrafter.drafting.text_drafters import TrainableDrafter
 from redrafter.errors import CheckpointError, first_line
+from redrafter.model.teacher import Teacher
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, gather_random_states, restore_random_state
 from redrafter.train.config import TrainConfig
 from redrafter.train.loss import Unroll, total_weight
 from redrafter.train.optimizer import make_optimizer
 from redrafter.train.processes import new_accelerator
 from redrafter.train.progress import Clock, LossMeter, Progress, TrainingState
-from redrafter.train.teacher import Teacher
 
 ASSUMED_STEPS = 1000  # of a training that only minutes limit, for the learning rate of its first step
 MAX_GRAD_NORM = 1.0

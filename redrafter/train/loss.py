@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from redrafter.drafting.text_drafters import GivenTexts, TrainableDrafter
+from redrafter.model.teacher import TeacherOutput
 from redrafter.train.config import TrainConfig
 from redrafter.train.head_loss import HeadLoss, chunk_anchors, chunk_loss
-from redrafter.train.teacher import TeacherOutput
 
 DECAY = 0.9  # weight of each draft step relative to the one before; 0.8 gained no more than seeds differ
 

@@ -22,7 +22,7 @@ from redrafter.files.atomic_folder import write_folder
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.hub import CARD_FILE
 from redrafter.formats.model_card import acceptance_section, make_header, make_introduction
-from redrafter.measure.report import hardware, versions
+from redrafter.measure.record import hardware, versions
 from redrafter.scheduler.sequence import Stats
 from redrafter.train.config import TrainConfig, shown_command
 from redrafter.train.loss import DECAY

@@ -29,10 +29,10 @@ from redrafter.data.windows import Windows
 from redrafter.drafting.text_drafters import TrainableDrafter
 from redrafter.errors import ArgumentError
 from redrafter.formats.model_card import upload_command
+from redrafter.measure.replay import ReplayStats, ValidationTexts, choose_tree
 from redrafter.model.target import Target
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, TrainingIdentity, check_same_start, load_drafter
 from redrafter.train.config import TrainConfig, main
-from redrafter.train.evaluate.replay import ReplayStats, ValidationTexts, choose_tree
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import train
 from redrafter.train.optimizer import check_optimizer

@@ -10,7 +10,7 @@ import pytest
 from helpers.command_line import byte_tokenizer, fails
 from redrafter.app.foreign_flags import ALIASES, REPEATED, UNNEEDED
 from redrafter.app.parser import Parser
-from redrafter.cli import SCRIPTS, build_parser, main
+from redrafter.cli import SCRIPTS, build_parser, main, measure_options
 from redrafter.convert import config as convert_config
 from redrafter.convert.convert_checkpoint import main as convert
 from redrafter.errors import did_you_mean
@@ -68,13 +68,18 @@ def test_the_names_that_a_misspelt_one_may_mean_are_close_and_never_its_opposite
         ("generate", ["a", "--use-logits"], ["a", "--acceptance", "rejection"]),
         ("generate", ["a", "--model_dir", "m"], ["a", "--model", "m"]),
         ("generate", ["--", "--max_output_len"], ["--", "--max_output_len"]),
-        ("compare", ["--dataset=p.json", "--output-len", "9"], ["--prompts", "p.json", "--max-new-tokens", "9"]),
         ("generate", ["--kv_cache_dtype", "fp8", "a"], ["--kv-cache-dtype=fp8", "a"]),
         ("chat", ["--max_output_len", "7"], ["--max-new-tokens", "7"]),
     ],
 )
 def test_what_has_an_equal_here_is_honoured(command, theirs, ours):
     assert build_parser().parse_args([command, *theirs]) == build_parser().parse_args([command, *ours])
+
+
+def test_compare_takes_the_flags_of_the_script_that_it_replaces():
+    theirs, ours = ["--dataset=p.json", "--output-len", "9"], ["--prompts", "p.json", "--max-new-tokens", "9"]
+    found = [measure_options.build_parser("compare").parse_args(words) for words in (theirs, ours)]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("command", ["generate", "serve", "bench"])
@@ -162,7 +167,7 @@ def parsers(monkeypatch) -> dict[str, Parser]:
         with suppress(KeyboardInterrupt):
             main([name])
     assert {*SCRIPTS} < {*found}
-    return found
+    return found | {name: measure_options.build_parser(name) for name in measure_options.COMMANDS}
 
 
 def test_every_name_of_the_tables_is_that_of_some_command(parsers):

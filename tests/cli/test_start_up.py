@@ -67,7 +67,7 @@ def mistakes(place: Path, port: int) -> dict[str, tuple[list[str], str]]:
         "chat: no model": (["chat", "--model", missing], "is not a directory"),
         "chat: no GGUF file": (["chat", "--model", f"{missing}.gguf"], "does not exist: a GGUF file"),
         "compare: no prompts": (["compare", "--prompts", f"{missing}.txt"], "cannot read prompts"),
-        "compare: no output": (["compare", "--output", f"{missing}/x.json"], "(--output)"),
+        "compare: no output": (["compare", "--json", f"{missing}/x.json"], "(--json)"),
         "bench: no suite": (["bench", "--suite", missing], "is not a directory"),
         "bench: no folder": (["bench", "--json", f"{missing}/x.json"], "(--json)"),
         "bench: no assistant": (["bench", "--against", "assisted", "--assistant-model", missing], "is not a directory"),

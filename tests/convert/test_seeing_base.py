@@ -11,7 +11,7 @@ from helpers.models import HIDDEN, paged, tiny_drafter
 from helpers.seeing_models import tiny_seeing_model
 from redrafter import ReDrafter
 from redrafter.convert.convert_checkpoint import merge
-from redrafter.train.teacher import Teacher
+from redrafter.model.teacher import Teacher
 
 
 def test_a_merged_checkpoint_sees_what_its_base_sees(tmp_path):

@@ -19,10 +19,10 @@ from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.drafting.mtp import MTPDrafter
 from redrafter.drafting.mtp_attention import DraftedEntries, Past
 from redrafter.model.target import Target
+from redrafter.model.teacher import Teacher
 from redrafter.train.config import TrainConfig
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import train
-from redrafter.train.teacher import Teacher
 from redrafter.tree.sizes import TreeShape
 
 LINES = (Path(__file__).parent.parent / "data" / "held_out.jsonl").read_text().splitlines()

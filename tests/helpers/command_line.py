@@ -6,6 +6,7 @@ import re
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -47,12 +48,12 @@ def ran(*args: str) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
-def measured(*args: str, code: int = 0) -> tuple[dict, str]:
-    """Run a command whose last line on stdout is a document; return that, and all lines before it."""
-    found, out, err = ran(*args)
-    assert found == code, err
-    *lines, last = out.splitlines()
-    return json.loads(last), "\n".join(lines)
+def measured(*args: str, code: int = 0) -> tuple[list[dict], str]:
+    """Run a command that measures; return the records of its `--json` file, and what it printed."""
+    with TemporaryDirectory() as folder:
+        found, out, err = ran(*args, "--json", f"{folder}/records.jsonl")
+        assert found == code, err
+        return [json.loads(line) for line in Path(folder, "records.jsonl").read_text().splitlines()], out
 
 
 def fails(capsys, *args: str) -> str:

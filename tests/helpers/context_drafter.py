@@ -13,8 +13,8 @@ from helpers.searches import EVERY
 from redrafter.drafting.context_attention import ContextWindow
 from redrafter.drafting.drafter import RecurrentDrafter, RecurrentProposer
 from redrafter.drafting.proposer import State
+from redrafter.model.teacher import Teacher
 from redrafter.sampling.sampler import Sampler
-from redrafter.train.teacher import Teacher
 from redrafter.tree.token_tree import Tree
 
 WINDOW = 12  # shorter than the texts of these tests

@@ -12,10 +12,10 @@ from helpers.chats import BYTES, CHAT, tiny_tokenizer, write
 from helpers.models import assert_close_by_scale
 from redrafter import GenerateStats, RecurrentDrafter, ReDrafter
 from redrafter.drafting.text_drafters import GivenTexts, TrainableDrafter
+from redrafter.model.teacher import Teacher
 from redrafter.train.config import TrainConfig
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loss import Unroll
-from redrafter.train.teacher import Teacher
 from redrafter.train.train_drafter import main
 
 VOCAB, HIDDEN, CONTEXT = len(BYTES) + 6, 32, 128

@@ -8,7 +8,7 @@ from helpers.generation import ON_BOTH_CACHES
 from helpers.models import check_texts, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import DraftTarget, PromptLookup, ReDrafter, UnsupportedError
 from redrafter.model.supported import base_of
-from redrafter.train.teacher import Teacher
+from redrafter.model.teacher import Teacher
 
 IDS, MASK = uneven_batch(rows=3)
 GREEDY = {"max_new_tokens": 12, "do_sample": False}

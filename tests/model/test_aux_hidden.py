@@ -34,8 +34,8 @@ from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.drafting.proposer import State
 from redrafter.model.forward_batch import decoder_layers, join_hidden
 from redrafter.model.target import Target
+from redrafter.model.teacher import Teacher
 from redrafter.sampling.sampler import Sampler
-from redrafter.train.teacher import Teacher
 from redrafter.tree.token_tree import Tree, tree_of
 
 

@@ -10,9 +10,9 @@ from redrafter import DraftTarget, PromptLookup, ReDrafter, UnsupportedError
 from redrafter.checkpoints.drafters import check_fits_target
 from redrafter.model.supported import config_width
 from redrafter.model.target import Target
+from redrafter.model.teacher import Teacher
 from redrafter.train.config import TrainConfig
 from redrafter.train.init_drafter import new_drafter
-from redrafter.train.teacher import Teacher
 
 IDS, MASK = uneven_batch(rows=3)
 GREEDY = {"max_new_tokens": 10, "do_sample": False}

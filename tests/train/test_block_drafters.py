@@ -27,15 +27,15 @@ from redrafter import DFlashDrafter, ReDrafter
 from redrafter.convert.convert_checkpoint import main as convert_main
 from redrafter.drafting.dflash_layers import MarkovHead
 from redrafter.drafting.proposer import State
+from redrafter.measure.replay import ValidationTexts, candidates
 from redrafter.model.target import Target
+from redrafter.model.teacher import Teacher
 from redrafter.sampling.sampler import Sampler
 from redrafter.train.config import TrainConfig
-from redrafter.train.evaluate.replay import ValidationTexts, candidates
 from redrafter.train.head_loss import HeadLoss, chunk_loss
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import train
 from redrafter.train.loss import Unroll
-from redrafter.train.teacher import Teacher
 from redrafter.train.train_drafter import main
 from redrafter.tree.sizes import TreeShape
 

@@ -11,8 +11,8 @@ from redrafter import RecurrentDrafter
 from redrafter.app.config_file import ConfigParser
 from redrafter.app.flags import add_options
 from redrafter.cli import main
+from redrafter.cli.measure_options import EvaluateOptions, Search
 from redrafter.train.config import TrainConfig, parse
-from redrafter.train.evaluate.options import EvaluateOptions, Search
 from redrafter.train.regenerate.config import RegenerateConfig
 from redrafter.train.regenerate.config import parse as parse_regenerate
 

@@ -28,9 +28,9 @@ from redrafter.cli import main as redrafter
 from redrafter.convert.convert_checkpoint import main as convert_main
 from redrafter.drafting.text_drafters import ReplayableDrafter, TrainableDrafter, require
 from redrafter.errors import UnsupportedError
+from redrafter.measure.replay import ValidationTexts
 from redrafter.model.target import Target
 from redrafter.train.config import TrainConfig
-from redrafter.train.evaluate.replay import ValidationTexts
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import train
 from redrafter.train.train_drafter import main

@@ -14,9 +14,9 @@ from helpers.training import known_text
 from redrafter.drafting import anchor_attention, block_drafter
 from redrafter.drafting.anchor_attention import SeenRanges
 from redrafter.drafting.block_drafter import BlockDrafter
+from redrafter.model.teacher import Teacher
 from redrafter.train.config import TrainConfig
 from redrafter.train.loss import Unroll
-from redrafter.train.teacher import Teacher
 
 DEPTH, LENGTH = 3, 22
 DRAFTERS = {

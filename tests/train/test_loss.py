@@ -16,6 +16,7 @@ from redrafter import MismatchError
 from redrafter.drafting.context_attention import ContextWindow
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.model.target import Target
+from redrafter.model.teacher import Teacher, TeacherOutput
 from redrafter.train.config import TrainConfig
 from redrafter.train.head_loss import (
     CHUNK_BYTES,
@@ -26,7 +27,6 @@ from redrafter.train.head_loss import (
 )
 from redrafter.train.init_drafter import new_config, new_drafter
 from redrafter.train.loss import DECAY, Unroll, find_anchors, target_mask, total_weight
-from redrafter.train.teacher import Teacher, TeacherOutput
 
 DISTILLS = [1, 0, 0.7]
 

@@ -14,14 +14,14 @@ from helpers.training import known_text, trained_logits
 from redrafter.drafting.context_attention import ContextWindow
 from redrafter.drafting.drafter import RecurrentDrafter, RecurrentProposer
 from redrafter.drafting.proposer import State
+from redrafter.measure.decode import Texts
+from redrafter.measure.replay import ReplayStats, replay
 from redrafter.model.target import Target
+from redrafter.model.teacher import Teacher
 from redrafter.train.config import TrainConfig
-from redrafter.train.evaluate.replay import ReplayStats, replay
-from redrafter.train.evaluate.texts import Texts
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import train
 from redrafter.train.loss import Unroll
-from redrafter.train.teacher import Teacher
 from redrafter.tree.sizes import TreeShape
 
 DEPTH, LENGTH = 3, 14

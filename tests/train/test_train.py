@@ -32,17 +32,17 @@ from helpers.training import (
 from redrafter import DrafterConfig, RecurrentDrafter, ReDrafter
 from redrafter.convert.convert_checkpoint import main as convert_main
 from redrafter.errors import ArgumentError
+from redrafter.measure.replay import ValidationTexts
 from redrafter.model.target import Target
+from redrafter.model.teacher import Teacher
 from redrafter.train import loop, progress
 from redrafter.train.config import TrainConfig, parse, shown_command
-from redrafter.train.evaluate.replay import ValidationTexts
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import learning_rate_factor, train
 from redrafter.train.loss import BatchLoss, Unroll, total_weight
 from redrafter.train.optimizer import make_optimizer
 from redrafter.train.processes import new_accelerator
 from redrafter.train.progress import Clock, LossMeter, Progress, TrainingState
-from redrafter.train.teacher import Teacher
 from redrafter.train.train_drafter import main
 from redrafter.tree.sizes import TreeShape
 

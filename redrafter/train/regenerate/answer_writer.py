@@ -24,7 +24,7 @@ from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.data.rows import Row, fingerprint
 from redrafter.data.windows import Document
 from redrafter.errors import CacheFullError, CheckpointError, MismatchError, ReDrafterError, first_line
-from redrafter.measure.run import Run
+from redrafter.measure.decode import Run
 from redrafter.train.regenerate.answer_file import Answer, AnswerFile
 from redrafter.train.regenerate.config import RegenerateConfig, shard_numbers
 from redrafter.train.regenerate.parts import INVENTED, AnswerPrompt, split_row

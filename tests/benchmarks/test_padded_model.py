@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from helpers.models import HIDDEN, VOCAB, assert_close_by_scale, tiny_drafter, tiny_model, uneven_batch
+from padded_model import SHAPES, PaddedHead, PadShape, pad_drafter, pad_model, unmasked
 from redrafter import ArgumentError, ReDrafter, UnsupportedError
-from redrafter.bench.padded_model import SHAPES, PaddedHead, PadShape, pad_drafter, pad_model, unmasked
 from redrafter.drafting.context_attention import ContextWindow
 
 SHAPE = PadShape(4 * HIDDEN, 160, 5, 16, 4, 8, 160)  # four times the hidden size: a norm's scale is then a power of 2

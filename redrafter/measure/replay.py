@@ -23,11 +23,11 @@ from torch.nn.utils.rnn import pad_sequence
 from redrafter.drafting.drafter_config import MEASURED_NODES
 from redrafter.drafting.proposer import State
 from redrafter.drafting.text_drafters import ReplayableDrafter
+from redrafter.measure.decode import Texts, write_texts
 from redrafter.model.target import Target
+from redrafter.model.teacher import Teacher
 from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.sequence import Stats
-from redrafter.train.evaluate.texts import Texts, write_texts
-from redrafter.train.teacher import Teacher
 from redrafter.tree.accept import accept
 from redrafter.tree.sizes import TreeShape
 from redrafter.tree.token_tree import Tree, keep_best

@@ -1,4 +1,6 @@
-"""Pad a small model to the cost of a large one, with unchanged output.
+"""Pad a small model to the cost of a large one, with unchanged output, and measure it as `redrafter bench` does.
+
+python benchmarks/padded_model.py --pad-to llama-3.1-8b --model base-25m --drafter drafter-25m --device cuda ...
 
 A trained pair generates real text but is too small to measure a GPU; an untrained large model has the cost but
 generates noise that no drafter predicts. Padding combines both. The residual stream gets dims that stay zero, attention
@@ -16,18 +18,29 @@ added outputs of the drafter's recurrence and fused hidden state, where an atten
 
 from __future__ import annotations
 
+import argparse
 import copy
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from redrafter.app.flags import read_options
+from redrafter.app.loading import NO_DRAFT_OPTIONS, Pair, check_options
+from redrafter.app.options import LoadOptions
+from redrafter.app.program import run_command
+from redrafter.checkpoints.models import quantize_drafter, quantize_model
+from redrafter.cli.measure import bench_pair
+from redrafter.cli.measure_options import BenchOptions, build_parser
 from redrafter.drafting.drafter import RecurrentDrafter
-from redrafter.errors import ArgumentError
+from redrafter.engine.redrafter import ReDrafter
+from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.model.target import Target
 
 ADDED_WEIGHT_STD = 0.02  # initialisation of Llama models
 
@@ -336,3 +349,52 @@ def _connect(
     _corner(weight, small.weight.view(*outs, *ins))
     if small.bias is not None:
         _corner(big.bias.view(shape[:2]), small.bias.view(outs))
+
+
+def bench_parser(name: str) -> argparse.ArgumentParser:
+    """Return the parser of `redrafter bench` with the flags of padding, for a script of this name."""
+    parser = build_parser("bench")
+    parser.prog = name
+    parser.add_argument("--pad-to", choices=SHAPES, help="pad a small Llama to the cost of a large one")
+    parser.add_argument("--pad-head-rank", type=int, metavar="N", help="rank of the drafter's padded head")
+    return parser
+
+
+def load_pair(args: argparse.Namespace) -> tuple[Pair, str | None]:
+    """Load the pair that flags of `bench_parser` name, padded if they say so; and a note that says what it is."""
+    _, load, _ = check_options(read_options(LoadOptions, args), NO_DRAFT_OPTIONS)
+    if args.pad_to is None:
+        return Pair.load(load), None
+    # The small pair is only copied into the padded one, which is quantized afterwards.
+    pair = Pair.load(replace(load, device="cpu", quantization=None, draft_quantization=None))
+    shape, small, device = SHAPES[args.pad_to], pair.engine, str(load.device)
+    assert isinstance(small, ReDrafter)
+    if not isinstance(small.drafter, RecurrentDrafter):
+        raise UnsupportedError("--pad-to pads recurrent drafters alone, and this is none: leave it out")
+    sizes = shape.hidden_size, shape.vocab_size
+    drafter = pad_drafter(small.drafter, *sizes, head_rank=args.pad_head_rank, device=device)
+    model: Any = small.model
+    padded = pad_model(model, shape, device=device)
+    if load.quantization is not None:
+        quantize_model(padded, args.pad_to)
+    if load.draft_quantization is not None:
+        quantize_drafter(drafter)
+    with unmasked(padded):
+        target = Target(padded)
+    pair.engine = ReDrafter(target, drafter, small.shape, options=small.options)
+    return pair, describe(args.pad_to, Path(pair.name).name)
+
+
+def main() -> int:
+    """Measure a padded pair. Returns the exit code of `redrafter bench`."""
+    args = bench_parser("benchmarks/padded_model.py").parse_args()
+
+    def command() -> int:
+        pair, note = load_pair(args)
+        return bench_pair(pair, read_options(LoadOptions, args), read_options(BenchOptions, args), note)
+
+    return run_command(command)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,500 @@
+"""`redrafter bench`, `compare` and `evaluate`: run trials of a pair on prompts, print their records as one table."""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+from redrafter.app.engines import (
+    DRAFT_MODEL,
+    DRAFTER,
+    DRAFTING_METHODS,
+    PROMPT_LOOKUP,
+    check_method_options,
+    drafting_model_name,
+    load_engine,
+)
+from redrafter.app.flags import short_name
+from redrafter.app.loading import Pair, check_options
+from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
+from redrafter.app.templates import load_chat_tokenizer, require_template
+from redrafter.checkpoints.adapters import merge_adapter
+from redrafter.checkpoints.drafters import check_beams, holds_drafter
+from redrafter.checkpoints.models import load_model
+from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
+from redrafter.cli.measure_options import BenchOptions, CompareOptions, EvaluateOptions, MeasureOptions, Search
+from redrafter.data.suites import read_suite
+from redrafter.drafting.proposer import SearchProposer
+from redrafter.drafting.text_drafters import ReplayableDrafter, require
+from redrafter.engine.redrafter import ReDrafter
+from redrafter.errors import ArgumentError
+from redrafter.files.atomic_file import write_atomically
+from redrafter.files.hub import CARD_FILE
+from redrafter.formats.model_card import acceptance_section, read_or_begin, replace_acceptance
+from redrafter.measure import misses
+from redrafter.measure.decode import DEFAULT_BATCH_SIZE as ANSWERED_AT_ONCE
+from redrafter.measure.decode import PromptIds, Texts, pad_token_of, repeated_share, write_texts
+from redrafter.measure.differences import ROUNDS_INSIDE, describe_differences
+from redrafter.measure.prompts import PromptSource, encode, read_prompts
+from redrafter.measure.record import Record, Records, conditions
+from redrafter.measure.replay import ReplayStats, name_tree, replay
+from redrafter.measure.steps import StepWork, copy_bandwidth, measure_step
+from redrafter.measure.table import draw, format_markdown, format_table, table_of, write_csv
+from redrafter.measure.trial import (
+    PLAIN,
+    TransformersTrial,
+    Trial,
+    answer_suite,
+    check_room,
+    describe,
+    fixed_length,
+    run_trials,
+    transformers_trial,
+)
+from redrafter.parallel.launched import launched_processes, process_rank
+from redrafter.tree.beam_search import node_count
+from redrafter.tree.sizes import TreeShape
+
+WARM_UP_TOKENS = 8  # new tokens of a warm-up run of `compare` on a CPU; on a GPU a warm-up run is whole
+MAX_NODES = 4096  # of a search; its ancestor matrix grows quadratically
+# Columns of tables; those without a value are left out.
+SPEED = ("tok/s", "x plain", "tokens/step", "same texts")
+STEP = ("first ms", "token ms", "step ms", "draft", "floor", "verify", "its floor", "rest")
+SUITE = ("texts", "skipped", "accepted", "of texts", "1")
+EVALUATED = ("texts", "skipped", "tokens/step", "drafts/step", "repeated", "ended", "1")
+LEGEND = "1, 2, ...: share of the steps whose drafts were accepted up to there that accepted one more"
+
+
+def bench(load: LoadOptions, options: BenchOptions) -> int:
+    """Run `redrafter bench`. Returns its exit code."""
+    if launched_processes() > 1 and options.against:
+        raise ArgumentError("--against measures a model in one process: leave it out, or start it without torchrun")
+    if process_rank() > 0:  # rank 0 alone writes files
+        options = replace(options, json=None, csv=None, markdown=None, plot=None)
+    return bench_pair(Pair.load(load), load, options)
+
+
+def bench_pair(pair: Pair, load: LoadOptions, options: BenchOptions, note: str | None = None) -> int:
+    """Measure a loaded pair, whose engine is a `ReDrafter`; `note` is a line about it. Returns the exit code."""
+    engine, tokens = pair.engine, options.max_new_tokens
+    assert isinstance(engine, ReDrafter)
+    # The default of --num-prompts applies to other prompts; a suite is measured on all its questions.
+    questions = None if options.num_prompts == BenchOptions.num_prompts else options.num_prompts
+    prompts, skipped = _prompts(pair, options, questions, tokens, options.temperature, options.seed)
+    every = [ids for members in prompts.values() for ids in members]
+    arguments = fixed_length(engine, pair.tokenizer, tokens, options.temperature) | {"seed": options.seed}
+    if options.suite is not None:
+        arguments["eos_token_id"] = sorted(end_tokens(engine.model, pair.tokenizer))
+    check_room(engine, every, tokens)
+    at_once = max(engine.options.max_batch_size, *options.batch_sizes)  # do not split a large batch into several
+    engine.options = replace(engine.options, max_batch_size=at_once)
+    bandwidth, pad_token = copy_bandwidth(engine.target.device), pad_token_of(pair.tokenizer)
+    facts = _facts(pair, options, load, options) | {"bytes_per_second": bandwidth, "note": note}
+    line = f"{len(every)} prompts, {tokens} new tokens each; copies move {bandwidth / 1e9:.1f} GB/s, read and written"
+    with _report(facts, options, SPEED + STEP + (SUITE if options.suite else ()), note or "", line) as records:
+        for rows in options.batch_sizes:
+            plain = Trial(PLAIN, engine, arguments | {"speculate": False}, pad_token, decode=pair.tokenizer.decode)
+            trials = [plain, Trial(pair.method, engine, arguments | {"speculate": True}, pad_token)]
+            for name in options.against if rows == 1 else ():
+                trials.append(transformers_trial(plain, name, _assistant(pair, name, options), every))
+            batches, spans = _batches(prompts, rows, None if options.suite else options.num_prompts)
+            run_trials(trials, batches, options.repeats, partial(_say, f"{rows} rows"))
+            for trial in trials:
+                # Where speculation is off at this batch size, both modes are the same step.
+                proposer = engine.plain if trial is plain else engine.proposer_for(rows)
+                step: Mapping[str, Any] = {}
+                if trial is plain or (trial is trials[1] and proposer is not engine.plain):
+                    work = StepWork(engine, batches[0], tokens // 2, options.temperature, options.seed)
+                    step = measure_step(work, proposer, bandwidth)
+                records.add(*_describe(trial, plain, batches, spans, skipped, step, temperature=options.temperature))
+    return _exit_code(records)
+
+
+def compare(options: CompareOptions, load: LoadOptions, draft: DraftOptions, generation: GenerationOptions) -> int:
+    """Run `redrafter compare`. Returns its exit code."""
+    # With None, only the drafter's engine would read the checkpoint's temperature, and methods would not compare.
+    temperature = generation.temperature or 0.0
+    assert isinstance(temperature, float | int)
+    seed = (0 if temperature else None) if generation.seed is None else generation.seed  # one seed for all methods
+    generation = replace(generation, temperature=temperature, seed=seed)
+    if options.assisted and draft.draft_model is None:
+        raise ArgumentError("--assisted is for --draft-model: give that too")
+    if options.assisted and generation.stop:
+        raise ArgumentError("--assisted takes no --stop: transformers' assisted generation has no tokenizer for it")
+    pairs = _load_pairs(*check_options(load, draft))
+    pair, tokens = pairs[0], generation.max_new_tokens
+    prompts, skipped = _prompts(pair, options, options.num_prompts, tokens, temperature, seed or 0)
+    limit = options.max_input_len or sys.maxsize
+    left = sum(len(ids) > limit for members in prompts.values() for ids in members)
+    prompts = _short_enough(prompts, options, pair.engine.target.context)
+    every = [ids for members in prompts.values() for ids in members]
+    pad_token = pad_token_of(pair.tokenizer)
+    undrafted = pair.arguments(replace(generation, speculate=False))
+    plain = Trial(PLAIN, pair.engine, undrafted, pad_token, decode=pair.tokenizer.decode)
+    trials = [plain]
+    for each in pairs:
+        exact = not (each.engine.rejection_sampling and temperature)
+        trials.append(Trial(each.method, each.engine, each.arguments(generation), pad_token, exact))
+    if options.assisted:
+        trials.append(_assisted(pairs, plain, load.trust_remote_code))
+    names = {each.method: each.drafting_model for each in pairs}
+    facts = _facts(pair, options, load, draft, generation, options) | {"drafters": names}
+    line = f"{len(every)} prompts of {min(map(len, every))} to {max(map(len, every))} tokens, {left} longer "
+    line += f"ones left out; {options.batch_size} at once, up to {tokens} new tokens each, temperature {temperature:g}"
+    with _report(facts, options, (*SPEED, "kept", "1", *(SUITE if options.suite else ())), line) as records:
+        batches, spans = _batches(prompts, options.batch_size, None)
+        short = None if pair.engine.target.device.type == "cuda" else min(WARM_UP_TOKENS, tokens)
+        run_trials(trials, batches, options.repeats, partial(_say, ""), short)
+        for trial in trials:
+            of = trial, plain, batches, spans, skipped
+            records.add(*_describe(*of, temperature=temperature, compare=not options.disable_output_comparison))
+    if pair.engine.target.rounding:
+        print(f"{pair.name} {ROUNDS_INSIDE}")
+    return _exit_code(records)
+
+
+def evaluate(options: EvaluateOptions, load: LoadOptions) -> int:
+    """Run `redrafter evaluate`. Returns its exit code."""
+    pair = Pair.load(load)
+    if options.adapter is not None:
+        merge_adapter(pair.engine.model, options.adapter)
+    file, card = Path(str(pair.drafting_model), CARD_FILE), None
+    if options.card:  # read before anything is measured
+        assert isinstance(pair.engine, ReDrafter)
+        card = read_or_begin(file, pair.engine.drafter.config, short_name(pair.name), pair.name)
+    facts = _facts(pair, options, load, options)
+    line = (
+        f"at most {options.new_tokens} new tokens; prompt i has the seed {options.seed} + i; no top-k, top-p or penalty"
+    )
+    with _report(facts, options, EVALUATED + (SUITE if options.suite else ()), line, LEGEND) as records:
+        explanation = evaluate_pair(pair, options, records)
+    print(*explanation, sep="\n", end="\n" if explanation else "")
+    if card is not None:
+        section = acceptance_section(records.rows[0].mode, _card_rows(records.rows))
+        write_atomically(file, replace_acceptance(card, section))
+    return 0
+
+
+def evaluate_pair(pair: Pair, options: EvaluateOptions, records: Records) -> list[str]:
+    """Add records of all trees to `records`, and return the lines of an explanation, if one is asked for.
+
+    The pair's engine must be a `ReDrafter`. Raises `ArgumentError` if the options do not suit the pair.
+    """
+    engine, target = pair.engine, pair.engine.target
+    assert isinstance(engine, ReDrafter)
+    assert isinstance(engine.proposer, SearchProposer)
+    drafter, search = require(ReplayableDrafter, engine.drafter), Search(engine.proposer.beams, engine.proposer.depth)
+    for beams, depth in options.shapes or (search,):
+        check_beams(engine.drafter.config, beams)
+        engine.drafter.check_search(target, depth)
+        # Check all shapes before the base generates texts, which takes minutes.
+        if (whole := 1 + beams * depth) > MAX_NODES:
+            raise ArgumentError(f"--shapes {beams}x{depth} has {whole} nodes; at most {MAX_NODES} can be measured")
+    trees = options.trees(search)
+    if options.explain:
+        # The tree that `generate` verifies on this device, where no other is named, comes first.
+        beams, depth = options.shapes[0] if options.shapes else search
+        budget = node_count(next(iter(options.node_budgets), None), beams, depth, target.device)
+        trees = list(dict.fromkeys([TreeShape(beams, depth, budget), *trees]))
+    most = _max_prompt_tokens(options, target.fixed_rope_context)
+    source = PromptSource(options.prompts, pair.tokenizer, options.num_prompts, options.seed, **options.cut)
+    chosen: dict[int | None, dict[str, list[list[int]]]] = {None: {}}
+    if options.prompt_lengths:
+        chosen = {length: members for length, members in source.of_lengths(options.prompt_lengths).items()}
+        for missing in sorted({*options.prompt_lengths} - {*chosen}):
+            print(f"not measured: no prompt has {missing} tokens")
+    elif options.suite is None:
+        chosen = {None: source.by_category(most)}
+    # Loaded before the base generates, so that errors in the data are reported first.
+    training = None
+    if options.data:
+        limits = target.vocab_size, target.fixed_rope_context
+        training = misses.read_training_texts(
+            options.data, pair.tokenizer, *limits, options.seed, options.written_temperatures
+        )
+    found, lines = list[dict[str, Any]](), list[str]()
+    for temperature, length in product(options.written_temperatures, chosen):
+        skipped: dict[str, int] = {}
+        if options.suite is None:
+            categories = {name: len(members) for name, members in chosen[length].items()}
+            prompts = [ids for members in chosen[length].values() for ids in members]
+            texts = _write(pair, options.new_tokens, temperature, prompts, options.seed, options.batch_size)
+        else:
+            settings = options.num_prompts, options.new_tokens, temperature, options.seed, most, options.batch_size
+            texts, categories, skipped = _answer(pair, options.suite, *settings)
+        for shape, stats in zip(trees, replay(drafter, target, texts, trees), strict=True):
+            first, spans = 0, dict[str | None, slice]()
+            for name, size in categories.items() if len(categories) > 1 else ():
+                spans[name] = slice(first, first + size)
+                first += size
+            for category, span in (spans | {None: slice(None)}).items():
+                record = Record(name_tree(shape), category, temperature, prompt_length=length)
+                written = texts.continuations[span]
+                record.texts, record.tokens = len(written), sum(map(len, written))
+                record.skipped = skipped.get(category or "", sum(skipped.values())) if skipped else None
+                record.repeated = repeated_share(written)
+                record.ended = sum(texts.ended[span]) / len(written) if written else None
+                record.count(ReplayStats.sum(shape, stats[span]), stats[span])
+                if options.explain and shape == trees[0] and category is None:
+                    record.misses = misses.explain(drafter, target, texts, shape, categories)
+                    found.append(record.misses)
+                    lines += ["", *misses.format_misses(record.misses, record.mode)]
+                records.add(record)
+    if options.explain:
+        compared = _compared(pair, drafter, options, trees[0], source, most, training)
+        head, vocabulary = drafter.config.draft_vocab_size or target.vocab_size, target.vocab_size
+        advice = misses.advise(found, trees[0], head, vocabulary, sum(categories.values()), compared)
+        lines += ["", "suggestions", *(f"  {line}" for line in advice)]
+    return lines
+
+
+def _compared(
+    pair: Pair,
+    drafter: ReplayableDrafter,
+    options: EvaluateOptions,
+    shape: TreeShape,
+    source: PromptSource,
+    most: int,
+    training: tuple[Texts, bool] | None,
+) -> misses.Compared:
+    """Measure the texts that an explanation is compared with."""
+    target, forms = pair.engine.target, source.in_both_forms(most)
+    written = [
+        misses.measure_form(
+            drafter, target, _write(pair, options.new_tokens, 0.0, prompts, 0, options.batch_size), shape
+        )
+        if prompts
+        else None
+        for prompts in forms
+    ]
+    if training is None:
+        return misses.Compared(plain=written[0], template=written[1], forms=len(forms[0]))
+    texts, recorded = training
+    share = misses.first_guess_share(drafter, target, texts)
+    return misses.Compared(
+        [*map(short_name, options.data)], share, texts.temperature, recorded, written[0], written[1], len(forms[0])
+    )
+
+
+def _max_prompt_tokens(options: EvaluateOptions, context: int | None) -> int:
+    """Return the maximum number of prompt tokens; raise `ArgumentError` if the options leave no room for a prompt."""
+    if context is None:
+        return sys.maxsize
+    room = context - options.new_tokens
+    if room < 1:
+        raise ArgumentError(
+            f"--new-tokens {options.new_tokens} leaves no room for a prompt in the model's context of {context}"
+        )
+    if max(options.prompt_lengths, default=0) > room:
+        raise ArgumentError(
+            f"--prompt-lengths {max(options.prompt_lengths)} and --new-tokens {options.new_tokens} are more than the "
+            f"model's context of {context} tokens: give lengths of at most {room}, or fewer new tokens"
+        )
+    return room
+
+
+def _say(what: str, text: str) -> None:
+    print(f"{what}: {text}" if what else text, file=sys.stderr, flush=True)
+
+
+def _facts(pair: Pair, options: MeasureOptions, *groups: Any) -> dict[str, Any]:
+    """Return the conditions of a measurement, and the options of `groups`."""
+    typed = {name: value for group in groups for name, value in asdict(group).items()}
+    names = {"model": short_name(pair.name), "drafter": pair.drafting_model and short_name(pair.drafting_model)}
+    read = options.suite or [short_name(file) for file in options.prompts] or "those that ship"
+    return {**conditions(pair.engine.target), **names, "prompts": read, "options": typed}
+
+
+@contextmanager
+def _report(facts: Mapping[str, Any], options: MeasureOptions, shown: Sequence[str], *lines: str) -> Iterator[Records]:
+    """Print the conditions, yield the records to fill, and print and write their table, also after an exception."""
+    used = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
+    drafter = f", drafter {facts['drafter']}" if facts["drafter"] else ""
+    heading = [facts["command"], f"{facts['model']}{drafter}, {facts['dtype']}", f"{facts['hardware']}; {used}", *lines]
+    print(*(heading := list(filter(None, heading))), sep="\n", flush=True)
+    records = Records(facts, options.json)
+    try:
+        yield records
+    finally:
+        if records.rows:
+            columns, cells = table_of(records.rows, shown)
+            print("", *format_table(columns, cells), sep="\n")
+            for record in records.rows:
+                if record.category is None:
+                    print(*describe_differences(record.differences or (), record.mode), sep="\n", end="")
+                if record.error is not None:
+                    print(f"{record.mode} failed: {record.error}")
+            if options.csv is not None:
+                write_csv(options.csv, records.rows)
+            if options.markdown is not None:
+                text = [*(f"- {line}" for line in heading), "", *format_markdown(columns, cells)]
+                write_atomically(Path(options.markdown), "\n".join(text) + "\n")
+            if options.plot is not None:
+                draw(options.plot, records.rows, f"{heading[1]}, {facts['hardware']}")
+
+
+def _exit_code(records: Records) -> int:
+    """Return 1 where a baseline failed, or a mode wrote other tokens than it promises and rounding does not explain."""
+    ours = [record for record in records.rows if not record.mode.startswith("HF ")]
+    wrong = any(not each.near_tie for record in ours for each in record.differences or ())
+    return int(wrong or any(record.error for record in records.rows))
+
+
+def _prompts(
+    pair: Pair, options: MeasureOptions, questions: int | None, tokens: int, temperature: float, seed: int
+) -> tuple[dict[str, list[list[int]]], dict[str, int]]:
+    """Return prompts by category, and the numbers of turns of a suite without room for so many new tokens."""
+    if options.suite is None:
+        rows = [row for file in options.prompts or (None,) for row in read_prompts(file)]
+        return {"": encode(rows, pair.tokenizer, **options.cut)}, {}
+    limits = pair.engine.options.max_seq_len, pair.engine.target.context
+    most = min([most - tokens for most in limits if most] + [pair.engine.options.max_input_len or sys.maxsize])
+    texts, turns, skipped = _answer(pair, options.suite, questions, tokens, temperature, seed, most, ANSWERED_AT_ONCE)
+    members = iter(texts.prompts)
+    return {category: list(islice(members, count)) for category, count in turns.items() if count}, skipped
+
+
+def _answer(
+    pair: Pair, name: str, questions: int | None, tokens: int, temperature: float, seed: int, most: int, rows: int
+) -> tuple[Texts, dict[str, int], dict[str, int]]:
+    """Let the model answer a suite by plain decoding, `rows` turns at once; return what `answer_suite` does."""
+    require_template(pair.tokenizer, pair.name)
+    suite = read_suite(name).choose(questions, seed)
+    _say(f"temperature {temperature:g}", str(suite))
+    return answer_suite(
+        suite,
+        pair.tokenizer,
+        most,
+        seed,
+        lambda prompts, first: _write(pair, tokens, temperature, prompts, first, rows),
+    )
+
+
+def _write(pair: Pair, tokens: int, temperature: float, prompts: list[list[int]], seed: int, batch_size: int) -> Texts:
+    """Let the model continue prompts by plain decoding."""
+    engine, what = pair.engine, f"temperature {temperature:g}"
+    return write_texts(
+        engine.target,
+        prompts,
+        tokens,
+        temperature,
+        seed,
+        end_ids=end_tokens(engine.model, pair.tokenizer),
+        batch_size=batch_size,
+        options=engine.options,
+        report=lambda done: _say(what, f"{done} of {len(prompts)} texts"),
+    )
+
+
+def _batches(
+    prompts: Mapping[str, list[list[int]]], rows: int, least: int | None
+) -> tuple[list[list[list[int]]], dict[str, range]]:
+    """Return batches of prompts, each of one category, and the batches of each.
+
+    With `least`, prompts are repeated until there are so many rows, and all batches are full.
+    """
+    batches: list[list[list[int]]] = []
+    spans: dict[str, range] = {}
+    for category, members in prompts.items():
+        if least is not None:
+            members = [members[row % len(members)] for row in range(-(-max(least, rows) // rows) * rows)]
+        begin = len(batches)
+        batches += [members[first : first + rows] for first in range(0, len(members), rows)]
+        spans[category] = range(begin, len(batches))
+    return batches, spans
+
+
+def _describe(
+    trial: Trial,
+    plain: Trial,
+    batches: Sequence[PromptIds],
+    spans: Mapping[str, range],
+    skipped: Mapping[str, int],
+    step: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Iterator[Record]:
+    """Yield the records of a mode: of each category, if there are several, and of all prompts with their `step`."""
+    for category, span in spans.items() if len(spans) > 1 else ():
+        yield describe(trial, plain, batches, span, category=category, skipped=skipped.get(category), **more)
+    yield describe(trial, plain, batches, skipped=sum(skipped.values()) if skipped else None, **more, **(step or {}))
+
+
+def _load_pairs(name: str, load: LoadOptions, draft: DraftOptions) -> list[Pair]:
+    """Load one pair per usable drafting method, all on one target; prompt lookup is always usable."""
+    has_drafter = load.drafter is not None or holds_drafter(name)
+    usable = {DRAFTER: has_drafter, DRAFT_MODEL: draft.draft_model is not None, PROMPT_LOOKUP: True}
+    methods = [method for method in DRAFTING_METHODS if usable[method]]
+    check_method_options(load, draft, set(methods))
+    tokenizer = load_chat_tokenizer(name, load, trust_remote_code=load.trust_remote_code)
+    pairs: list[Pair] = []
+    for method in methods:
+        # All methods share one target, so that its weights are in memory once.
+        engine = load_engine(method, pairs[0].engine.target if pairs else name, load, draft)
+        pairs.append(Pair(name, method, drafting_model_name(method, name, load, draft), tokenizer, engine))
+    engines = [pair.engine for pair in pairs]
+    lender = next((engine for engine in engines if engine.draft_model is not None), engines[0])
+    for engine in engines:
+        # Engines of one target decode in turn, so they can share the memory of the KV cache.
+        lender.lend_to(engine)
+    return pairs
+
+
+def _short_enough(
+    prompts: Mapping[str, list[list[int]]], options: CompareOptions, context: int | None
+) -> dict[str, list[list[int]]]:
+    """Return the first `--num-prompts` prompts of at most `--max-input-len` tokens; refuse those without room."""
+    most = options.max_input_len or sys.maxsize
+    kept = {name: [ids for ids in members if len(ids) <= most] for name, members in prompts.items()}
+    longest = max((len(ids) for members in kept.values() for ids in members), default=0)
+    if context is not None and longest >= context:
+        raise ArgumentError(
+            f"the longest prompt has {longest} tokens and the model's context is {context}: leave such out with "
+            "--max-input-len"
+        )
+    if not longest:
+        raise ArgumentError(f"no prompt has {most} tokens or fewer: raise --max-input-len")
+    return {
+        name: members[: None if options.suite else options.num_prompts] for name, members in kept.items() if members
+    }
+
+
+def _assisted(pairs: Sequence[Pair], plain: Trial, trust_remote_code: bool) -> TransformersTrial:
+    """Return assisted generation of transformers with the draft model of a pair."""
+    pair = next(pair for pair in pairs if pair.method == DRAFT_MODEL)
+    draft, more = pair.engine.draft_model, dict[str, Any]()
+    assert draft is not None
+    if pair.engine.draft_vocabulary is not None:
+        assert pair.drafting_model is not None
+        own = load_tokenizer(pair.drafting_model, trust_remote_code=trust_remote_code)
+        more = {"tokenizer": pair.tokenizer, "assistant_tokenizer": own}
+    elif draft.vocab_size != pair.engine.target.vocab_size:
+        raise ArgumentError("--assisted needs tables of one size: transformers refuses a padded draft model")
+    trial = transformers_trial(plain, "assisted", draft.model, [[0]])
+    trial.arguments |= {"count": True} | more
+    return trial
+
+
+def _assistant(pair: Pair, name: str, options: BenchOptions) -> Any:
+    """Load the draft model of `--against assisted`; None for the others and for prompt lookup."""
+    if name != "assisted" or options.assistant_model is None:
+        return None
+    target = pair.engine.target
+    model: Any = load_model(options.assistant_model, dtype=target.dtype, device=target.device, trust_remote_code=False)
+    # Otherwise assisted generation stops drafting at the assistant's end token.
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def _card_rows(records: Sequence[Record]) -> Iterator[tuple[str, float, list[float]]]:
+    """Yield a row for each kind of texts of the first tree, for `acceptance_section`."""
+    several = any(record.category is not None for record in records)
+    for record in records:
+        if record.mode == records[0].mode and (record.category is not None) == several:
+            name = "greedy" if record.temperature == 0 else f"temperature {record.temperature:g}"
+            name += "" if record.prompt_length is None else f", after {record.prompt_length} tokens"
+            shares = [count / max(record.steps or 0, 1) for count in record.accepted_by_depth or ()]
+            yield name + (f", {record.category}" if several else ""), record.tokens_per_step or 0.0, shares

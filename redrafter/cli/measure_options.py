@@ -1,0 +1,318 @@
+"""Options and parsers of `bench`, `compare` and `evaluate`, in a module without torch so that `--help` is fast."""
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from redrafter.app.config_file import ConfigParser
+from redrafter.app.drafter_alone import use_base_of_drafter
+from redrafter.app.flags import add_options, flag, floats, format_value, integers, names, read_options
+from redrafter.app.options import (
+    MAX_SEED,
+    PROMPTS_HELP,
+    DraftOptions,
+    GenerationOptions,
+    LoadOptions,
+    PromptOptions,
+    check_numbers,
+)
+from redrafter.app.paths import check_paths
+from redrafter.app.program import import_libraries, run_command
+from redrafter.errors import ArgumentError
+from redrafter.options import option
+from redrafter.tree.sizes import TreeShape
+
+RIVALS = ("eager", "static", "assisted")  # baselines that `--against` may name
+# Generation options without a flag in `redrafter compare`: transformers' assisted generation does not support them.
+NOT_IN_COMPARE = ("frequency_penalty", "presence_penalty", "logit_bias", "bad_words", "stop_token_ids", "adapter")
+NOT_IN_EVALUATE = ("num_beams", "draft_len_per_beam", "node_budget", "max_input_len", "max_seq_len")
+MAX_TEMPERATURE = 1e30  # float32 ends not far above
+
+
+class Search(NamedTuple):
+    """Beams and depth of a beam search, written as 5x5."""
+
+    beams: int
+    depth: int
+
+    def __str__(self) -> str:
+        return f"{self.beams}x{self.depth}"
+
+
+def parse_searches(text: str) -> tuple[Search, ...]:
+    """Parse "5x5,1x4" as searches."""
+    try:
+        pairs = [(int(beams), int(depth)) for beams, depth in (search.split("x") for search in text.split(","))]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"write beams x depth, such as 5x5,1x4, not {text!r}") from None
+    return tuple(Search(*pair) for pair in pairs)
+
+
+@dataclass(frozen=True)
+class MeasureOptions(PromptOptions):
+    """Options of every measurement: its prompts, and the files that it writes in addition to the table."""
+
+    prompts: tuple[str, ...] = option((), PROMPTS_HELP, path=True, names="prompts")
+    num_prompts: int | None = option(None, "use the first N prompts (default: all)")
+    suite: str | None = option(
+        None,
+        "measure on a standard suite of questions: a directory with SPEED-Bench, Spec-Bench or MT-Bench as their "
+        "makers' scripts prepare them. All turns are asked through the chat template, each after the model's own "
+        "answers; --num-prompts is of questions of each category, all by default",
+        metavar="DIR",
+        path=True,
+        names="suite",
+    )
+    json: str | None = option(
+        None, "also write a line of JSON for each row of the table", metavar="FILE", path=True, names="new file"
+    )
+    csv: str | None = option(None, "also write the table as CSV", metavar="FILE", path=True, names="new file")
+    markdown: str | None = option(None, "also write the table in Markdown", metavar="FILE", path=True, names="new file")
+    plot: str | None = option(
+        None, "also draw acceptance and speed; needs matplotlib", metavar="FILE.png", path=True, names="picture"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_numbers(self, "num_prompts")
+        for name in ("prompts", "prompt_tokens", *self.other_prompts):
+            if self.suite is not None and vars(self)[name]:
+                raise ArgumentError(f"{flag(name)} has no meaning with --suite: leave it out")
+        for name in ("json", "csv", "markdown", "plot"):
+            if vars(self)[name] and Path(vars(self)[name]).resolve() in (Path(file).resolve() for file in self.prompts):
+                raise ArgumentError(f"{flag(name)} would overwrite the prompts: give another name")
+
+    @property
+    def other_prompts(self) -> tuple[str, ...]:
+        """Further options that select other prompts than a suite."""
+        return ()
+
+
+@dataclass(frozen=True)
+class BenchOptions(MeasureOptions):
+    """Options of `redrafter bench`: its measurements and baselines."""
+
+    num_prompts: int | None = option(8, "least number of rows to measure each batch size on")
+    batch_sizes: Sequence[int] = option((1,), "rows decoded at once", type=integers, metavar="N,...")
+    repeats: int = option(3, "runs of each measurement; the median counts")
+    against: Sequence[str] = option(
+        (),
+        "also measure Hugging Face's generate, one prompt at a time: eager, static (compiled), assisted "
+        "(default: none)",
+        type=names,
+        metavar="WHICH,...",
+    )
+    assistant_model: str | None = option(
+        None, "draft model of assisted (default: prompt lookup)", metavar="M", names="model"
+    )
+    max_new_tokens: int = option(128, "new tokens of each row; no token ends a text early, but answers of a suite")
+    temperature: float = option(0.0, "0 is greedy, a higher value samples")
+    seed: int = option(0, "seed of the sampling")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_numbers(self, "batch_sizes", "repeats")
+        check_numbers(self, "max_new_tokens", least=2)
+        check_numbers(self, "seed", least=0, most=MAX_SEED)
+        if not 0 <= self.temperature < math.inf:
+            raise ArgumentError(f"--temperature must be 0 (greedy) or more, got {self.temperature}")
+        object.__setattr__(self, "against", tuple(dict.fromkeys(self.against)))
+        for name in self.against:
+            if name not in RIVALS:
+                raise ArgumentError(f"--against takes any of {', '.join(RIVALS)}, got {name!r}")
+        if self.against and 1 not in self.batch_sizes:
+            raise ArgumentError("--against measures one prompt at a time: add 1 to --batch-sizes")
+        if self.assistant_model is not None and "assisted" not in self.against:
+            raise ArgumentError("--assistant-model is for --against assisted: add that")
+
+
+@dataclass(frozen=True)
+class CompareOptions(MeasureOptions):
+    """Options of `redrafter compare`."""
+
+    max_input_len: int | None = option(None, "leave out prompts of more than N tokens (default: none)")
+    batch_size: int = option(1, "prompts decoded at once")
+    repeats: int = option(1, "runs of each method, in turn; the median counts")
+    assisted: bool = option(
+        False, "also measure Hugging Face's assisted generation with the same draft model, one prompt at a time"
+    )
+    disable_output_comparison: bool = option(False, "do not compare the outputs, and do not fail when they differ")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_numbers(self, "max_input_len", "batch_size", "repeats")
+
+
+@dataclass(frozen=True)
+class EvaluateOptions(MeasureOptions):
+    """Options of `redrafter evaluate`: prompts, shapes of the tree and temperatures."""
+
+    num_prompts: int | None = option(None, "prompts of each category, chosen by the seed (default: all)")
+    prompt_lengths: tuple[int, ...] = option(
+        (),
+        "measure after prompts of each of these numbers of tokens: the same prompts, cut at their beginning. Shorter "
+        "ones are left out (default: prompts as they are)",
+        type=integers,
+        metavar="N,...",
+    )
+    new_tokens: int = option(128, "maximum number of new tokens per prompt")
+    shapes: tuple[Search, ...] = option(
+        (),
+        "beams x depth of each beam search, such as 5x5,10x5 (default: the checkpoint's)",
+        type=parse_searches,
+        metavar="WxK,...",
+    )
+    node_budgets: tuple[int, ...] = option(
+        (), "number of verified nodes of each search, including the root (default: all)", type=integers, metavar="N,..."
+    )
+    temperatures: tuple[float, ...] = option(
+        (0, 1), "temperatures of the texts; 0 is greedy", type=floats, metavar="T,..."
+    )
+    seed: int = option(0, "seed of the choice of prompts and of the sampling")
+    batch_size: int = option(32, "prompts that the model continues at once")
+    adapter: str | None = option(
+        None, "LoRA adapter that the model has: a directory that PEFT wrote", metavar="PATH", path=True, names="adapter"
+    )
+    explain: bool = option(False, "report why drafts were missed, and commands that may improve it")
+    data: tuple[str, ...] = option(
+        (),
+        "for --explain: data that the drafter was trained on, to compare with the base's own texts",
+        path=True,
+        names="data",
+    )
+    card: bool = option(
+        False, "write the acceptance of the first tree into the model card (README.md) in the directory of --drafter"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_numbers(self, "batch_size", "node_budgets")
+        check_numbers(self, "prompt_lengths", "new_tokens", least=2)
+        check_numbers(self, "temperatures", least=0, most=MAX_TEMPERATURE)
+        check_numbers(self, "seed", least=0, most=MAX_SEED)
+        if not all(search.beams > 0 and search.depth > 0 for search in self.shapes):
+            raise ArgumentError(
+                f"--shapes are beams x depth, both 1 or more, such as 5x5,1x4; got {format_value(self.shapes)}"
+            )
+        if self.data and not self.explain:
+            raise ArgumentError("--data is compared by --explain only: give --explain too, or leave --data out")
+        if self.explain and self.prompt_lengths:
+            raise ArgumentError(
+                "--explain counts drafts by the tokens before them itself: leave out --prompt-lengths, or --explain"
+            )
+        for name in ("shapes", "node_budgets"):
+            if self.explain and len(values := vars(self)[name]) > 1:
+                raise ArgumentError(
+                    f"--explain explains one tree: give one of {flag(name)}, got {format_value(values)}"
+                )
+
+    @property
+    def other_prompts(self) -> tuple[str, ...]:
+        """Further options that select other prompts than a suite."""
+        return ("prompt_lengths", "explain")
+
+    @property
+    def written_temperatures(self) -> tuple[float, ...]:
+        """Temperatures of the texts: the requested ones, preceded by greedy for `--explain`."""
+        return self.temperatures if not self.explain or 0 in self.temperatures else (0.0, *self.temperatures)
+
+    def trees(self, default: Search) -> list[TreeShape]:
+        """Return the shapes to measure: each node budget of each search, and the tree of the published method.
+
+        `default` is the search to measure without `--shapes`.
+        """
+        trees = []
+        for beams, depth in self.shapes or (default,):
+            whole = TreeShape(beams, depth).lattice
+            trees += [TreeShape(beams, depth, min(budget, whole)) for budget in self.node_budgets or (whole,)]
+            trees += [TreeShape(beams, depth, None)] if beams > 1 else []  # for one beam it is the chain itself
+        return list(dict.fromkeys(trees))
+
+
+class Command(NamedTuple):
+    """A command that measures: texts of `--help`, and groups of options with a title and the fields without a flag."""
+
+    summary: str
+    description: str
+    examples: tuple[str, ...]
+    groups: tuple[tuple[type, str, tuple[str, ...]], ...]
+
+
+COMMANDS = {
+    "bench": Command(
+        "measure how fast a model and its drafter are, and where the time goes",
+        "Measure plain decoding and speculation in turn on the same prompts: tokens per second by batch\n"
+        "size, the time of each part of a step and the time to move its bytes, whether the tokens are\n"
+        "equal, and, with --against, Hugging Face's own generate. Prints one table.",
+        (
+            "redrafter bench --max-new-tokens 64",
+            "redrafter bench --model my-base --drafter my-drafter --dtype bfloat16 \\\n"
+            "      --batch-sizes 1,8,64 --against eager,static,assisted --plot bench.png --json bench.jsonl",
+            "redrafter bench --suite data/speed/qualitative --batch-sizes 1,8 --csv speed.csv --markdown speed.md",
+        ),
+        ((LoadOptions, "loading", ()), (BenchOptions, "measuring", ())),
+    ),
+    "compare": Command(
+        "compare drafting methods on the same prompts",
+        "Measure plain decoding, a drafter, a draft model and prompt lookup, as far as they are given, on\n"
+        "the same prompts with the same model. Prints one table, and where texts differ. Exit code 1 when a\n"
+        "method that promises the tokens of plain decoding generated others, except where the logits of\n"
+        "both tokens were a near-tie.",
+        (
+            "redrafter compare --model my-70b --draft-model my-1b --prompts prompts.json --max-input-len 200",
+            "redrafter compare --model my-base --drafter my-drafter --batch-size 8 --temperature 0.7 --seed 1",
+        ),
+        (
+            (CompareOptions, "comparing", ()),
+            (LoadOptions, "loading", ("max_input_len",)),
+            (DraftOptions, "drafting without a drafter", ("prompt_lookup",)),
+            (GenerationOptions, "generating", ("speculate", *NOT_IN_COMPARE)),
+        ),
+    ),
+    "evaluate": Command(
+        "measure how many drafts of a drafter are accepted, by tree shape and category",
+        "Measure a drafter: tokens per step and acceptance by depth, for many shapes of tree at once,\n"
+        "counted on texts that the model generates once. Prints one table.",
+        (
+            "redrafter evaluate --model my-base --drafter my-drafter --prompts questions.jsonl --num-prompts 20",
+            "redrafter evaluate --model my-base --drafter my-drafter --explain --data trained-on.jsonl",
+            "redrafter evaluate --prompts long.jsonl --prompt-lengths 256,1024 --new-tokens 64 --temperatures 0",
+            "redrafter evaluate --shapes 5x5,10x5,1x4 --node-budgets 26,13 --plot acceptance.png --json out.jsonl",
+            "redrafter evaluate --model my-base --drafter my-drafter --suite data/speed/qualitative --markdown out.md",
+        ),
+        ((EvaluateOptions, "measuring", ()), (LoadOptions, "loading", NOT_IN_EVALUATE)),
+    ),
+}
+
+
+def build_parser(name: str) -> ConfigParser:
+    """Return the parser of a command of `COMMANDS`."""
+    command = COMMANDS[name]
+    parser = ConfigParser(
+        prog=f"redrafter {name}",
+        description=command.description,
+        epilog="\n".join(["examples:", *(f"  {example}" for example in command.examples)]),
+        options=tuple(options for options, *_ in command.groups),
+    )
+    for options, title, without in command.groups:
+        add_options(parser, options, title, without=without)
+    return parser
+
+
+def main(name: str, argv: Sequence[str]) -> int:
+    """Run the command of this name. Returns its exit code."""
+    args = build_parser(name).parse_args(list(argv))
+
+    def command() -> int:
+        use_base_of_drafter(args)
+        groups: list[Any] = [read_options(options, args) for options, *_ in COMMANDS[name].groups]
+        check_paths(*groups)
+        if name == "evaluate" and groups[0].card and not Path(groups[1].drafter or "/dev/null").is_dir():
+            raise ArgumentError("--card writes into the directory of a drafter: give it with --drafter")
+        code: int = getattr(import_libraries("redrafter.cli.measure"), name)(*groups)
+        return code
+
+    return run_command(command)

@@ -1,0 +1,213 @@
+"""Continue prompts in several modes in turn, and record what each did: a pair, prompts and a mode make a record."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from redrafter.data.suites import Dialogues, Suite
+from redrafter.engine.call import GenerateStats
+from redrafter.engine.engine import Engine
+from redrafter.errors import ArgumentError
+from redrafter.measure.decode import PromptIds, RepeatedRuns, Run, Texts, pad_token_of, timed_run, transformers_run
+from redrafter.measure.differences import find_differences
+from redrafter.measure.record import Record
+
+PLAIN = "plain"  # undrafted decoding
+LOOKUP_TOKENS = 10  # drafts per step of transformers' prompt lookup
+
+
+@dataclass
+class Trial:
+    """A mode of decoding, and its runs.
+
+    Prompt i of all prompts has the seed of the arguments plus i, for any batch size.
+    """
+
+    mode: str
+    engine: Engine
+    arguments: dict[str, Any]  # of `generate`
+    pad_token: int  # pads prompts of a batch to one length
+    exact: bool = True  # whether the mode promises the tokens of plain decoding
+    decode: Callable[[list[int]], Any] = lambda tokens: ""  # makes text of tokens, to show where texts differ
+    ran: RepeatedRuns = field(default_factory=RepeatedRuns)
+    first_call_s: float | None = None
+    error: str | None = None  # why it cannot decode
+
+    def run(self, batch: PromptIds, first: int, **changes: Any) -> Run:
+        """Decode a batch that follows `first` other prompts, with other arguments, without cached prefixes."""
+        self.engine.forget_prefixes()
+        arguments = self.arguments | {"seed": self.arguments["seed"] + first} | changes
+        return timed_run(self.engine, batch, self.pad_token, note_first=True, **arguments)
+
+
+@dataclass
+class TransformersTrial(Trial):
+    """`model.generate` of transformers, one prompt at a time, under the arguments that it has too."""
+
+    pad_to: int = 0  # length that prompts are padded to
+
+    def run(self, batch: PromptIds, first: int, **changes: Any) -> Run:
+        """Decode the prompts of a batch one by one, and sum their times."""
+        arguments = self.arguments | changes
+        seed = arguments.pop("seed") + first
+        arguments.pop("speculate", None)
+        pad = self.pad_to, self.pad_token
+        runs = [
+            transformers_run(self.engine.model, prompt, seed + row, pad=pad, **arguments)
+            for row, prompt in enumerate(batch)
+        ]
+        stats = GenerateStats.from_rows([run.stats for run in runs], None)
+        return Run([run.tokens[0] for run in runs], stats, sum(run.seconds for run in runs))
+
+
+def run_trials(
+    trials: Sequence[Trial],
+    batches: Sequence[PromptIds],
+    repeats: int,
+    progress: Callable[[str], None] = lambda text: None,
+    warm_up_tokens: int | None = None,
+) -> None:
+    """Decode all batches in all modes `repeats` times, after one untimed run of each mode for each batch size.
+
+    Each batch is decoded in every mode before the next one, so that other load on the machine affects all alike; the
+    order of the modes is reversed in every second repeat, so that none always runs on a warmer device. A mode of
+    transformers that fails in its first run has an `error` and is left out. `warm_up_tokens` limits the untimed runs.
+    """
+    short = {} if warm_up_tokens is None else {"max_new_tokens": warm_up_tokens}
+    for trial in trials:
+        for batch in {len(batch): batch for batch in reversed(batches)}.values():
+            try:
+                run = trial.run(batch, 0, **short)
+            except Exception as error:
+                # A baseline of another library must not end the measurement.
+                if not isinstance(trial, TransformersTrial):
+                    raise
+                trial.error = f"{type(error).__name__}: {error}"
+                break
+            trial.first_call_s = trial.first_call_s or run.seconds
+    able = [trial for trial in trials if trial.error is None]
+    for repeat in range(repeats):
+        for trial in able:
+            trial.ran.repeats.append([])
+        first = 0
+        for index, batch in enumerate(batches):
+            progress(f"repeat {repeat + 1} of {repeats}, batch {index + 1} of {len(batches)}")
+            for trial in reversed(able) if repeat % 2 else able:
+                trial.ran.repeats[-1].append(trial.run(batch, first))
+            first += len(batch)
+
+
+def describe(
+    trial: Trial,
+    plain: Trial,
+    batches: Sequence[PromptIds],
+    of: range | None = None,
+    *,
+    compare: bool = True,
+    **more: Any,
+) -> Record:
+    """Return the record of a mode on the batches `of`, by default all.
+
+    Texts are compared with the tokens of `plain`, where the mode promises them and unless `compare` is false. `more`
+    are further values of the record.
+    """
+    of = range(len(batches)) if of is None else of
+    prompts = [prompt for index in of for prompt in batches[index]]
+    record = Record(trial.mode, batch_size=max(map(len, batches)), texts=len(prompts), error=trial.error, **more)
+    if trial.error is not None or not prompts:
+        return record
+    ran, reference = trial.ran.part(of), plain.ran.part(of)
+    record.tokens = sum(map(len, ran.texts()))
+    record.count(ran.stats, ran.stats.rows)
+    record.seconds, record.tokens_per_second = statistics.median(ran.seconds), statistics.median(ran.tokens_per_second)
+    record.speedup, record.first_call_s = ran.speedup(reference), trial.first_call_s
+    runs = [run for runs in ran.repeats for run in runs]
+    firsts = [run.first_token for run in runs if run.first_token is not None]
+    if firsts:
+        record.first_token_ms = 1e3 * statistics.median(firsts)
+        following = [max(map(len, run.tokens)) - 1 for run in runs]
+        if all(following):
+            spans = zip(runs, firsts, following, strict=True)
+            record.ms_per_token = statistics.median(1e3 * (run.seconds - first) / count for run, first, count in spans)
+    if compare and trial is not plain and trial.exact:
+        before = sum(map(len, batches[: of.start]))
+        arguments = plain.arguments | {"seed": plain.arguments["seed"] + before}
+        outputs = [ran.texts(repeat) for repeat in range(len(ran.repeats))]
+        found = find_differences(plain.engine, arguments, prompts, reference.texts(), outputs, plain.decode)
+        record.same, record.differences = len(prompts) - len(found), found
+        record.near_ties = sum(difference.near_tie for difference in found)
+    return record
+
+
+def fixed_length(
+    engine: Engine, tokenizer: PreTrainedTokenizerBase, new_tokens: int, temperature: float
+) -> dict[str, Any]:
+    """Return arguments of `generate` for texts of `new_tokens` tokens each, which no end token ends.
+
+    The model's generation config loses its own sampling and end tokens, so that times of texts compare.
+    """
+    engine.model.generation_config = GenerationConfig(pad_token_id=pad_token_of(tokenizer))
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0}  # transformers defaults to 50
+    return {"max_new_tokens": new_tokens} | (sampling if temperature else {"do_sample": False})
+
+
+def check_room(engine: Engine, prompts: PromptIds, new_tokens: int) -> None:
+    """Raise `ArgumentError` if the longest prompt and its new tokens do not fit into the context or the limits."""
+    limit, longest = engine.options.max_input_len, max(map(len, prompts))
+    if limit is not None and longest > limit:
+        raise ArgumentError(f"the longest prompt has {longest} tokens, and --max-input-len is {limit}: raise it")
+    for what, most in (("context", engine.target.context), ("max_seq_len", engine.options.max_seq_len)):
+        if most is not None and longest + new_tokens > most:
+            raise ArgumentError(
+                f"the longest prompt with --max-new-tokens {new_tokens} comes to {longest + new_tokens} tokens, and "
+                f"the {what} is {most}: lower it, or give shorter prompts"
+            )
+
+
+def transformers_trial(plain: Trial, name: str, assistant: Any, prompts: PromptIds) -> TransformersTrial:
+    """Return the mode of transformers of this name: "eager", "static" (a compiled static cache) or "assisted".
+
+    `assistant` is a draft model for the last, or None for transformers' prompt lookup.
+    """
+    more: dict[str, Any] = {}
+    if name == "static":
+        more = {"cache_implementation": "static"}
+    elif name == "assisted":
+        more = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if assistant is None else {"assistant_model": assistant}
+    # torch.compile specialises a static cache on its length: pad prompts to one length to compile once.
+    pad_to = max(map(len, prompts)) if name == "static" else 0
+    exact = not plain.arguments["do_sample"]  # a sampling baseline draws different noise
+    return TransformersTrial(f"HF {name}", plain.engine, plain.arguments | more, plain.pad_token, exact, pad_to=pad_to)
+
+
+def answer_suite(
+    suite: Suite,
+    tokenizer: PreTrainedTokenizerBase,
+    most: int,
+    seed: int,
+    write: Callable[[list[list[int]], int], Texts],
+) -> tuple[Texts, dict[str, int], dict[str, int]]:
+    """Answer all turns of a suite's questions, by category; each turn's prompt includes all turns before it.
+
+    Prompts have at most `most` tokens. `write(prompts, seed)` continues prompt i with `seed + i`; the seeds of all
+    categories' turns count up from `seed`. Returns the texts, and by category the numbers of answered and of skipped
+    turns, whose prompts are too long. Raises `ArgumentError` if no prompt is short enough.
+    """
+    texts: Texts | None = None
+    turns, skipped = dict[str, int](), dict[str, int]()
+    for category, questions in suite.categories.items():
+        dialogues, before = Dialogues(questions, tokenizer, most), sum(turns.values())
+        turns[category] = 0
+        # A turn's prompt contains the answers before it, so turns are generated one after another.
+        while prompts := dialogues.next_prompts():
+            written = write(prompts, seed + before + turns[category])
+            texts = written if texts is None else texts + written
+            turns[category] += len(prompts)
+            dialogues.answer(written.continuations)
+        skipped[category] = dialogues.skipped
+    if texts is None:
+        raise ArgumentError(f"--suite: no turn has a prompt of at most {most} tokens, which the model's context leaves")
+    return texts, turns, skipped

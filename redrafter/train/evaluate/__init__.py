@@ -1,1 +1,0 @@
-"""Measure a drafter for many tree shapes, on texts that the base generates once."""
