@@ -414,12 +414,13 @@ class Server:
             self.images.close()
 
     def close(self) -> None:
-        """End the engine, even if sequences are running; flush captures and spans."""
-        self.engine.stop()
+        """Flush captures and spans, and end the engine, even if sequences are running."""
         if self.capture is not None:
             self.capture.close()
+        # Before the engine, whose process may take seconds to end.
         if self.traces is not None:
             self.traces.close()
+        self.engine.stop()
 
     def summary(self, url: str) -> list[str]:
         """Return log lines that describe the server at `url`, with a command to try it."""

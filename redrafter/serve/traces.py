@@ -37,7 +37,7 @@ except ImportError as error:
     raise MissingDependencyError(what) from error
 
 TRACES_PATH = "/v1/traces"  # default path of a collector
-CLOSE_SECONDS = 5.0  # time limit for sending the last spans
+CLOSE_SECONDS = 2.0  # time limit for sending the last spans
 QUIET_URLS = "/health,/v1/health,/metrics"  # asked every few seconds
 
 Deltas = AsyncGenerator[tuple[AnyChoice, list[SequenceDelta]], None]  # each choice with its new deltas
