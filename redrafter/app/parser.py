@@ -80,7 +80,9 @@ class Parser(argparse.ArgumentParser):
             # `--random-seed 8 9` is checked like the option that it is an alias of.
             option = self._option_string_actions.get(self.own_name(arg) or name.replace("_", "-"))
             stray = "".join(args[index + (1 if equals else 2) :][:1])
-            if option is not None and option.type in (int, float, temperatures) and re.fullmatch(NUMBER, stray):
+            if option is None or option.nargs is not None or option.type not in (int, float, temperatures):
+                continue
+            if re.fullmatch(NUMBER, stray):
                 hint = f"; for one a prompt: {name} 0.7,0.2" if option.type is temperatures else ""
                 self.error(
                     f"{name} takes one value, and {stray} after it would be a {positional.metavar}{hint}; put {stray} "

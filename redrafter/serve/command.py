@@ -101,10 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `redrafter serve`, and return its exit code."""
 
     def serve_model() -> int:
-        args = _with_config(build_parser().parse_args(argv))
-        options, load = read_options(ServeOptions, args), read_options(LoadOptions, args)
-        draft = read_options(DraftOptions, args)
-        added: list[Any] = [read_options(extension.options, args) for extension in extensions()]
+        args, request, added = read_request(argv)
+        options, load, draft = request.options, request.load, request.draft
         if args.print_config:
             shown = {name: value for group in (load, draft, *added, options) for name, value in asdict(group).items()}
             # Printed options end up in logs and issues.
@@ -112,7 +110,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print("redrafter: the API keys are not shown", file=sys.stderr)
             print(json.dumps(shown, indent=2))
             return 0
-        request = LoadEngine(options, load, draft)  # validates the combination of options
         check_paths(options, load, draft, *added)
         for path in parse_lora_modules(options.lora_modules).values():
             check_adapter(path, "--lora-modules")
@@ -145,6 +142,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
     return run_command(serve_model)
+
+
+def read_request(argv: Sequence[str] | None) -> tuple[argparse.Namespace, LoadEngine, list[Any]]:
+    """Read a command line, and return its arguments, what to load, and the options of each extension."""
+    args = _with_config(build_parser().parse_args(argv))
+    options, load = read_options(ServeOptions, args), read_options(LoadOptions, args)
+    request = LoadEngine(options, load, read_options(DraftOptions, args))  # validates the combination of options
+    return args, request, [read_options(extension.options, args) for extension in extensions()]
 
 
 def _with_config(args: argparse.Namespace) -> argparse.Namespace:

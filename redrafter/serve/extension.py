@@ -2,7 +2,7 @@
 
 An extension is a module with an `EXTENSION`, an instance of a subclass of `Extension`. The server finds extensions in
 the package `redrafter.extensions`, and through entry points `redrafter.extensions` of other packages; it imports none
-by name, except in the alias `redrafter.serve.replicas.application`.
+by name.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -55,7 +55,6 @@ class Extension:
         protocol_path: Path prefix whose errors `format_error` formats; None for OpenAI's format.
         error_event: Event name of an error within a stream at these paths; None for an unnamed event.
         writing_paths: Paths of generation requests, which have a `seed`.
-        ignored_marks: Prefixes of text blocks that are not part of the prompt, which routing by prefix ignores too.
         key_header: Header in which its clients send their key, in addition to `Authorization`; None for no other.
         cors_headers: Other headers of its clients, which pages of `--allowed-origins` may send.
         refused_paths: Paths of its protocol that are not served, each with the reason and what to use instead.
@@ -66,7 +65,6 @@ class Extension:
     protocol_path: str | None = None
     error_event: str | None = None
     writing_paths: tuple[str, ...] = ()
-    ignored_marks: tuple[str, ...] = ()
     key_header: str | None = None
     cors_headers: tuple[str, ...] = ()
     refused_paths: Mapping[str, str] = MappingProxyType({})

@@ -13,18 +13,15 @@ import psutil
 from helpers.processes import soon
 from helpers.serving import Program
 
-WORKER = "ray::ServeReplica:redrafter:Engine"  # how Ray calls the process of a replica
+WORKER = "ray::ServeReplica:redrafter:Replica"  # Ray's name for the process of a replica
 REPLACED_SECONDS = 240.0  # on a machine that does much else
 
 
 class RayProgram(Program):
-    """Replicas on a cluster. Its `metrics` have the label of the replica."""
+    """Replicas on the cluster of RAY_ADDRESS. Its `metrics` have the label of the replica."""
 
-    ready_word = "ready on"
+    ready_word = "is ready at"
     start_seconds, end_seconds = 300.0, 90.0
-
-    def __init__(self, address: str, *more: str):
-        super().__init__("--ray", "--ray-address", address, *more)
 
     @property
     def replicas(self) -> set[str]:
@@ -37,10 +34,17 @@ class RayProgram(Program):
         """Texts that are written by all replicas."""
         return sum(value for name, value in self.metrics().items() if name.startswith("vllm:num_requests_running"))
 
-    def await_replicas(self, count: int) -> set[str]:
-        """Wait until there are so many."""
-        assert soon(lambda: len(self.replicas) == count, REPLACED_SECONDS), self.replicas
-        return self.replicas
+    def await_replicas(self, count: int, other_than: set[str] | None = None) -> set[str]:
+        """Wait until there are so many, and not the same ones as before a loss."""
+        found: set[str] = set()
+
+        def arrived() -> bool:
+            nonlocal found
+            found = self.replicas
+            return len(found) == count and found != other_than
+
+        assert soon(arrived, REPLACED_SECONDS), found
+        return found
 
 
 def workers() -> list[psutil.Process]:
@@ -57,7 +61,7 @@ def _title(process: psutil.Process) -> str:
 
 @dataclass
 class Stream:
-    """Holds what a client hears of one stream, and of which replica."""
+    """Holds what a client receives of one stream, and from which replica."""
 
     text: str = ""
     finish: str | None = None
@@ -66,11 +70,14 @@ class Stream:
     begun: threading.Event = field(default_factory=threading.Event)
 
     def read(self, url: str, **body: object) -> "Stream":
-        """Ask for a completion, and read it to its end."""
-        for choice in self._choices(url, body):
-            self.text += choice["text"]
-            self.finish = self.finish or choice["finish_reason"]
-            self.begun.set()
+        """Ask for a completion, and read it to its end, or until the connection breaks."""
+        try:
+            for choice in self._choices(url, body):
+                self.text += choice["text"]
+                self.finish = self.finish or choice["finish_reason"]
+                self.begun.set()
+        except httpx.RemoteProtocolError as error:  # the end of the chunked answer is missing
+            self.error = str(error)
         self.begun.set()
         return self
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from redrafter.extensions.messages.names import BILLING_MARK, MESSAGES_PATH
+from redrafter.extensions.messages.names import MESSAGES_PATH
 from redrafter.serve.extension import ALL_AT_ONCE, Extension, Respond
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ class MessagesExtension(Extension):
     protocol_path = MESSAGES_PATH
     error_event = "error"
     writing_paths = (MESSAGES_PATH,)
-    ignored_marks = (BILLING_MARK,)
     key_header = "X-Api-Key"
     cors_headers = ("Anthropic-Version", "Anthropic-Beta")
     refused_paths = MappingProxyType(

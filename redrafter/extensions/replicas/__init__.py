@@ -1,8 +1,7 @@
-"""Run replicas of a server on Ray Serve, route requests to them, and resume requests of a lost replica."""
+"""Run replicas of a server on Ray Serve."""
 
 from functools import partial
 
-from redrafter.extensions.replicas.launch import launch
 from redrafter.extensions.replicas.options import ReplicaOptions
 from redrafter.serve.extension import Extension, Launch
 
@@ -15,7 +14,11 @@ class ReplicasExtension(Extension):
 
     def launcher(self, options: ReplicaOptions) -> Launch | None:
         """Return the function that serves with replicas; None without `--ray`."""
-        return partial(launch, options) if options.ray else None
+        if not options.ray:
+            return None
+        from redrafter.extensions.replicas.launch import launch
+
+        return partial(launch, options)
 
 
 EXTENSION = ReplicasExtension()

@@ -162,6 +162,7 @@ class EngineClient:
     def __init__(self, channel: Channel, facts: EngineFacts, process: EngineProcess):
         self._channel, self.facts, self._process = channel, facts, process
         self.load = EngineLoad()  # as last reported
+        self.after_end = "nothing is served any more"  # what clients read after the reason of the engine's end
         # Called with every delta, in the receiving thread.
         self.on_delta: Callable[[ServedSequence, SequenceDelta], object] = lambda sequence, delta: None
         self._on_failure: Callable[[str], object] = lambda reason: None
@@ -303,7 +304,7 @@ class EngineClient:
         # Waiting clients would wait forever unless every stream fails now.
         if not self._stopping:
             ended = self._process.describe_end()
-            reason = f"{self._failure or ended}: nothing is served any more"
+            reason = f"{self._failure or ended}: {self.after_end}"
             self._fail_all(Stopped(reason))
             self._on_failure(reason)
 

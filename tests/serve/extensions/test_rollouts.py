@@ -24,7 +24,6 @@ from redrafter.app.options import LoadOptions
 from redrafter.drafting.drafter_types import open_drafter_model
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.errors import ArgumentError
-from redrafter.extensions.replicas.options import check_replicated
 from redrafter.extensions.rollouts.changes import CHANGES
 from redrafter.model.target import Target
 from redrafter.serve.config import ServeOptions
@@ -139,8 +138,6 @@ def test_operators_have_keys_of_their_own(monkeypatch):
         collect_operator_keys([], ApiKeys(["secret"]))
     with pytest.raises(ArgumentError, match="printable"):
         collect_operator_keys(["a b "], ApiKeys())
-    with pytest.raises(ArgumentError, match="without --ray"):
-        check_replicated(ServeOptions(operator_key=("secret",)))
 
 
 def test_texts_after_new_weights_are_those_of_the_new_model(http, folders):

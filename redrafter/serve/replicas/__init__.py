@@ -1,1 +1,0 @@
-"""Keep the import path that Ray Serve configurations use for the application of replicas."""
