@@ -188,12 +188,12 @@ def plan_speculators(drafter: SourceDrafter, base: SourceBase | None, config: Co
         notes += (f"the drafter reads the output of the base's last layer, {layers[-1]}, which vLLM does not give",)
     cast = _cast_floats(drafter.tensors, config.dtype)
     dtype, length = dtype_name(cast["fc.weight"].dtype), drafter.fill(config.defaults).shape.draft_len_per_beam or 1
+    fields = eagle.speculators_fields(drafter.config, name, architecture, dtype, length)
     if isinstance(drafter.config, DFlashConfig):
-        tensors = dflash.to_speculators_tensors(cast, drafter.config)
-        content = dflash.to_speculators_config(drafter.config, name, architecture, dtype, length)
+        content = fields | dflash.to_speculators_config(drafter.config)
     else:
-        tensors = eagle.to_speculators_tensors(cast, drafter.config)
-        content = eagle.to_speculators_config(drafter.config, name, architecture, dtype, length)
+        content = fields | eagle.to_speculators_config(drafter.config)
+    tensors = eagle.to_speculators_tensors(cast, drafter.config)
     card = _make_card(drafter, _config_with_base(drafter.config, base), base, "speculators")
     texts = {CARD_FILE: card, "config.json": _json(content)}
     return ConversionPlan({WEIGHTS_FILE: tensors}, texts=texts, notes=notes)

@@ -11,7 +11,6 @@ are read; drafters are written in speculators' format, which vLLM serves.
 | a layer's config | at the top | at the top | `transformer_layer_config` | at the top |
 """
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,14 @@ from redrafter.formats.eagle import (
     draft_ids,
     layer_config,
     layer_fields,
-    speculators_fields,
     speculators_layer,
-    speculators_maps,
+    without_unread,
+    written_layers,
 )
 from redrafter.formats.tensors import StoredTensor, Tensors
 
 HEAD = "lm_head.weight"
+SPECULATORS_LAYERS = "aux_hidden_state_layer_ids"  # in speculators' format
 LAYER_TYPES = ("qwen3", "muse_glimmer_assistant")  # whose decoder layers have the same tensors and formulas
 MARKOV = "markov_head.markov_w1.weight"
 SELECTOR = "candidate_selector.hidden_projection.weight"
@@ -43,8 +43,6 @@ _KNOWN = {
     *("confidence_head_with_markov", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
     *("is_causal", "causal", "input_embedding_scale", "output_multiplier", "final_logit_softcapping", "num_anchors"),
 }
-# Tensors of the target, computed from the config, or a confidence that the tree's own scores replace.
-_UNREAD = re.compile(r"t2d|d2t|verifier_(lm_head|norm)\.weight|confidence_head\..*|(.*\.)?rotary_emb\.inv_freq")
 _ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
 _TRANSFORMERS_NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 
@@ -125,12 +123,7 @@ def _causal(value: Any, config: Mapping[str, Any], convolved: bool) -> str:
 def _target_layers(value: Any, layers: int, config: Mapping[str, Any], directory: Path) -> list[int]:
     """Return the target's layers whose outputs are read; those that z-lab's code chooses where none are named."""
     if SPECULATORS_KEY in config:
-        name = "aux_hidden_state_layer_ids"
-        ids = ascending(config.get(name), directory, name)
-        if 0 in ids:
-            raise UnsupportedError(f"{directory} reads the target's embeddings ({name}={ids}), which cannot be read")
-        # speculators counts a layer's input, which is the output of the layer before.
-        return [layer - 1 for layer in ids]
+        return written_layers(config.get(SPECULATORS_LAYERS), directory, SPECULATORS_LAYERS)
     ids, count = value("target_layer_ids"), value("num_target_layers")
     # The default of DFlash's own code: evenly spaced layers, without the first and the last ones.
     if ids is None and type(count) is int:
@@ -141,14 +134,12 @@ def _target_layers(value: Any, layers: int, config: Mapping[str, Any], directory
 
 def rename_tensors(tensors: Tensors, config: DFlashConfig, directory: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a drafter by this project's names, without those that nothing reads."""
-    read = {_TRANSFORMERS_NAMES.get(name, name): x for name, x in tensors.items() if not _UNREAD.fullmatch(name)}
-    return read | draft_ids(tensors, config.draft_vocab_size, config.vocab_size, directory)
+    renamed = {_TRANSFORMERS_NAMES.get(name, name): tensor for name, tensor in tensors.items()}
+    return without_unread(renamed) | draft_ids(tensors, config.draft_vocab_size, config.vocab_size, directory)
 
 
-def to_speculators_config(
-    config: DFlashConfig, name: str | None, architecture: str | None, dtype: str, length: int
-) -> dict[str, Any]:
-    """Convert a drafter's config to speculators', for the arguments of `eagle.to_speculators_config`.
+def to_speculators_config(config: DFlashConfig) -> dict[str, Any]:
+    """Convert a drafter's config to speculators', without `eagle.speculators_fields`.
 
     Raises:
         UnsupportedError: speculators' format cannot hold the drafter.
@@ -175,13 +166,11 @@ def to_speculators_config(
         "max_window_layers": 0 if config.sliding_layers else config.num_layers,
     }
     written = {
-        **speculators_fields(config, config.algorithm, name, architecture, dtype, length),
         "architectures": [_ARCHITECTURES[config.algorithm]],
         "transformer_layer_config": layer,
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
-        # speculators counts the layer that reads a hidden state, and we the layer that writes it.
-        "aux_hidden_state_layer_ids": [layer + 1 for layer in config.target_layers],
+        SPECULATORS_LAYERS: [layer + 1 for layer in config.target_layers],
         "sample_from_anchor": config.sample_from_anchor,
         "sliding_window_non_causal": config.causal == "none",
     }
@@ -190,10 +179,3 @@ def to_speculators_config(
         written |= {"enable_confidence_head": False, "confidence_head_with_markov": False}
     fields = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
     return written | {field: value for field in fields if (value := getattr(config, field)) is not None}
-
-
-def to_speculators_tensors(tensors: Tensors, config: DFlashConfig) -> dict[str, StoredTensor]:
-    """Return a drafter's tensors by speculators' names, and `d2t` and `t2d` of a reduced vocabulary."""
-    written = dict(tensors)
-    ids = written.pop("draft_ids", None)
-    return written if ids is None else written | speculators_maps(ids, config.vocab_size)

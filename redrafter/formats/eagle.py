@@ -42,17 +42,11 @@ _EAGLE_CONFIG = {
 }
 # Fields that our config and a layer's config have under the same name.
 _LAYER_KEYS = (
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "max_position_embeddings",
-    "attention_bias",
+    *("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias"),
 )
-# Tensors of the target, or computed from the config; nothing here reads them.
-_UNREAD = re.compile(r"t2d|d2t|verifier_(lm_head|norm)\.weight|.*\.rotary_emb\.inv_freq")
+_UNREAD = re.compile(r"t2d|d2t|verifier_(lm_head|norm)\.weight|confidence_head\..*|(.*\.)?rotary_emb\.inv_freq")
+_THEIR_LAYER, _OUR_LAYER = "layers.0.", "midlayer."  # prefixes of the decoder layer's tensors in speculators' format
 
 
 def to_redrafter_config(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> EagleConfig:
@@ -61,9 +55,8 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Tensors, directory: 
     layer = layer_config(config.get("transformer_layer_config", config), directory, LAYER_TYPES)
     if layer.num_hidden_layers != 1:
         raise UnsupportedError(f"{directory} has {layer.num_hidden_layers} decoder layers; heads of one layer are read")
-    if "sliding_attention" in (getattr(layer, "layer_types", None) or ()) or getattr(
-        layer, "use_sliding_window", False
-    ):
+    sliding = "sliding_attention" in (getattr(layer, "layer_types", None) or ())
+    if sliding or getattr(layer, "use_sliding_window", False):
         raise UnsupportedError(f"{directory} attends to a sliding window, which cannot be computed here")
     draft_vocab_size = config.get("draft_vocab_size") or layer.vocab_size
     return EagleConfig(
@@ -87,12 +80,8 @@ def _of_speculators(config: Mapping[str, Any], directory: Path) -> dict[str, Any
     if "transformer_layer_config" not in config:
         raise CheckpointError(f"{directory / 'config.json'} has no transformer_layer_config")
     ids = config.get(LAYER_IDS)
-    # Layer 0's input is the embedding, which targets here do not record.
-    if ids is not None and 0 in ids:
-        raise UnsupportedError(f"{directory} reads the target's embeddings ({LAYER_IDS}={ids}), which cannot be read")
     fields: dict[str, Any] = {
-        # speculators counts the layer that reads the hidden state, and we the layer that writes it.
-        "target_layers": None if ids is None else [i - 1 for i in ascending(ids, directory)],
+        "target_layers": None if ids is None else written_layers(ids, directory, LAYER_IDS),
         "norm_before_residual": bool(config.get("norm_before_residual")),
         "norm_output": bool(config.get("norm_output")),
         "base_model": as_dict(whole.get("verifier")).get("name_or_path"),
@@ -149,6 +138,14 @@ def ascending(ids: Any, directory: Path, name: str = LAYER_IDS) -> list[int]:
     return list(ids)
 
 
+def written_layers(ids: Any, directory: Path, name: str) -> list[int]:
+    """Return our numbers of layers in speculators' format, which counts the layer that reads a hidden state."""
+    # Layer 0's input is the embedding, which targets here do not record.
+    if 0 in (numbers := ascending(ids, directory, name)):
+        raise UnsupportedError(f"{directory} reads the target's embeddings ({name}={ids}), which cannot be read")
+    return [number - 1 for number in numbers]
+
+
 def as_dict(value: Any) -> Mapping[str, Any]:
     """Return a value where it is a mapping, else an empty one."""
     return value if isinstance(value, Mapping) else {}
@@ -156,12 +153,13 @@ def as_dict(value: Any) -> Mapping[str, Any]:
 
 def rename_tensors(tensors: Tensors, config: EagleConfig, directory: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a head by this project's names, without those that nothing reads."""
-    renamed = {
-        re.sub(r"^layers\.0\.", "midlayer.", name): tensor
-        for name, tensor in tensors.items()
-        if not _UNREAD.fullmatch(name)
-    }
-    return renamed | draft_ids(tensors, config.draft_vocab_size, config.vocab_size, directory)
+    renamed = {re.sub(rf"^{_THEIR_LAYER}", _OUR_LAYER, name): tensor for name, tensor in tensors.items()}
+    return without_unread(renamed) | draft_ids(tensors, config.draft_vocab_size, config.vocab_size, directory)
+
+
+def without_unread(tensors: Tensors) -> dict[str, StoredTensor]:
+    """Return the tensors without those of the target, those that the config gives, and what only scores drafts."""
+    return {name: tensor for name, tensor in tensors.items() if not _UNREAD.fullmatch(name)}
 
 
 def draft_ids(tensors: Tensors, size: int | None, vocab_size: int, directory: Path) -> dict[str, StoredTensor]:
@@ -193,17 +191,8 @@ def draft_ids(tensors: Tensors, size: int | None, vocab_size: int, directory: Pa
     return {"draft_ids": memory_tensor("d2t", ids)}
 
 
-def to_speculators_config(
-    config: EagleConfig, name: str | None, architecture: str | None, dtype: str, length: int
-) -> dict[str, Any]:
-    """Convert a head's config to speculators'.
-
-    Args:
-        config: The config of the head.
-        name: Where the base is found: a directory or a hub id; None where that is not known.
-        architecture: The base's class, if it is known.
-        dtype: Number format of the tensors.
-        length: Tokens that are drafted in a step.
+def to_speculators_config(config: EagleConfig) -> dict[str, Any]:
+    """Convert a head's config to speculators', without `speculators_fields`.
 
     Raises:
         UnsupportedError: speculators' format cannot hold the head.
@@ -214,7 +203,6 @@ def to_speculators_config(
     if not config.qk_norm:
         layer["mlp_bias"] = config.mlp_bias
     written: dict[str, Any] = {
-        **speculators_fields(config, "eagle3", name, architecture, dtype, length),
         "architectures": ["Eagle3Speculator"],
         "transformer_layer_config": layer,
         "target_hidden_size": None if config.width == config.hidden_size else config.hidden_size,
@@ -240,23 +228,25 @@ def speculators_layer(config: LayerConfig, kind: str, layers: int) -> dict[str, 
 
 
 def speculators_fields(
-    config: LayerConfig, algorithm: str, name: str | None, architecture: str | None, dtype: str, length: int
+    config: LayerConfig, name: str | None, architecture: str | None, dtype: str, length: int
 ) -> dict[str, Any]:
-    """Return the fields that speculators' configs of all algorithms have; the arguments of `to_speculators_config`."""
+    """Return the fields that speculators' configs of all algorithms have.
+
+    Args:
+        config: The config of the drafter.
+        name: Where the base is found: a directory or a hub id; None where that is not known.
+        architecture: The base's class, if it is known.
+        dtype: Number format of the tensors.
+        length: Tokens that are drafted in a step.
+    """
+    method = {"proposal_type": "greedy", "speculative_tokens": length, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
-        SPECULATORS_KEY: algorithm,
+        SPECULATORS_KEY: config.algorithm,
         "speculators_version": SPECULATORS_VERSION,
         "speculators_config": {
-            "algorithm": algorithm,
+            "algorithm": config.algorithm,
             "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": length,
-                    "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0,
-                }
-            ],
+            "proposal_methods": [method],
             "verifier": {"name_or_path": name, "architectures": [architecture] if architecture else []},
         },
         "draft_vocab_size": config.num_draft_ids,
@@ -265,18 +255,19 @@ def speculators_fields(
     }
 
 
-def to_speculators_tensors(tensors: Tensors, config: EagleConfig) -> dict[str, StoredTensor]:
-    """Return a head's tensors by speculators' names, with `d2t`, offsets to the target's ids, and `t2d`, `[V]` bool."""
-    written = {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in tensors.items()}
-    return written | speculators_maps(written.pop("draft_ids", None), config.vocab_size)
+def to_speculators_tensors(tensors: Tensors, config: LayerConfig) -> dict[str, StoredTensor]:
+    """Return a drafter's tensors by speculators' names.
 
-
-def speculators_maps(draft_ids: StoredTensor | None, vocab_size: int) -> dict[str, StoredTensor]:
-    """Return `d2t` and `t2d` for a drafter's ids; None for all of the target's."""
-    ids = torch.arange(vocab_size) if draft_ids is None else draft_ids.read()
-    known = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    Heads, and drafters of a reduced vocabulary, have `d2t`, offsets to the target's ids, and `t2d`, `[V]` bool.
+    """
+    written = {re.sub(rf"^{_OUR_LAYER}", _THEIR_LAYER, name): tensor for name, tensor in tensors.items()}
+    stored = written.pop("draft_ids", None)
+    if stored is None and not isinstance(config, EagleConfig):
+        return written
+    ids = torch.arange(config.vocab_size) if stored is None else stored.read()
+    known = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
     maps = {"d2t": ids - torch.arange(len(ids)), "t2d": known}
-    return {name: memory_tensor("draft_ids", tensor) for name, tensor in maps.items()}
+    return written | {name: memory_tensor("draft_ids", tensor) for name, tensor in maps.items()}
 
 
 def is_same(one: StoredTensor, other: StoredTensor) -> bool:

@@ -66,17 +66,12 @@ _DRAFTER_KEYS = {
     "rnn": "redrafter_is_rnn",
 }
 # Keys of Hugging Face's config, and TensorRT-LLM's; some have a value where TensorRT-LLM's config has none.
-_BASE_KEYS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_hidden_layers": "num_hidden_layers",
-    "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_key_value_heads",
-    "intermediate_size": "intermediate_size",
-    "hidden_act": "hidden_act",
-    "max_position_embeddings": "max_position_embeddings",
-    "rms_norm_eps": "norm_epsilon",
-}
+_SAME_KEYS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("intermediate_size", "hidden_act", "max_position_embeddings"),
+)
+_BASE_KEYS = {key: key for key in _SAME_KEYS} | {"rms_norm_eps": "norm_epsilon"}
+_LEFT_OUT = ("transformers_version", "_name_or_path")  # of configs that are kept for the way back
 _BASE_DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 2048, "norm_epsilon": 1e-5}
 
 # TensorRT-LLM's names, Hugging Face's, and the dimension by which ranks split a tensor; None where each has it whole.
@@ -176,8 +171,7 @@ def to_pair_config(
         raise UnsupportedError(
             f"{directory} is a {architecture}; TensorRT-LLM has ReDrafter for {', '.join(_ARCHITECTURES)} only"
         )
-    left_out = ("model_type", "transformers_version", "_name_or_path")
-    drafter = {key: value for key, value in config.to_diff_dict().items() if key not in left_out}
+    drafter = {key: x for key, x in config.to_diff_dict().items() if key not in ("model_type", *_LEFT_OUT)}
     pair = dict(base) | {
         "architecture": _ARCHITECTURES[architecture][1],
         "base_model_architecture": architecture,
@@ -226,9 +220,7 @@ def to_trtllm_config(config: PretrainedConfig, dtype: str, tp: int) -> dict[str,
         "mapping": {"world_size": tp, "gpus_per_node": 8, "cp_size": 1, "tp_size": tp, "pp_size": 1},
         "quantization": {"quant_algo": None, "kv_cache_quant_algo": None, "exclude_modules": None},
         # TensorRT-LLM ignores unknown keys, so the whole config survives the way back.
-        BASE_CONFIG_KEY: {
-            k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")
-        },
+        BASE_CONFIG_KEY: {key: x for key, x in config.to_dict().items() if key not in _LEFT_OUT},
     }
 
 
