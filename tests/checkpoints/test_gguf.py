@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from helpers.command_line import TEMPLATE, fails, measured, ran
+from helpers.command_line import TEMPLATE, fails, printed, ran
 from helpers.tokenizers import TEXTS
 
 gguf = pytest.importorskip("gguf")
@@ -139,7 +139,7 @@ def test_gguf_file_is_for_a_model_by_name_and_names_a_gguf_file(models):
 
 def test_commands_take_a_gguf_file(models, capsys):
     file, drafter = str(models / "file.gguf"), str(models / "drafter")
-    out = measured("generate", "--model", file, "--drafter", drafter, "--compare", "--json", PROMPT)[0]
+    out = printed("generate", "--model", file, "--drafter", drafter, "--compare", "--json", PROMPT)
     assert (out["model"], out["compare"]["equal"]) == (file, True)
     assert out["dtype"] == "bfloat16"
     code, _, err = ran("generate", "--model", file, "--draft-model", file, "--max-new-tokens", "4", PROMPT)
@@ -158,13 +158,13 @@ def test_a_drafter_is_trained_for_a_gguf_file(models, tmp_path):
     options = ["--model", file, "--data", str(data), "--cpu", "--length", "32", "--batch-size", "2"]
     code, _, err = ran("train", *options, "--steps", "2", "--output", output, "--validate-prompts", "0")
     assert code == 0, err
-    document = measured("info", file, "--drafter", output, "--json")[0]
+    document = printed("info", file, "--drafter", output, "--json")
     assert document["fits"] is True
     assert document["drafter"]["base_model"].endswith("file.gguf")
 
 
 def test_info_describes_a_gguf_file_and_a_drafter_for_it(models):
-    document = measured("info", str(models / "file.gguf"), "--drafter", str(models / "drafter"), "--json")[0]
+    document = printed("info", str(models / "file.gguf"), "--drafter", str(models / "drafter"), "--json")
     model, stock = document["model"], load_model(models / "hf", **LOAD)
     assert (document["kind"], document["fits"]) == ("model", True)
     assert model["parameters"] == sum(parameter.numel() for parameter in stock.parameters())
@@ -184,7 +184,7 @@ def test_convert_merges_a_gguf_file_with_its_drafter(models, tmp_path):
     ids = load_tokenizer(output)(PROMPT, return_tensors="pt").input_ids
     whole = ReDrafter.from_pretrained(base, drafter).generate(ids, max_new_tokens=NEW)
     assert torch.equal(engine.generate(ids, max_new_tokens=NEW), whole)
-    assert measured("info", str(output), "--json")[0]["kind"] == "merged checkpoint"
+    assert printed("info", str(output), "--json")["kind"] == "merged checkpoint"
     assert ran("convert", *words, "--overwrite")[0] == 0
 
 
@@ -251,8 +251,8 @@ def test_a_split_model_is_read_from_all_its_parts_by_any_of_their_names(models, 
 
 def test_a_split_model_is_described_and_merged_whole(models, split, tmp_path):
     part, output = str(split / "m-00001-of-00002.gguf"), tmp_path / "merged"
-    whole = measured("info", str(models / "file.gguf"), "--json")[0]["model"]
-    found = measured("info", part, "--json")[0]["model"]
+    whole = printed("info", str(models / "file.gguf"), "--json")["model"]
+    found = printed("info", part, "--json")["model"]
     assert {"parameters", "stored_as", "target"} <= found.keys()
     assert all(found[key] == whole[key] for key in ("parameters", "stored_as", "target"))
     words = ["--drafter-model-dir", str(models / "drafter"), "--output-dir", str(output)]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from helpers.command_line import (
     CONTEXT,
     fails,
-    measured,
+    printed,
 )
 from redrafter import DrafterConfig, RecurrentDrafter
 from redrafter.cli import main
@@ -18,7 +18,7 @@ from zoo.configs import tiny_config
 
 
 def info(*args: str) -> dict:
-    return measured("info", "--json", *args)[0]
+    return printed("info", "--json", *args)
 
 
 def test_info_tells_each_kind_of_checkpoint(folder):

@@ -56,6 +56,13 @@ def measured(*args: str, code: int = 0) -> tuple[list[dict], str]:
         return [json.loads(line) for line in Path(folder, "records.jsonl").read_text().splitlines()], out
 
 
+def printed(*args: str) -> dict:
+    """Run a command that prints one JSON document; return it."""
+    code, out, err = ran(*args)
+    assert code == 0, err
+    return json.loads(out)
+
+
 def fails(capsys, *args: str) -> str:
     """Run a command that must end with one line on stderr and exit code 2; return that line."""
     code, out, err = ran(*args)
