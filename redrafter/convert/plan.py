@@ -30,7 +30,6 @@ from redrafter.formats.sources import SourceBase, SourceDrafter
 from redrafter.formats.tensors import StoredTensor, cast, memory_tensor, split_into_files, write_safetensors
 from redrafter.tree.sizes import TreeShape
 
-COPY_BLOCK_BYTES = 16 << 20  # read and written at once
 MIN_FREE_BYTES = 64 << 20  # of the disk, after the conversion
 DRAFTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = (  # and others that belong with a tokenizer
@@ -106,9 +105,8 @@ def link_or_copy(source: Path, destination: Path, progress: Callable[[int], obje
             return
         except OSError:
             pass  # another file system, or no hard links: copy below
-    with source.open("rb") as reader, destination.open("wb") as writer:
-        while block := reader.read(COPY_BLOCK_BYTES):
-            progress(writer.write(block))
+    shutil.copyfile(source, destination)
+    progress(source.stat().st_size)
 
 
 def _existing_parent(path: Path) -> Path:
@@ -312,7 +310,7 @@ def _config_with_base(config: AnyDrafterConfig, base: SourceBase | None) -> AnyD
     if base is not None:
         # With several tables, such as an untied head, only a name identifies the embedding; else nothing is checked.
         if config.base_embedding_norms is None:
-            tables = base.embedding_norms()
+            tables = base.embedding_norms
             names = [name for name in tables if "embed" in name] or list(tables)
             config.base_embedding_norms = tables[names[0]] if len(names) == 1 else None
         directory = base.directory.resolve()

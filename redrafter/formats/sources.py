@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -85,8 +85,9 @@ class SourceBase:
                 }
         return files
 
+    @cached_property  # tables of GGUF files are dequantised whole
     def embedding_norms(self) -> dict[str, list[float]]:
-        """Return the norms of a few rows of each tensor that has the shape of the embedding table.
+        """Norms of a few rows of each tensor that has the shape of the embedding table.
 
         A drafter's config holds these norms of its base. Only the model's code knows which tensor is the table; the
         head is the one other tensor of its shape.
@@ -105,7 +106,7 @@ class SourceBase:
             if self.trtllm_config is None
             else (self.trtllm_config["hidden_size"], self.trtllm_config["vocab_size"])
         )
-        check_fits_base(drafter, hidden, vocabulary, list(self.embedding_norms().values()), str(self.directory))
+        check_fits_base(drafter, hidden, vocabulary, list(self.embedding_norms.values()), str(self.directory))
 
     @property
     def quantization_method(self) -> str | None:
