@@ -237,7 +237,7 @@ def locate_gguf(model: Any, load: dict[str, Any]) -> Any:
     if name is None:
         return model
     if not isinstance(model, str | Path):
-        raise ArgumentError("gguf_file: for a model that is loaded by name; this one is loaded, leave it out")
+        raise ArgumentError("leave gguf_file out: it applies to a model that is given by name, and this one is loaded")
     if not str(name).endswith(SUFFIX):
         raise ArgumentError(f"gguf_file must name a {SUFFIX} file, got {str(name)!r}")
     where = {key: load.pop(key) for key in _HUB_ARGUMENTS if key in load}
@@ -400,7 +400,7 @@ def _check_reserved_keywords(keywords: Mapping[str, object]) -> None:
 def _check_no_load_keywords(keywords: Mapping[str, object]) -> None:
     if keywords:
         raise ArgumentError(
-            f"{', '.join(keywords)}: for a model that is loaded by name; this one is loaded, leave it out"
+            f"leave {', '.join(keywords)} out: it applies to a model that is given by name, and this one is loaded"
         )
 
 
@@ -412,7 +412,9 @@ def check_quantization(quantization: str | None, model: object, argument: str = 
     if quantization not in ("fp8", None):
         raise ArgumentError(f"{argument} must be 'fp8', which rounds inputs too, or None, got {quantization!r}")
     if not isinstance(model, str | Path | None) and quantization is not None:
-        raise ArgumentError(f"{argument}: for a model that is loaded by name; this one is loaded, leave it out")
+        raise ArgumentError(
+            f"leave {argument} out: it applies to a model that is given by name, and this one is loaded"
+        )
 
 
 def quantize_model(model: Any, name: str, device: torch.device | str | None = None) -> None:

@@ -197,7 +197,7 @@ class BlockDrafter(TrainableDrafter):
         `starts` is what `_find_starts` returned, `[B, T]`, and `dtype` that of the values.
         """
         config, (rows, length) = self.config, starts.shape
-        # The memory that scores would take holds further positions.
+        # Fused attention stores no scores, so that their share of the memory holds further positions.
         spared = SCORE_BYTES * SCORES_AT_ONCE // self._position_bytes
         together = (self._positions_at_once(length) + spared) // (rows * config.block_size)
         kinds = {(layer.self_attn.window, layer.self_attn.sees_later) for layer in self.stack}

@@ -35,9 +35,9 @@ RECHECK = 4  # drafted steps between two selections of the best candidate
 # While drafts are expected to give less than this speedup, undrafted steps are taken to correct their costs.
 CLOSE = 2.0
 MARGIN = 1.05  # minimum speedup that a proposer must be expected to give before it replaces another
-# A call ends with its unluckiest row, to which a few drafted steps give nothing. So steps of many rows begin to draft
-# only where that is expected to give much, and continue where it still gives some. Whether it does is judged by probes,
-# which draft what costs least.
+# A call lasts until its slowest row ends, so drafts that help only other rows do not shorten it. So steps of many rows
+# begin to draft only where that is expected to give much, and continue where it still gives some. Whether it does is
+# judged by probes, which draft what costs least.
 MARGIN_TO_BEGIN, MARGIN_TO_CONTINUE, PROBES = 1.15, 1.1, 2
 FORGOTTEN_BY_RETRY = 0.9  # factor that a retry applies to the weight of earlier acceptance counts
 PRIOR_COPIED = 1.0  # accepted drafts per row that are assumed for a matching sequence
@@ -424,8 +424,9 @@ class CostPolicy(DraftPolicy):
         if isinstance(search, SearchProposer):
             copied = step.copied
             history.estimator.observe(drafting, search.beams, step.outcomes)
-            if search is not step.proposer:
-                history.copied += weight * (copied / drafting - history.copied)
+            if search is step.proposer:  # nothing was copied
+                return
+            history.copied += weight * (copied / drafting - history.copied)
         if isinstance(search, DraftModelProposer):
             # A step judges a row's accepted drafts and the first rejected one, but not the drafts after it.
             judged = sum(min(more + 1, most) for more, most in zip(step.accepted, step.levels, strict=True))

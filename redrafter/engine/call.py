@@ -22,9 +22,9 @@ from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SequenceDelta, Stats, TokenSequence
 
 # While a call is decoded, the garbage collector runs after at least so many allocations per row. A step allocates
-# several objects for each row and releases them soon, but a collection in the middle of the step takes them for
-# long-lived ones, whose number decides when the next full collection runs. That stops decoding for 0.2 s or more in a
-# process that has loaded a model and a compiler. Every third or fourth call of 512 rows had one.
+# several objects for each row and releases them soon, but a collection during the step promotes them to the old
+# generation, which triggers a full collection sooner. That stops decoding for 0.2 s or more in a process that has
+# loaded a model and a compiler. Every third or fourth call of 512 rows had one.
 ALLOCATIONS_PER_ROW = 32
 
 

@@ -7,6 +7,7 @@ llama.cpp has split is named by any of its parts, and read from all of them.
 import os
 import re
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from redrafter.errors import CheckpointError, MissingDependencyError, Unsupporte
 if TYPE_CHECKING:
     import torch
 
+_PATCHING = threading.RLock()
 SUFFIX = ".gguf"
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")  # the names that llama-gguf-split gives
 _VERSIONS = (2, 3)
@@ -110,21 +112,22 @@ def reading(name: str | Path, *, texts: bool = False) -> Iterator[tuple[str, dic
         )
     from transformers.utils.logging import is_progress_bar_enabled
 
-    # Its progress bar is not among those that transformers can switch off.
     loader: Any = import_module("transformers.modeling_gguf_pytorch_utils")
     gguf: Any = import_module("gguf")
-    bar, reader, name_map = loader.tqdm, gguf.GGUFReader, gguf.get_tensor_name_map
-    loader.tqdm = partial(bar, disable=not is_progress_bar_enabled())
-    # gguf's own reader makes several objects for each token of the vocabulary, and transformers reads a file three
-    # times: 36 s of the 58 that loading a model of 0.5B with 152,000 tokens took. It makes the table of names, of
-    # every layer, for each module of the model: 4 s.
-    gguf.GGUFReader, gguf.get_tensor_name_map = partial(_FieldsAndTensors, texts=texts), lru_cache(name_map)
-    try:
-        # An empty directory, so that transformers finds no other file than the GGUF file itself.
-        with TemporaryDirectory(prefix="redrafter-") as empty:
-            yield empty, {"gguf_file": str(file.absolute())}
-    finally:
-        loader.tqdm, gguf.GGUFReader, gguf.get_tensor_name_map = bar, reader, name_map
+    with _PATCHING:  # one load at a time, as these modules are the process's
+        bar, reader, name_map = loader.tqdm, gguf.GGUFReader, gguf.get_tensor_name_map
+        # Its progress bar is not among those that transformers can switch off.
+        loader.tqdm = partial(bar, disable=not is_progress_bar_enabled())
+        # gguf's own reader makes several objects for each token of the vocabulary, and transformers reads a file three
+        # times: 36 s of the 58 that loading a model of 0.5B with 152,000 tokens took. It makes the table of names, of
+        # every layer, for each module of the model: 4 s.
+        gguf.GGUFReader, gguf.get_tensor_name_map = partial(_FieldsAndTensors, texts=texts), lru_cache(name_map)
+        try:
+            # An empty directory, so that transformers finds no other file than the GGUF file itself.
+            with TemporaryDirectory(prefix="redrafter-") as empty:
+                yield empty, {"gguf_file": str(file.absolute())}
+        finally:
+            loader.tqdm, gguf.GGUFReader, gguf.get_tensor_name_map = bar, reader, name_map
 
 
 def _archs_of_one_file() -> Sequence[str]:

@@ -133,7 +133,8 @@ def choose_chunks(prefilling: Sequence[TokenSequence], budget: int, padded: bool
 def chunks_that_end_together(sequences: Sequence[TokenSequence], budget: int) -> list[Chunk]:
     """Choose chunks of prompts in their order, so that one forward reads the last tokens of all, if it can."""
     left = _left(sequences)
-    kept = budget < left > len(sequences)  # the last token of each prompt is read last
+    # The last token of each prompt is read last, unless all are read now or only last tokens are left.
+    kept = int(left > budget and left > len(sequences))
     chunks: list[Chunk] = []
     for sequence in sequences:
         count = min(sequence.prefill_length - sequence.prefilled - kept, budget)
@@ -175,8 +176,8 @@ SLOW_TOKENS = range(417, 480)
 def rooms_of(rows: int, step_nodes: Collection[int], *, bulk: bool = False) -> Sequence[int]:
     """Return the sizes of the buffers, in chunks, that a step of `rows` rows may have.
 
-    With none of `step_nodes` do they make the products slow, since a policy chooses the drafts of a step, and so the
-    number of its nodes, after the buffers are chosen.
+    Sizes are left out with which a step of any count in `step_nodes` would have a number of tokens in `SLOW_TOKENS`,
+    since the policy chooses the nodes of a step after its buffers are chosen.
     """
     if rows < COMPUTE_BOUND_ROWS:
         return ROOMS if rows else ROOMS_ALONE

@@ -31,10 +31,10 @@ from redrafter.scheduler.captured_step import bucket
 from redrafter.scheduler.sequence import TokenSequence
 
 FEW = 8  # a captured step that sorts few rows' scores has room for one row in eight
-# Each row's numbers, by the dtype of their columns. transformers accumulates probabilities of top-p in float64.
 _TABLES = ("logit_bias", "stop_token_ids", "thinking")  # which have a table row for each batch row
 _KINDS: tuple[type[RowProcessor], ...] = (*EDITS, RowTemperature, *CUTS)
 _READ = [name for kind in _KINDS for name in kind.reads if name not in _TABLES]
+# Each row's numbers, by the dtype of their columns. transformers accumulates probabilities of top-p in float64.
 FLAGS, DOUBLES = ["greedy"], ["top_p"]
 NO_DRAFT_LIMIT = 1 << 31  # more levels than any tree has
 INTEGERS = [

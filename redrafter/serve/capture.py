@@ -243,10 +243,12 @@ class Capture:
 
     def _drop_oldest(self) -> None:
         """Remove finished files, the oldest first, until another file fits."""
-        files = sorted(self._folder.glob(f"{PREFIX}*{FINISHED}"))
-        sizes = {file: file.stat().st_size for file in files}
+        sizes = dict[Path, int]()
+        for file in sorted(self._folder.glob(f"{PREFIX}*{FINISHED}")):
+            with suppress(FileNotFoundError):  # another server that shares the folder may remove it meanwhile
+                sizes[file] = file.stat().st_size
         held = sum(sizes.values())
-        for file in files:
+        for file in sizes:
             # Leave room for the file that is opened next, at its largest.
             if held + self._most // FILES <= self._most:
                 return

@@ -210,6 +210,17 @@ def test_steps_of_a_pause_copy_from_the_text_where_that_alone_pays(searched, cop
     assert {"searched", kind} >= set(taken[100:])
 
 
+def test_searches_without_copies_say_nothing_of_what_copies_alone_would_gain():
+    both, alone = WithPromptLookup(search(1, 3, 4), 4), WithPromptLookup(PlainProposer(), 4)
+    kept = {sampled: AcceptanceHistory(0.5, copied=1.0) for sampled in (False, True)}
+    chosen = CostPolicy(StepTimes(priced(FLAT, FLAT, FREE), PlainProposer()), {1: [both]}, kept, {1: alone})
+    for _ in range(40):
+        record(chosen, both.without_text, 0, 0, outcomes(3, likely=1, accepted=0))
+    assert kept[False].copied_alone == 1.0
+    record(chosen, both, 0, 0, outcomes(3, likely=1, accepted=0))
+    assert kept[False].copied_alone < 1.0
+
+
 def test_a_text_that_repeated_itself_does_not_keep_later_ones_from_being_drafted_for():
     both, alone = WithPromptLookup(search(1, 3, 4), 4), WithPromptLookup(PlainProposer(), 4)
     costs = priced(((1, 1.0), (5, 1.1), (9, 1.15)), ((1, 0.3),), FREE)

@@ -204,9 +204,9 @@ def test_unknown_quantisations_are_refused_before_anything_is_loaded(engine, arg
 def test_what_is_loaded_is_not_quantised(checkpoint):
     model = tiny_model("llama")
     for given in (model, Target(model)):
-        with pytest.raises(ArgumentError, match="quantization: for a model that is loaded by name"):
+        with pytest.raises(ArgumentError, match="leave quantization out"):
             PromptLookup.from_pretrained(given, quantization="fp8")
-    with pytest.raises(ArgumentError, match="draft_quantization: for a model that is loaded by name"):
+    with pytest.raises(ArgumentError, match="leave draft_quantization out"):
         ReDrafter.from_pretrained(checkpoint / "base", tiny_drafter(), draft_quantization="fp8")
 
 
