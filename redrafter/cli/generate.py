@@ -25,7 +25,7 @@ from redrafter.errors import ArgumentError, first_line
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.gguf_file import is_gguf
 from redrafter.measure.decode import Run
-from redrafter.measure.differences import ROUNDS_INSIDE, describe_cause, find_differences, first_difference
+from redrafter.measure.differences import ROUNDS_INSIDE, Difference, find_differences, first_difference
 from redrafter.measure.prompts import ROW_SUFFIXES, encode, read_prompts
 from redrafter.measure.record import conditions, describe_stats
 from redrafter.parallel.launched import launched_processes
@@ -115,7 +115,7 @@ def run_checked(args: argparse.Namespace) -> int:
                 arguments["temperature"] = temperatures[row]
             texts_of_row = [plain.tokens[row]], [[speculative.tokens[row]]]
             [judged] = find_differences(pair.engine, arguments, [ids[row // copies]], *texts_of_row)
-            print(describe_cause(judged, dtype_name(pair.engine.target.dtype)), file=sys.stderr)
+            print(_describe_cause(judged, dtype_name(pair.engine.target.dtype)), file=sys.stderr)
             comparison |= {"near_tie": judged.near_tie, "margin": judged.margin}
             if pair.engine.target.rounding:
                 print(f"redrafter: note: {pair.name} {ROUNDS_INSIDE}", file=sys.stderr)
@@ -159,6 +159,17 @@ def _compare(speculative: Run, plain: Run, *, tokens: bool) -> dict[str, Any]:
         "plain_tokens_per_second": plain.tokens_per_second,
         "speedup": speedup,
     }
+
+
+def _describe_cause(difference: Difference, dtype: str) -> str:
+    """Return why the tokens of a difference may differ, for a model in `dtype`, and which modes are exact."""
+    if difference.margin is None:
+        return "one of the two tokens is not possible in plain decoding: please report it"
+    margin = f"the two tokens are {difference.margin:.2g} apart in logits"
+    if not difference.near_tie:
+        return f"{margin}, and rounding explains {difference.tolerance or 0.0:.2g}: please report it"
+    exact = "" if dtype == "float32" else "; --dtype float32 or --batch-invariant is exact"
+    return f"{margin}, a near-tie of {dtype}{exact}"
 
 
 def _as_turn(row: Row) -> Row:

@@ -131,17 +131,6 @@ def _judge(engine: Engine, arguments: dict[str, Any], text: list[int], tokens: l
     return {"margin": margin if math.isfinite(margin) else None, "tolerance": most, "near_tie": drawn == tokens}
 
 
-def describe_cause(difference: Difference, dtype: str) -> str:
-    """Return why the tokens of a difference may differ, for a model in `dtype`, and which modes are exact."""
-    if difference.margin is None:
-        return "one of the two tokens is not possible in plain decoding: please report it"
-    margin = f"the two tokens are {difference.margin:.2g} apart in logits"
-    if not difference.near_tie:
-        return f"{margin}, and rounding explains {difference.tolerance or 0.0:.2g}: please report it"
-    exact = "" if dtype == "float32" else "; --dtype float32 or --batch-invariant is exact"
-    return f"{margin}, a near-tie of {dtype}{exact}"
-
-
 def describe_differences(differences: Sequence[Difference], method: str) -> Iterator[str]:
     """Yield lines that show a method's first differences, near-ties last; » marks the first differing token."""
     width = max(len("plain"), len(method))

@@ -59,7 +59,7 @@ def table_of(records: Sequence[Record], shown: Collection[str]) -> tuple[list[st
     return ["", *names, *(str(place + 1) for place in places)], cells
 
 
-def format_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, indent: str = "  ") -> Iterator[str]:
+def format_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
     """Yield the lines of a table whose rows are all known, each column as wide as its widest cell.
 
     The first line has the names of the columns. All columns but the first are aligned right.
@@ -68,7 +68,7 @@ def format_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, in
     widths = [max(MIN_WIDTH, *map(len, column)) for column in zip(*lines, strict=True)]
     for first, *rest in lines:
         cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
-        yield (indent + "  ".join(cells)).rstrip()
+        yield ("  " + "  ".join(cells)).rstrip()
 
 
 def format_markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:

@@ -29,7 +29,7 @@ from redrafter.data.windows import Windows
 from redrafter.drafting.text_drafters import TrainableDrafter
 from redrafter.errors import ArgumentError
 from redrafter.formats.model_card import upload_command
-from redrafter.measure.replay import ReplayStats, ValidationTexts, choose_tree
+from redrafter.measure.replay import ReplayStats, ValidationTexts
 from redrafter.model.target import Target
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, TrainingIdentity, check_same_start, load_drafter
 from redrafter.train.config import TrainConfig, main
@@ -63,6 +63,7 @@ from redrafter.train.processes import (
 )
 from redrafter.train.progress import TrainingState
 from redrafter.train.sharding import load_sharded
+from redrafter.train.tree_choice import choose_tree
 from redrafter.train.watch import CURRENT, current_drafter, watch
 
 # Explains `right` in lines of progress.

@@ -27,7 +27,7 @@ from redrafter import DFlashDrafter, ReDrafter
 from redrafter.convert.convert_checkpoint import main as convert_main
 from redrafter.drafting.dflash_layers import MarkovHead
 from redrafter.drafting.proposer import State
-from redrafter.measure.replay import ValidationTexts, candidates
+from redrafter.measure.replay import ValidationTexts
 from redrafter.model.target import Target
 from redrafter.model.teacher import Teacher
 from redrafter.sampling.sampler import Sampler
@@ -37,6 +37,7 @@ from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import train
 from redrafter.train.loss import Unroll
 from redrafter.train.train_drafter import main
+from redrafter.train.tree_choice import candidates
 from redrafter.tree.sizes import TreeShape
 
 DEPTH, LENGTH = 3, 14

@@ -8,11 +8,12 @@ import torch
 from helpers.models import DRAFTER_ALONE
 from helpers.training import learn_circle, round_circle, tiny_model
 from redrafter.engine.redrafter import ReDrafter
-from redrafter.measure.replay import ValidationTexts, best_tree, candidates, choose_tree
+from redrafter.measure.replay import ValidationTexts
 from redrafter.model.target import Target
 from redrafter.train.config import TrainConfig
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import train
+from redrafter.train.tree_choice import best_tree, candidates, choose_tree
 from redrafter.tree.sizes import TreeShape
 
 
