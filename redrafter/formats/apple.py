@@ -84,17 +84,9 @@ def check_published_form(config: AnyDrafterConfig, format_name: str, recurrences
     keeping = "--to redrafter or --to drafter keeps it"
     if not isinstance(config, DrafterConfig):
         raise UnsupportedError(f"{format_name} cannot hold {config.kind}s; {keeping}")
-    extensions = {
-        "recurrence": config.rnn and config.recurrence not in recurrences,
-        "target_layers": bool(config.target_layers),
-        "context_window": config.context_window is not None,
-        "head_rank": config.head_rank is not None,
-        "head_shortlist": config.head_shortlist is not None,
-        "draft_vocab_size": config.draft_vocab_size is not None,
-    }
-    for name, present in extensions.items():
-        if present:
-            value = getattr(config, name)
+    for name in ("recurrence", "target_layers", "context_window", "head_rank", "head_shortlist", "draft_vocab_size"):
+        value = getattr(config, name)
+        if (config.rnn and value not in recurrences) if name == "recurrence" else value not in (None, (), []):
             raise UnsupportedError(
                 f"{format_name} cannot hold {name}={value!r}; {keeping}, and "
                 "`redrafter train --recurrence apple` makes one of the published form"

@@ -41,8 +41,6 @@ def read_quantized(
     settings = next((config[key] for key in _KEYS if config.get(key)), None)
     if settings is None and (directory / _MODELOPT_FILE).is_file():
         settings = read_json(directory / _MODELOPT_FILE).get("quantization")
-    if settings is not None and not isinstance(settings, Mapping):
-        raise CheckpointError(f"{directory} has settings of a quantisation that are no mapping: {settings!r:.200}")
     if settings is None:
         return plain, dict(tensors)
     dtypes = (x.dtype for name, x in tensors.items() if name.endswith("norm.weight") and x.dtype in _FLOATS)
