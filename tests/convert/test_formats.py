@@ -184,7 +184,7 @@ def test_apples_drafters_compute_the_same_here(form, naming, tmp_path):
         torch.testing.assert_close(found, linear(f"lm_head.{form['layers']}", x), rtol=1e-9, atol=1e-9)
 
 
-def test_query_key_and_value_are_split_by_heads(pair, tmp_path):
+def test_ranks_have_their_heads_and_their_rows_or_columns_of_each_layer(pair, tmp_path):
     trtllm = convert(tmp_path / "trtllm", **pair, to="trtllm", tp_size=4)
     layer = {name: x for name, x in weights(pair["base"]).items() if name.startswith("model.layers.1.")}
     query, key, value, output = (layer[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkvo")
@@ -194,6 +194,9 @@ def test_query_key_and_value_are_split_by_heads(pair, tmp_path):
         expected = {
             "attention.qkv": torch.cat([query[mine], key[held], value[held]]),
             "mlp.fc": layer["model.layers.1.mlp.gate_proj.weight"][rank * 12 :][:12],
+            "mlp.gate": layer["model.layers.1.mlp.up_proj.weight"][rank * 12 :][:12],
+            "mlp.proj": layer["model.layers.1.mlp.down_proj.weight"][:, rank * 12 :][:, :12],
+            "post_layernorm": layer["model.layers.1.post_attention_layernorm.weight"],
             "attention.dense": output[:, mine],
         }
         for name, tensor in expected.items():
