@@ -284,9 +284,11 @@ def test_importing_the_package_alone_lets_a_drafters_config_be_known(tmp_path):
     assert done.stdout == "redrafter\n", done.stderr
 
 
+OTHER_FORMS = {"rnn": False}, {"context_window": 8, "context_kv_heads": 2, "context_head_dim": 8}
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [{"recurrence": "gated"}, {"rnn": False}, {"context_window": 8, "context_kv_heads": 2, "context_head_dim": 8}],
+    "changes", [{"recurrence": "gated"}, *(pytest.param(form, marks=pytest.mark.variant) for form in OTHER_FORMS)]
 )
 def test_a_drafter_is_compiled_a_few_times_for_all_rows_beams_and_steps(changes, monkeypatch):
     counter, compile = CompileCounter(), torch.compile

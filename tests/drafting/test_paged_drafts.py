@@ -167,6 +167,7 @@ def test_a_compiler_traces_drafts_and_entries_whole(name, compiled):
     assert all(torch.equal(*trees) for trees in zip(pages, copies, strict=True))
 
 
+@pytest.mark.variant
 def test_a_compiler_traces_drafts_where_the_program_has_chosen_a_default_device(compiled):
     engine, proposer = engine_with("DFlash")
     with torch.device("cpu"):

@@ -193,7 +193,7 @@ def test_a_template_beside_the_model_is_found(tmp_path):
     [
         ("a.jinja", b"{% for %}", "line 1: "),
         ("a.jinja", b"a\n{{ x | nothing }}", "line 2: No filter named 'nothing'."),
-        ("a.jinja", b"\xff\xfe", "cannot be read: it is no text"),
+        ("a.jinja", b"\xff\xfe", "cannot be read: it is not text in UTF-8"),
         ("a.json", b"[]", "cannot be read: it is not text in UTF-8, or not JSON with a chat_template"),
         ("a.jinja", None, "cannot be read: No such file or directory"),
     ],
