@@ -129,7 +129,7 @@ def test_a_directory_with_one_file_is_a_model(models, alone, tmp_path, form):
 
 
 def test_gguf_file_is_for_a_model_by_name_and_names_a_gguf_file(models):
-    with pytest.raises(ArgumentError, match="leave it out"):
+    with pytest.raises(ArgumentError, match="leave gguf_file out"):
         PromptLookup.from_pretrained(load_model(models / "hf", **LOAD), gguf_file="a.gguf")
     with pytest.raises(ArgumentError, match=r"must name a \.gguf file, got 'a.bin'"):
         PromptLookup.from_pretrained(models, gguf_file="a.bin")
