@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from redrafter.cli import build_parser
+from redrafter.cli import build_parser, measure_options
 from redrafter.convert import config as convert_config
 from redrafter.serve import command as serve_command
 from redrafter.serve.config import ServeOptions, read_config
@@ -50,6 +50,8 @@ def parse(command: str, words: list[str]) -> dict[str, Any]:
         return vars(convert_config.build_parser().parse_args(words))
     if command == "train":
         return vars(train_config.parse(["--model", "m", "--data", "d", "--output", "o", *words]))
+    if command in measure_options.COMMANDS:
+        return vars(measure_options.build_parser(command).parse_args(words))
     return vars(build_parser().parse_args([command, *words]))
 
 
