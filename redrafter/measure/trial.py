@@ -36,7 +36,7 @@ class Trial:
     first_call_s: float | None = None
     error: str | None = None  # why it cannot decode
 
-    def run(self, batch: PromptIds, first: int, **changes: Any) -> Run:
+    def run_batch(self, batch: PromptIds, first: int, **changes: Any) -> Run:
         """Decode a batch that follows `first` other prompts, with other arguments, without cached prefixes."""
         self.engine.forget_prefixes()
         arguments = self.arguments | {"seed": self.arguments["seed"] + first} | changes
@@ -49,7 +49,7 @@ class TransformersTrial(Trial):
 
     pad_to: int = 0  # length that prompts are padded to
 
-    def run(self, batch: PromptIds, first: int, **changes: Any) -> Run:
+    def run_batch(self, batch: PromptIds, first: int, **changes: Any) -> Run:
         """Decode the prompts of a batch one by one, and sum their times."""
         arguments = self.arguments | changes
         seed = arguments.pop("seed") + first
@@ -80,7 +80,7 @@ def run_trials(
     for trial in trials:
         for batch in {len(batch): batch for batch in reversed(batches)}.values():
             try:
-                run = trial.run(batch, 0, **short)
+                run = trial.run_batch(batch, 0, **short)
             except Exception as error:
                 # A baseline of another library must not end the measurement.
                 if not isinstance(trial, TransformersTrial):
@@ -96,7 +96,7 @@ def run_trials(
         for index, batch in enumerate(batches):
             progress(f"repeat {repeat + 1} of {repeats}, batch {index + 1} of {len(batches)}")
             for trial in reversed(able) if repeat % 2 else able:
-                trial.ran.repeats[-1].append(trial.run(batch, first))
+                trial.ran.repeats[-1].append(trial.run_batch(batch, first))
             first += len(batch)
 
 

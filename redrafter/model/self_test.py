@@ -73,7 +73,7 @@ _NARROW, _QUANTIZED = (float("inf"), 0.15), (float("inf"), 0.4)
 
 
 @dataclass(frozen=True)
-class Trial:
+class CacheTrial:
     """A small tree after the committed tokens of B rows, and the logits of plain forwards along its paths.
 
     Attributes:
@@ -120,7 +120,7 @@ class SelfTest:
         self._target, self._reader = target, reader
         self._context = target.context  # before a dynamic RoPE may extend it
         self._near, self.output = self._near_trial()
-        self._wide_near: Trial | None = None
+        self._wide_near: CacheTrial | None = None
         self._far_logits: dict[tuple[int, tuple[LayerShape, ...]], Tensor] = {}  # of plain forwards
         if not bool(self._near.expected.isfinite().all()):
             raise CheckpointError(
@@ -168,7 +168,7 @@ class SelfTest:
             if far:
                 self._run_far(wide, new_cache, _WIDENED)
 
-    def _near_trial(self) -> tuple[Trial, object]:
+    def _near_trial(self) -> tuple[CacheTrial, object]:
         """Make a near trial: the model reads each prompt with each of the tree's two paths after it.
 
         Also returns the output of the plain forward of the second prompt, with the model's own cache.
@@ -187,7 +187,7 @@ class SelfTest:
                 logits = out.logits[:, n:]
             expected.append(_at_nodes(logits.to(target.device)))
         length = torch.tensor(lengths, device=target.device)
-        return Trial(nodes=nodes, length=length, prompts=prompts, states={}, expected=torch.stack(expected)), out
+        return CacheTrial(nodes=nodes, length=length, prompts=prompts, states={}, expected=torch.stack(expected)), out
 
     def _measure_rounding(self) -> float:
         """Return by how much of their spread the logits of a prompt change when its embeddings change by `NOISE`."""
@@ -221,7 +221,7 @@ class SelfTest:
                     continue
                 self._compare(trial, shapes, new_cache, allowed)
 
-    def _far_trial(self, length: int, shapes: Sequence[LayerShape]) -> Trial:
+    def _far_trial(self, length: int, shapes: Sequence[LayerShape]) -> CacheTrial:
         """Make a trial of one row of `length` committed tokens, whose keys and values are random numbers.
 
         Their memory is not kept, but the expected logits are, for a trial on another cache.
@@ -247,7 +247,7 @@ class SelfTest:
             out = target.model(input_ids=_paths(nodes), position_ids=positions, **given)
             self._far_logits[key] = _at_nodes(out.logits.to(target.device))[None]
         lengths = torch.tensor([length], device=target.device)
-        return Trial(
+        return CacheTrial(
             nodes=nodes,
             length=lengths,
             prompts=None,
@@ -260,7 +260,7 @@ class SelfTest:
 
     def _compare(
         self,
-        trial: Trial,
+        trial: CacheTrial,
         shapes: Sequence[LayerShape],
         new_cache: NewCache,
         allowed: _Tolerance,
@@ -279,7 +279,7 @@ class SelfTest:
                 f"{error.max():.2g}); this architecture cannot be verified exactly"
             )
 
-    def _logits_of(self, trial: Trial, cache: KVCache, *, whole: bool) -> Tensor:
+    def _logits_of(self, trial: CacheTrial, cache: KVCache, *, whole: bool) -> Tensor:
         """Return the logits `[B, 6, V]` of a trial's tree on an empty cache: read, verify, commit, verify.
 
         Prompts are read in one forward if `whole`, else in several, as long ones are. Raises `UnsupportedError` if the

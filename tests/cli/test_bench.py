@@ -138,9 +138,9 @@ def trials(temperature: float = 0.0, new: int = 8) -> list[Trial]:
 
 def test_no_token_ends_a_text_and_the_models_habits_are_gone():
     plain, drafter = trials()
-    run = drafter.run(PROMPTS, 0)
+    run = drafter.run_batch(PROMPTS, 0)
     assert [len(row) for row in run.tokens] == [8, 8, 8]
-    assert run.tokens == plain.run(PROMPTS, 0).tokens
+    assert run.tokens == plain.run_batch(PROMPTS, 0).tokens
     assert 0 < run.first_token < run.seconds
     with pytest.raises(ArgumentError, match=f"context is {CONTEXT}"):
         check_room(plain.engine, PROMPTS, 90)
@@ -148,7 +148,7 @@ def test_no_token_ends_a_text_and_the_models_habits_are_gone():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_difference_is_found_with_its_place(monkeypatch, temperature):
-    both, run = trials(temperature), Trial.run
+    both, run = trials(temperature), Trial.run_batch
 
     def losing(self, batch, first, **changes):
         found = run(self, batch, first, **changes)
@@ -156,7 +156,7 @@ def test_a_difference_is_found_with_its_place(monkeypatch, temperature):
             found.tokens[0][5] = (found.tokens[0][5] + 1) % VOCAB
         return found
 
-    monkeypatch.setattr(Trial, "run", losing)
+    monkeypatch.setattr(Trial, "run_batch", losing)
     batches = [[prompt] for prompt in PROMPTS]
     run_trials(both, batches, 2)
     record = describe(both[1], both[0], batches)

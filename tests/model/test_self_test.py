@@ -1,5 +1,6 @@
 """The self-test of a model that is being bound: what it computes, and what it does not compute again."""
 
+import copy
 import os
 
 import pytest
@@ -132,7 +133,7 @@ def test_a_refusal_is_not_kept(llama, tmp_path, tests_run, monkeypatch):
 def test_plain_forwards_of_trials_run_once_for_both_caches(llama, tmp_path, tests_run, monkeypatch):
     forwards, paths = [], self_test._paths  # noqa: SLF001
     monkeypatch.setattr(self_test, "_paths", lambda nodes: (forwards.append(1), paths(nodes))[1])
-    llama.to(torch.bfloat16).save_pretrained(tmp_path / "m")
+    copy.deepcopy(llama).to(torch.bfloat16).save_pretrained(tmp_path / "m")
     bound(tmp_path / "m", dtype="bfloat16")
     assert len(tests_run) == 2
     assert len(forwards) == 5  # two prompts in bfloat16 and in float32, and a far trial
