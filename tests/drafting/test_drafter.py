@@ -204,7 +204,7 @@ def change_config(**changes):
         (change_config(hidden_size=16), r"missing keys input_proj\.bias"),
         (
             lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:5000]),
-            r"its tensors have \d+ bytes, and 3928 are there",
+            "it is cut short or not a safetensors file",
         ),
         (lambda folder: (folder / WEIGHTS).unlink(), r"has no model\.safetensors"),
         (lambda folder: (folder / "config.json").unlink(), r"no config\.json"),
