@@ -311,18 +311,18 @@ def _facts(pair: Pair, options: MeasureOptions, *groups: Any) -> dict[str, Any]:
 
 @contextmanager
 def _report(facts: Mapping[str, Any], options: MeasureOptions, shown: Sequence[str], *lines: str) -> Iterator[Records]:
-    """Print the conditions, yield the records to fill, and print and write their table, also after an exception."""
+    """Yield the records to fill, and print and write the conditions and their table, also after an exception."""
     used = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
     drafter = f", drafter {facts['drafter']}" if facts["drafter"] else ""
     heading = [facts["command"], f"{facts['model']}{drafter}, {facts['dtype']}", f"{facts['hardware']}; {used}", *lines]
-    print(*(heading := list(filter(None, heading))), sep="\n", flush=True)
+    heading = list(filter(None, heading))
     records = Records(facts, options.json)
     try:
         yield records
     finally:
         if records.rows:
             columns, cells = table_of(records.rows, shown)
-            print("", *format_table(columns, cells), sep="\n")
+            print(*heading, "", *format_table(columns, cells), sep="\n")
             for record in records.rows:
                 if record.category is None:
                     print(*describe_differences(record.differences or (), record.mode), sep="\n", end="")

@@ -440,7 +440,7 @@ def test_a_mask_that_would_take_long_is_refused():
         ({"type": "object", "properties": {}}, r"write \{'json_schema': ...\} around a schema"),
         ({"regex": 7}, "a text is needed, got 7"),
         ({"regex": "(a"}, "unclosed group"),
-        ({"regex": "a[^\\s\\S]"}, "NoExtension"),
+        ({"regex": "a[^\\s\\S]"}, "no text of this vocabulary follows it"),
         ({"lark": "start: other"}, "other"),
         ({"ebnf": 'start ::= "a"'}, "No 'root' rule"),
         ({"choice": []}, "at least one"),
