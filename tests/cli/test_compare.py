@@ -48,7 +48,7 @@ def compare(folder, prompts):
 @pytest.fixture
 def runs(monkeypatch):
     """Record mode, seed and result of every run but the warm-up runs; `patch(mode, run)` may replace the result."""
-    kept, honest = [], Trial.run
+    kept, honest = [], Trial.run_batch
     monkeypatch.setattr(measure_module, "WARM_UP_TOKENS", 1)
 
     def run(self, batch, first, **changes):
@@ -65,7 +65,7 @@ def runs(monkeypatch):
             return [row for name, _, run in self if name == way for row in run.tokens]
 
     kept = Runs()
-    monkeypatch.setattr(Trial, "run", run)
+    monkeypatch.setattr(Trial, "run_batch", run)
     return kept
 
 
@@ -317,7 +317,7 @@ def test_a_run_that_is_cut_short_leaves_the_file_as_it_was(folder, prompts, monk
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_decoded(
     folder, prompts, capsys, monkeypatch, tmp_path, name, says
 ):
-    monkeypatch.setattr(Trial, "run", None)
+    monkeypatch.setattr(Trial, "run_batch", None)
     args = ("--model", str(folder / "merged"), "--prompts", prompts, "--json", name.format(folder=tmp_path))
     err = fails(capsys, "compare", *args)
     assert says in err
