@@ -145,6 +145,7 @@ class ReDrafter(Engine):
         asked = TreeShape(num_beams, draft_len_per_beam, node_budget)
         options, load, adapters = split_keywords(cls.from_pretrained, keywords)
         model = locate_gguf(model, load)
+        check_quantization(load["quantization"], model)
         check_quantization(draft_quantization, drafter, "draft_quantization")
         # Refuse a wrong drafter before the target's weights are loaded.
         if isinstance(drafter, str | Path):

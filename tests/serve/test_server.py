@@ -121,9 +121,9 @@ def test_a_beginning_that_was_read_is_found(client):
         (openai.BadRequestError, {"prompt": []}, "prompt"),
         (openai.BadRequestError, {"logit_bias": {"99999999": 1}}, "logit_bias"),
         (openai.NotFoundError, {"model": "another"}, "model"),
-        (openai.UnprocessableEntityError, {"temperature": -1}, "temperature"),
-        (openai.UnprocessableEntityError, {"max_tokens": "many"}, "max_tokens"),
-        (openai.UnprocessableEntityError, {"stop": [""]}, "stop.0"),
+        (openai.BadRequestError, {"temperature": -1}, "temperature"),
+        (openai.BadRequestError, {"max_tokens": "many"}, "max_tokens"),
+        (openai.BadRequestError, {"stop": [""]}, "stop.0"),
     ],
 )
 def test_what_is_wrong_is_said_in_the_shape_of_openai(client, kind, body, param):
