@@ -24,7 +24,6 @@ from redrafter.train.train_drafter import main
 FORMS = {
     "published": {"recurrence": "apple"},
     "gated": {"recurrence": "gated", "context_window": 8, "head_rank": 8, "target_layers": (0,)},
-    "two stages": {"recurrence": "gated", "head_shortlist": 128, "head_shortlist_rank": 4},
     "eagle": {"form": "eagle3"},
     "DSpark": {"form": "dspark", "draft_len": 3, "num_layers": 1},
     "DFlash2": {"form": "dflash2", "draft_len": 3, "num_layers": 1},
@@ -152,7 +151,6 @@ def test_the_command_saves_a_drafter_of_the_same_form_and_compiles_its_loss(tmp_
     [
         (["--lora-rank", "2"], "--lora-rank updates a drafter that is trained: give it with --drafter D"),
         (["--lora-rank", "0"], "--lora-rank must be positive, got 0"),
-        (["--lora-rank", "2", "--shard-drafter", "--drafter", "x"], "leave one out"),
     ],
 )
 def test_what_goes_not_together_is_refused_by_name(tmp_path, capsys, more, told):
