@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from redrafter.attention.mask import additive_mask
@@ -173,16 +173,6 @@ class AssistantDrafter(DrafterModel):
                     f"{kind}, and {target.name} stores {shape.heads} x {shape.key_dim}: it was made for another base"
                 )
         return shared
-
-    def identity(self) -> list[object]:
-        """Return the type and the sizes of the assistant."""
-        config = self.config
-        return [config.model_type, config.hidden_size, config.vocab_size, config.text_config.get("hidden_size")]
-
-    @property
-    def fingerprint_layer(self) -> nn.Module:
-        """The layer whose norms distinguish the assistant from one that was trained again."""
-        return cast("nn.Module", self.assistant.pre_projection)
 
     def step(
         self, embedding: Tensor, hidden: Tensor, position: Tensor, shared: Mapping[str, Shared]

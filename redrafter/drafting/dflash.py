@@ -33,7 +33,6 @@ class DFlashDrafter(BlockDrafter):
 
     config_class = DFlashConfig
     config: DFlashConfig
-    identity_fields = ("model_type", "hidden_size", "vocab_size", "num_layers", "block_size")
 
     def __init__(self, config: DFlashConfig):
         """Make a drafter with random weights; see `DrafterModel`."""
@@ -48,11 +47,6 @@ class DFlashDrafter(BlockDrafter):
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.candidate_selector = Selector(config) if config.selector_rank else None
         self.post_init()
-
-    @property
-    def fingerprint_layer(self) -> nn.Module:
-        """The product of the target's hidden states, whose norms identify the drafter: the head may be the target's."""
-        return self.fc
 
     def draft_bytes(self, depth: int) -> int:
         """Return the bytes of the weights that a draft of `depth` search steps reads, without the target's head."""

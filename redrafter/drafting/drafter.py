@@ -80,9 +80,6 @@ class RecurrentDrafter(TrainableDrafter):
     splits_head = True
     config_class = DrafterConfig
     config: DrafterConfig
-    identity_fields = (
-        *("hidden_size", "vocab_size", "exit_dim", "num_draft_layers", "rnn", "recurrence", "draft_vocab_size"),
-    )
 
     def __init__(self, config: DrafterConfig):
         """Make a drafter with random weights; see `DrafterModel`."""
@@ -158,17 +155,6 @@ class RecurrentDrafter(TrainableDrafter):
         for part in ids.split(TABULATED_AT_ONCE):
             table[part] = partial_linear(layer, embedding(part), columns, with_bias=False)
         self.embedded = table
-
-    def identity(self) -> list[object]:
-        """Return the sizes and settings of the recurrence and of its attention to the text."""
-        config = self.config
-        context = [config.context_window, config.context_heads, config.context_kv_heads, config.context_head_dim]
-        stages = [config.head_shortlist, config.head_shortlist_rank]
-        return (
-            super().identity()
-            + (context if config.context_window is not None else [])
-            + (stages if config.head_shortlist is not None else [])
-        )
 
     def draft_bytes(self, depth: int) -> int:
         """Return the bytes of the weights that a draft of `depth` search steps reads.

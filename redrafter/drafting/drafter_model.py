@@ -48,7 +48,6 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
     Attributes:
         made_from_config: Whether a config is enough to make one, so that it can be trained and converted.
         proposer_class: Class of its proposer.
-        identity_fields: Sizes and settings in its config that identify it.
         unquantized: Submodule that is not quantised with the drafter; None for none.
         int8_head: The head in 8 bits, for drafts on a CPU, after `prepare`; None if the head is used unchanged.
         splits_head: Whether ranks that share a target divide the head: its proposer then calls `draft_scores`.
@@ -60,7 +59,6 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
     config_class: type[AnyDrafterConfig]
     made_from_config: ClassVar[bool] = True
     proposer_class: ClassVar[type[SearchProposer]]
-    identity_fields: tuple[str, ...] = ("model_type", "hidden_size", "vocab_size")
     main_input_name = "embedding"
     base_model_prefix = "drafter"
     unquantized: nn.Module | None = None
@@ -166,15 +164,6 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
     def unread_head_bytes(self) -> int:
         """Bytes of the head that a draft does not read, since other ranks do."""
         return 0 if self.head_part is None else self.lm_head.weight.nbytes - self.head_part.layer.weight.nbytes
-
-    def identity(self) -> list[object]:
-        """Return sizes and settings that identify the drafter, in addition to norms of `fingerprint_layer`."""
-        return [getattr(self.config, name) for name in self.identity_fields]
-
-    @property
-    def fingerprint_layer(self) -> nn.Module:
-        """The layer whose row norms distinguish the drafter from one that was trained again."""
-        return self.lm_head
 
     def index_ids(self) -> Tensor:
         """Return the drafter's id of each of the target's ids, `[V]` int64; -1 for ids that it does not have."""

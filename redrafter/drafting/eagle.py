@@ -114,7 +114,6 @@ class EagleDrafter(TrainableDrafter):
     splits_head = True
     config_class = EagleConfig
     config: EagleConfig
-    identity_fields = ("model_type", "hidden_size", "vocab_size", "draft_vocab_size")
 
     def __init__(self, config: EagleConfig):
         """Make a head with random weights; see `DrafterModel`."""

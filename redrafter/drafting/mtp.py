@@ -79,7 +79,6 @@ class MTPDrafter(DrafterModel):
     config_class = MTPConfig
     config: MTPConfig
     made_from_config = False
-    identity_fields = ("model_type", "hidden_size", "vocab_size", "family")
 
     def __init__(self, config: MTPConfig, blocks: Sequence[nn.Module], norm: nn.Module, rotary: nn.Module | None):
         """Make a layer whose weights are loaded later.
@@ -125,11 +124,6 @@ class MTPDrafter(DrafterModel):
         """Return the layer on a target's device, in the dtypes that it was loaded in."""
         module: Any = self
         return module.to(target.device).eval()
-
-    @property
-    def fingerprint_layer(self) -> nn.Module:
-        """The layer whose norms distinguish it from one that was trained again: the head is the target's."""
-        return self.projection
 
     def draft_bytes(self, depth: int) -> int:
         """Return the bytes of the weights that a draft of `depth` search steps reads, without the target's head.

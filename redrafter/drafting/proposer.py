@@ -1,7 +1,7 @@
 """The interface of all proposers, the state of the rows that a step starts from, and proposers that search a tree."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, Protocol
 
@@ -58,10 +58,6 @@ class State:
     def tensors(self) -> list[Tensor]:
         """All tensors, whose first dimension is that of the rows."""
         return [self.tokens, self.length, self.hidden, self.active, *self.inputs.values()]
-
-    def with_active(self, active: Tensor) -> "State":
-        """Return the same state with the rows marked in `active` `[B]` bool active."""
-        return replace(self, active=active)
 
 
 class Proposer(Protocol):
