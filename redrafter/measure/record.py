@@ -23,7 +23,7 @@ from redrafter.version import __version__
 
 @dataclass
 class Record:
-    """What a mode of decoding measured on some prompts. A value that was not measured is None."""
+    """Holds the measurements of one mode of decoding on some prompts. A value that was not measured is None."""
 
     mode: str  # "plain", a method of drafting, or the tree whose drafts were counted
     category: str | None = None  # of the prompts; None for prompts of all categories
@@ -94,7 +94,7 @@ class Record:
 
     @property
     def agreement(self) -> str | None:
-        """How many texts equal plain decoding's, for the table."""
+        """Describes how many texts equal those of undrafted decoding, for the table."""
         ties = f", {self.near_ties} near-ties" if self.near_ties else ""
         return None if self.same is None else f"{self.same} of {self.texts}{ties}"
 

@@ -1,4 +1,4 @@
-"""Prompts that every command which measures reads, and how they are told from what is none."""
+"""Reading of prompts by every command that measures, and refusals of other files."""
 
 import json
 

@@ -124,7 +124,7 @@ class Task:
 
 
 class RowDraws(NamedTuple):
-    """What is drawn for a row, from the seed of the run and the number of the row alone."""
+    """Holds the random choices for a row, which follow from the seed of the run and the number of the row alone."""
 
     seed: int  # of its answers
     temperature: float  # one of `RegenerateConfig.temperatures`

@@ -1,4 +1,4 @@
-"""What a replica answers, called as Ray's proxy calls it."""
+"""Answers of a replica that is called as Ray's proxy calls it."""
 
 import importlib
 import threading
