@@ -147,7 +147,7 @@ def test_final_beams_keep_the_prefixes_of_the_beams_that_survive():
     pending = torch.randint(3, VOCAB, (rows, 1), generator=generator)
     at = positions(pending, torch.randn(rows, HIDDEN, generator=generator), 7)
     deepest = RecurrentProposer(drafter, target, 4, 5, 21).propose(at.state, at.sampler, None, None, None)
-    # The text follows some node of the whole lattice, so that all depths are reached, and then continues with other tokens.
+    # The text follows some node of the whole lattice, so that all depths are reached, and then takes other tokens.
     for row in range(rows):
         path = _path(deepest, row, int(torch.randint(1, 21, (), generator=generator)))
         at.state.tokens[row, 1:] = torch.tensor(path + [-1] * (6 - len(path)))
