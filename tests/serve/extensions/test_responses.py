@@ -115,7 +115,10 @@ def test_a_streams_events_come_in_order_and_join_to_the_whole(program):
     assert last["usage"]["output_tokens"] == response["usage"]["output_tokens"]
     assert last["id"] == events[0]["response"]["id"]
     assert last["output"][0] == events[-2]["item"]
-    assert last["metrics"] == response["metrics"]
+    # Which drafts are verified depends on the time that steps take, so the counts of two requests differ.
+    drafted = last["metrics"]["speculative_decoding"]
+    assert drafted.keys() == response["metrics"]["speculative_decoding"].keys()
+    assert drafted["num_spec_steps"] > 0
 
 
 class Person(BaseModel):
