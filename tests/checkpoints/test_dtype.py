@@ -6,41 +6,8 @@ import pytest
 import torch
 
 from helpers.models import tiny_model
-from redrafter.checkpoints import models
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.models import load_model
-
-LOAD = {"device": "cpu", "trust_remote_code": False}
-
-
-@pytest.fixture
-def load(tmp_path, monkeypatch):
-    """Return what loads a model saved in a dtype, on a CPU that multiplies bfloat16 numbers or does not."""
-    monkeypatch.setattr(models, "LARGE_BYTES", 0)
-
-    def saved_and_loaded(saved: torch.dtype, asked: object, *, native: bool) -> torch.dtype:
-        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
-            monkeypatch.setattr(torch.cpu, name, lambda: native)
-        tiny_model("llama").to(saved).save_pretrained(tmp_path)
-        return load_model(tmp_path, dtype=asked, **LOAD).dtype
-
-    return saved_and_loaded
-
-
-@pytest.mark.parametrize("saved", [torch.float32, torch.float16])
-def test_bfloat16_is_recommended_where_the_cpu_multiplies_it_and_the_model_is_saved_otherwise(load, saved):
-    with pytest.warns(UserWarning, match="--dtype bfloat16"):
-        assert load(saved, "auto", native=True) == saved
-
-
-@pytest.mark.parametrize(
-    ("saved", "asked", "native"),
-    [(torch.bfloat16, "auto", True), (torch.float32, "float32", True), (torch.float32, "auto", False)],
-)
-def test_no_dtype_is_recommended_where_one_is_named_or_none_is_known_to_be_faster(load, saved, asked, native):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert load(saved, asked, native=native) == saved
 
 
 @pytest.mark.parametrize("where", [{}, {"device": "cpu"}, {"device_map": "cpu"}])
