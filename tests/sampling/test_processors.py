@@ -141,7 +141,7 @@ def test_each_row_gets_what_hugging_face_gives_for_its_own_setting(name: str, se
 def test_the_end_of_a_thought_is_forced_at_the_nodes_whose_own_text_has_had_its_tokens() -> None:
     """Tokens are of a small set, so that marks and ends occur in committed tokens, in drafts and across the two."""
     forced = 0
-    for seed, lengths in enumerate(STARTS * 10):
+    for seed, lengths in enumerate(STARTS):
         prefixes, scores = random_inputs(seed, lengths)
         small = replace(
             prefixes, tokens=prefixes.tokens % 3, tree=replace(prefixes.tree, tokens=prefixes.tree.tokens % 3)
@@ -152,7 +152,7 @@ def test_the_end_of_a_thought_is_forced_at_the_nodes_whose_own_text_has_had_its_
             expected = reference(lambda w, b=budget, a=begin: EndOfThought(b, 0, [*a], w), scores, small)
             torch.testing.assert_close(got, expected, rtol=0, atol=0)
             forced += int((got != scores).any(-1).sum())
-    assert forced > 50
+    assert forced > 5
 
 
 def test_the_end_of_a_thought_is_forced_where_a_grammar_first_allows_it() -> None:
