@@ -1,7 +1,6 @@
 """A tiny base and a command line for tests of training."""
 
 import json
-import shutil
 from pathlib import Path
 
 import torch
@@ -9,7 +8,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from helpers.chats import BYTES, CHAT, tiny_tokenizer, write
-from helpers.models import assert_close_by_scale
 from redrafter import GenerateStats, RecurrentDrafter, ReDrafter
 from redrafter.drafting.text_drafters import GivenTexts, TrainableDrafter
 from redrafter.model.teacher import Teacher
@@ -69,13 +67,6 @@ def trained_logits(
     return sum(x @ weight.T for x, weight in zip(factors[::2], factors[1::2], strict=True))
 
 
-def check_texts_are_apart(drafter: TrainableDrafter, model: PreTrainedModel) -> None:
-    """Check that the second of two texts in a row is drafted over as it is alone."""
-    first, second = known_text(drafter, 8), known_text(drafter, 9, seed=1)
-    packed = trained_logits(drafter, model, torch.cat([first, second], dim=1), torch.tensor([[0] * 8 + [1] * 9]))
-    assert_close_by_scale(packed[8:14], trained_logits(drafter, model, second)[:6], 1e-5)
-
-
 def loss_of(
     drafter: TrainableDrafter, model: PreTrainedModel, tokens: Tensor, mask: Tensor, draft_len: int = 3
 ) -> Tensor:
@@ -83,14 +74,6 @@ def loss_of(
     with Teacher(model, drafter.config.target_layers) as teacher:
         output = teacher.read_batch(tokens)
     return Unroll(drafter, TrainConfig(draft_len=draft_len))(tokens, mask, output).loss
-
-
-def check_every_weight_is_learnt(drafter: TrainableDrafter, model: PreTrainedModel, draft_len: int = 3) -> None:
-    """Check that all weights of a drafter have gradients, and none of the base's."""
-    tokens = known_text(drafter)
-    loss_of(drafter, model, tokens, torch.ones_like(tokens, dtype=torch.bool), draft_len).backward()
-    assert all(weight.grad is not None and weight.grad.any() for weight in drafter.parameters())
-    assert all(weight.grad is None for weight in model.parameters())
 
 
 def written(base: Path, drafter: Path, **settings: object) -> tuple[Tensor, GenerateStats]:
@@ -104,17 +87,6 @@ def written(base: Path, drafter: Path, **settings: object) -> tuple[Tensor, Gene
     out, plain = engine.generate(ids, **how), engine.generate(ids, **how, speculate=False)
     assert torch.equal(out.sequences, plain.sequences)
     return out.sequences, out.stats
-
-
-def check_resumed_training(words: list[str], tmp_path: Path, capsys, kind: type[TrainableDrafter]) -> None:
-    """Check that a training of four steps, resumed after the second, ends bit for bit as without a break."""
-    assert main([*words, "--steps", "4"]) == 0
-    whole = kind.from_pretrained(tmp_path / "out").state_dict()
-    shutil.rmtree(tmp_path / "out.checkpoints" / "step-0000004")
-    assert main([*words, "--steps", "4", "--resume", "--overwrite"]) == 0
-    assert "resuming from step 2" in capsys.readouterr().out
-    found = kind.from_pretrained(tmp_path / "out").state_dict()
-    assert all(torch.equal(found[name], whole[name]) for name in whole)
 
 
 def batches_of(*masks: Tensor) -> list[tuple[Tensor, Tensor]]:

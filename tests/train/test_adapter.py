@@ -1,9 +1,6 @@
 """Commands on a base with a LoRA adapter: what they read and write is what PEFT's model writes."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -89,11 +86,10 @@ def expected(model, tokenizer, prompt):
     return tokenizer.decode(model.generate(input_ids=ids, max_new_tokens=16, do_sample=False)[0, ids.shape[1] :])
 
 
-@pytest.mark.parametrize("typed", ["{}", "name={}"])
-def test_generate_writes_with_an_adapter(boxed, tokenizer, capsys, typed):
+def test_generate_writes_with_an_adapter(boxed, tokenizer, capsys):
     model, folder = boxed
     words = ["generate", "--json", "--device", "cpu", "--dtype", "float32", "--max-new-tokens", "16"]
-    assert main([*words, "--temperature", "0", "--adapter", typed.format(folder), "Once upon a time"]) == 0
+    assert main([*words, "--temperature", "0", "--adapter", f"name={folder}", "Once upon a time"]) == 0
     [text] = json.loads(capsys.readouterr().out)["texts"]
     assert text == expected(model, tokenizer, "Once upon a time")
 
@@ -112,35 +108,10 @@ def test_regenerate_answers_with_an_adapter(boxed, tmp_path):
 
 
 def test_evaluate_measures_with_an_adapter(boxed, tmp_path):
-    _, folder = boxed
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("Once upon a time\nThe old man looked at the sea and\n")
-    words = ["--device", "cpu", "--prompts", str(prompts), "--new-tokens", "16", "--temperatures", "0"]
+    (tmp_path / "prompts.txt").write_text("Once upon a time\nThe old man looked at the sea and\n")
+    words = ["--device", "cpu", "--prompts", str(tmp_path / "prompts.txt"), "--new-tokens", "16", "--temperatures", "0"]
     found = []
-    for more in ([], ["--adapter", str(folder)]):
+    for more in ([], ["--adapter", str(boxed[1])]):
         assert main(["evaluate", *words, *more, "--json", str(tmp_path / "report.json")]) == 0
-        first, *_ = map(json.loads, (tmp_path / "report.json").read_text().splitlines())
-        found.append((first["conditions"]["options"]["adapter"], first["accepted_by_depth"]))
-    assert [bool(adapter) for adapter, _ in found] == [False, True]
-    assert found[0][1] != found[1][1]
-
-
-@pytest.mark.slow
-def test_acceptance_is_won_back_by_a_drafter_for_the_adapter(tmp_path):
-    """The commands of examples/lora, for fewer minutes."""
-    root = Path(__file__).parents[2]
-    script = [sys.executable, str(root / "examples" / "lora" / "train_adapter.py")]
-    subprocess.run([*script, "--output", str(tmp_path), "--minutes", "1.5", "--prompts", "48"], check=True, timeout=300)
-    base, adapter = str(boxed_pair()), ["--adapter", str(tmp_path / "adapter")]
-    own = ["--data", str(tmp_path / "prompts-train.jsonl"), "--output", str(tmp_path / "own.jsonl")]
-    assert main(["regenerate", "--model", base, "--device", "cpu", *adapter, *own, "--max-new-tokens", "96"]) == 0
-    data = ["--data", str(tmp_path / "own.jsonl"), "--output", str(tmp_path / "drafter"), "--validate-prompts", "0"]
-    how = ["--drafter", f"{base}/drafter", "--cpu", "--lr", "3e-4", "--batch-size", "2", "--length", "256"]
-    assert main(["train", "--model", base, *adapter, *data, *how, "--steps", "60"]) == 0
-    measured = []
-    for drafter in ([], ["--model", base, "--drafter", str(tmp_path / "drafter")]):
-        report = tmp_path / "report.json"
-        words = ["--prompts", str(tmp_path / "prompts-val.jsonl"), "--new-tokens", "64", "--temperatures", "0"]
-        assert main(["evaluate", "--device", "cpu", *words, *adapter, *drafter, "--json", str(report)]) == 0
-        measured.append(json.loads(report.read_text().splitlines()[0])["tokens_per_step"])
-    assert measured[1] > measured[0]
+        found.append(json.loads((tmp_path / "report.json").read_text().splitlines()[0])["accepted_by_depth"])
+    assert found[0] != found[1]

@@ -1,7 +1,5 @@
 """Updates of low rank train a drafter further beside frozen weights, and what is saved is a drafter like it."""
 
-import shutil
-
 import pytest
 import torch
 from torch import nn
@@ -120,7 +118,7 @@ def test_a_running_engine_takes_what_was_saved_and_its_texts_stay(tmp_path):
     assert torch.equal(engine.generate(ids, max_new_tokens=20, do_sample=False), expected)
 
 
-def test_the_command_saves_a_drafter_of_the_same_form_and_compiles_its_loss(tmp_path, capsys):
+def test_the_command_saves_a_drafter_of_the_same_form(tmp_path, capsys):
     first = ["--steps", "3", "--context-window", "8", "--head-rank", "8"]
     assert main(command(tmp_path, *first)) == 0
     (tmp_path / "out").rename(tmp_path / "first")
@@ -139,11 +137,6 @@ def test_the_command_saves_a_drafter_of_the_same_form_and_compiles_its_loss(tmp_
     assert f"their gradients {4 * count / 1e6:.2f} MB, AdamW's state {8 * count / 1e6:.2f} MB" in planned
     options = record(tmp_path)["config"]
     assert (options["lora_rank"], options["lr"]) == (2, 0.003)
-    whole = after.state_dict()
-    shutil.rmtree(tmp_path / "out")
-    assert main(command(tmp_path, *more, "--compile")) == 0
-    for name, x in open_drafter_model(tmp_path / "out").state_dict().items():
-        torch.testing.assert_close(x, whole[name], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,7 @@ def test_a_replay_accepts_what_is_drafted_from_the_tokens_before_alone(target, f
     assert [found.steps for found in stats] == [len(accepts)] * 2
 
 
+@pytest.mark.variant  # 200 steps
 @pytest.mark.parametrize(("window", "least", "most"), [(0, 1, 1.2), (48, 3.5, 4)], ids=["without", "with"])
 def test_what_it_learns_is_to_find_what_came_next_before(target, window, least, most):
     """Train on random texts that are written twice, of which nothing else tells the second half, and replay others."""

@@ -129,6 +129,7 @@ def test_another_number_of_processes_goes_on_with_a_training(tmp_path, processes
     assert checkpoint.identity.processes == 2
 
 
+@pytest.mark.slow
 def test_a_base_in_half_precision_is_shared_by_processes(tmp_path):
     """Its test in float32 would widen the weights that are being gathered."""
     whole, shared = tmp_path / "whole", tmp_path / "shared"

@@ -36,7 +36,6 @@ from redrafter.train.regenerate.answer_writer import (
     QUESTION_TEMPERATURE,
     AnswerWriter,
     Task,
-    choose_batch,
     invented_rows,
 )
 from redrafter.train.regenerate.command import load, regenerate
@@ -280,32 +279,6 @@ def test_prompts_are_tokenised_while_a_batch_is_decoded(pair, config, monkeypatc
     assert written(pair, rows, replace(config, batch_size=1, overwrite=True)) == expected
 
 
-def test_no_more_than_three_batches_are_open_and_every_turn_is_answered(pair, config, monkeypatch):
-    opened = noted(monkeypatch, answer_writer, "choose_batch", lambda _, tasks, size: len(tasks))
-    rows = [ROWS[1]] * 30  # of several turns, so that tasks stay open
-    expected = written(pair, rows, replace(config, limit=None, batch_size=30))
-    opened.clear()
-    assert written(pair, rows, replace(config, limit=None, batch_size=2, overwrite=True)) == expected
-    assert max(opened) <= 3 * 4 * 2
-
-
-def test_a_batch_of_many_slots_has_more_rows_for_each(pair, config, monkeypatch):
-    calls = noted(monkeypatch, AnswerWriter, "decode", lambda _, writer, batch: len(batch))
-    rows = [Row(f"t:{number}", ids=[1, 40 + number % 20, 50, 60]) for number in range(400)]
-    written(pair, rows, replace(config, limit=None, batch_size=64, temperatures=(0.0,), max_new_tokens=2))
-    assert calls == [400]
-
-
-def test_batches_hold_the_first_row_and_those_of_its_length(pair):
-    def task(number: int, length: int, temperature: float = 0.0) -> Task:
-        return Task(number, ROWS[0], 0, temperature, [], ids=[1] * length)
-
-    tasks = [task(0, 9), task(1, 1), task(2, 8), task(3, 9, 1.0), task(4, 30), task(5, 10)]
-    assert [each.number for each in choose_batch(tasks, 3)] == [2, 0, 5]
-    assert [each.number for each in choose_batch(tasks[3:], 3)] == [3]
-    assert [each.number for each in choose_batch(tasks[4:], 9)] == [5, 4]
-
-
 # Rows that fail, and the count of all
 
 
@@ -501,11 +474,8 @@ def test_command_writes_the_same_with_and_without_a_drafter(saved, tmp_path, cap
         (["--shard", "2/2"], "--shard must be I/N"),
         (["--temperatures", "-1"], "--temperatures must be 0"),
         (["--temperatures", "0", "--top-p", "0.5"], "--top-p"),
-        (["--batch-size", "0"], "--batch-size must be 1 or more, got 0"),
-        (["--split", "test", "--shard", "150/160"], "no row for --split test"),
         (["--split", "test"], "no row for --split test"),
         (["--output", "/nowhere/own.jsonl"], "cannot write /nowhere/own.jsonl (--output)"),
-        (["--data", "missing.jsonl"], "missing.jsonl cannot be read"),
         (["--invent", "-1"], "--invent must be 0 or more, got -1"),
     ],
 )
@@ -530,12 +500,6 @@ def test_a_drafter_drafts_where_there_is_one(saved):
     assert type(load(replace(plain, model=str(boxed_pair()))).engine) is ReDrafter
 
 
-def test_defaults_are_those_of_the_dataclass():
-    assert parse(["--model", "m", "--data", "a", "b", "--output", "o"]) == RegenerateConfig(
-        model="m", data=("a", "b"), output="o"
-    )
-
-
 @pytest.mark.slow
 def test_ctrl_c_says_that_the_same_command_continues(saved, tmp_path, monkeypatch, capsys):
     decode, calls = AnswerWriter.decode, []
@@ -553,6 +517,7 @@ def test_ctrl_c_says_that_the_same_command_continues(saved, tmp_path, monkeypatc
     assert re.search(r"\nredrafter: stopped: \d+ rows are saved; the same command continues\n$", err)
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_the_same_command_continues(saved, tmp_path):
     whole, own = tmp_path / "whole.jsonl", tmp_path / "own.jsonl"
     assert redrafter.cli.main(command(saved, whole)) == 0

@@ -74,15 +74,6 @@ def test_a_dry_run_says_what_would_be_and_does_nothing(tmp_path, capsys):
     assert main([*arguments, "--dry-run", "--drafter", str(tmp_path / "gone")]) == 2
 
 
-def test_a_window_that_reaches_further_back_than_rows_is_noted(tmp_path, capsys):
-    for window, noted in ((33, True), (32, False)):
-        form = ["--length", "32", "--context-window", str(window)]
-        for more in (["--dry-run"], ["--steps", "1", "--overwrite"]):
-            assert main(command(tmp_path, *form, *more)) == 0
-            said = capsys.readouterr().out
-            assert ("give --length 33, or --context-window 32" in said) == noted, (window, more)
-
-
 def test_what_ends_a_training():
     windows = windows_of(*[20] * 10)
     for changes, expected in (

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
-from helpers.chats import BYTES, write
+from helpers.chats import BYTES
 from helpers.command_line import fails
 from helpers.training import (
     CONTEXT,
@@ -36,7 +36,7 @@ from redrafter.measure.replay import ValidationTexts
 from redrafter.model.target import Target
 from redrafter.model.teacher import Teacher
 from redrafter.train import loop, progress
-from redrafter.train.config import TrainConfig, parse, shown_command
+from redrafter.train.config import TrainConfig, parse
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import learning_rate_factor, train
 from redrafter.train.loss import BatchLoss, Unroll, total_weight
@@ -109,15 +109,6 @@ def test_muon_steps_hidden_matrices_and_adamw_the_rest():
             spread = torch.linalg.svdvals(step / (0.2 * max(step.shape) ** 0.5))
             assert (spread - 1).abs().max() < 0.5, name
     assert orthogonal == {name for name, weight in drafter.named_parameters() if weight.dim() == 2} - {"lm_head.weight"}
-
-
-def test_muon_learns_low_rank_updates():
-    model = tiny_model()
-    drafter, losses = random_drafter(model), []
-    batches = batches_of(*[torch.ones(4, 20, dtype=torch.bool)]) * 12
-    config = TrainConfig(draft_len=3, cpu=True, lora_rank=2, optimizer="muon", lr=0.3, log_every=1)
-    train(model, drafter, batches, config, progress=lambda progress: losses.append(progress.loss))
-    assert losses[-1] < losses[0] - 0.1
 
 
 def test_muon_is_refused_before_the_base_is_loaded_where_torch_lacks_it(tmp_path, capsys, monkeypatch):
@@ -216,21 +207,6 @@ def test_time_counts_on_without_what_is_beside_the_training(monkeypatch):
     assert shown == "step 6/24  10:00, 30:00 left  1,234 tokens/s  loss 2.0000  right 0.500 0.250  lr 1.0e-03"
     first = str(Progress(1, 24, 0.04, 0.0, 170.0, 2.0, [0.5], 1e-3, 12.0))
     assert first.startswith("step 1/24  0:12 for the first step  170 tokens/s  loss 2.0000")
-
-
-def test_the_first_step_is_shown_and_counts_in_the_next_line_too():
-    model, lines = tiny_model(), []
-    batches = batches_of(*[torch.ones(2, 12, dtype=torch.bool)] * 4)
-    config = TrainConfig(steps=4, draft_len=2, cpu=True, log_every=4)
-    result = train(model, random_drafter(model), batches, config, log=lines.append)
-    first, last = lines
-    assert re.match(r"step 1/4  \d:\d\d for the first step  [1-9]", first)
-    assert last.startswith("step 4/4  0:0")
-    rare = train(model, random_drafter(model), batches, replace(config, log_every=100), log=lambda _: None)
-    assert result.loss == rare.loss  # which is the mean of all four steps
-    lines.clear()
-    train(model, random_drafter(model), batches, replace(config, log_every=1), log=lines.append)
-    assert [line.split()[1] for line in lines] == ["1/4", "2/4", "3/4", "4/4"]
 
 
 def test_a_training_of_one_step_changes_the_weights():
@@ -400,62 +376,3 @@ def test_the_published_form_is_one_flag_and_fits_the_other_formats(tmp_path, cap
     assert convert_main(convert) == 0
     again = parse(shlex.split(record(tmp_path)["command"])[2:])
     assert again.recurrence == "apple"
-
-
-def test_flags_and_fields_have_the_same_defaults():
-    given = parse(["--model", "m", "--data", "a/x.jsonl", "y.jsonl", "--output", "o"])
-    assert given == TrainConfig(model="m", data=("a/x.jsonl", "y.jsonl"), output="o")
-    words = "--model m --data a/x.jsonl --output b/o --no-pack --steps 7 --lr 0.5 --compile"
-    changed = parse(words.split(" "))
-    assert not changed.pack
-    assert changed.steps == 7
-    assert changed.compile
-    shown = shown_command(changed)
-    assert shown.startswith("redrafter train --model m --data x.jsonl --output o ")
-    assert parse(shown.split()[2:]) == replace(changed, data=("x.jsonl",), output="o")
-    with pytest.raises(SystemExit) as caught:
-        parse(["--model", "m"])
-    assert caught.value.code == 2
-
-
-def notes_of(capsys, words: list[str]) -> list[str]:
-    """Run a training. Returns the lines that are notes, or say what validated it."""
-    capsys.readouterr()
-    assert main(words) == 0
-    return [line for line in capsys.readouterr().out.splitlines() if line.startswith(("note:", "walked"))]
-
-
-def test_what_makes_a_drafter_of_little_use_is_noted(tmp_path, capsys):
-    """A few steps, a drafter that is large beside the base, and no rows to validate on."""
-    rows = [{"text": "to be or not to be, that is it"}] * 6
-    few, large, unmeasured = notes_of(capsys, command(tmp_path, "--steps", "2", rows=rows))
-    assert few.startswith("note: 2 steps are few for a new drafter: give more rows, --epochs")
-    assert "% as large as the base" in large
-    assert f"a smaller --draft-vocab-size (its head knows {VOCAB} ids)" in large
-    assert unmeasured.startswith("note: there are no rows to validate on")
-    planned = command(tmp_path, "--steps", "2", "--dry-run", rows=rows)
-    assert notes_of(capsys, planned) == [few, large]
-    shorter = notes_of(capsys, [*planned, "--length", "100", "--draft-vocab-size", "9"])
-    assert not any(f"{VOCAB} ids" in line for line in shorter)
-    further = ["--drafter", str(tmp_path / "out"), "--validate-prompts", "0", "--overwrite"]
-    assert notes_of(capsys, command(tmp_path, "--steps", "1", *further, rows=rows)) == []
-
-
-def test_tokens_to_learn_that_no_window_holds_are_noted_with_the_length_that_holds_them(tmp_path, capsys):
-    cut = {"input_ids": [*range(6, 40)], "loss_mask": [0] * 31 + [1] * 2 + [0]}
-    words = command(tmp_path, "--steps", "600", "--dry-run", rows=[{"text": "to be or not to be"}, cut])
-    why = "2 of 19 tokens to learn are in no window; texts are cut at --length 32: give --length 34, or shorter rows"
-    note = f"note: {why}"
-    assert note in notes_of(capsys, words)
-    assert not any("in no window" in line for line in notes_of(capsys, [*words, "--length", "34"]))
-    trained = command(tmp_path, "--steps", "1", "--validate-prompts", "0", rows=[{"text": "to be or not to be"}, cut])
-    assert note in notes_of(capsys, trained)
-
-
-def test_prompts_of_a_file_are_named_by_it_and_not_called_held_out(tmp_path, capsys):
-    path = write(tmp_path / "more.jsonl", [{"text": f"{n} men went to mow, went to mow a meadow"} for n in range(5)])
-    words = command(tmp_path, "--steps", "1", "--validate-tokens", "4", "--validate", path)
-    assert "over 5 prompts of more.jsonl" in "\n".join(notes_of(capsys, words))
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "5 prompts of more.jsonl" in card
-    assert "held-out" not in card

@@ -35,6 +35,7 @@ def test_of_trees_as_deep_the_best_is_chosen():
     assert best_tree({TreeShape(2, 4, 9): (4.0, 3.0), TreeShape(5, 4, 21): (4.01, 3.0)}) == TreeShape(5, 4, 21)
 
 
+@pytest.mark.variant  # trains a base and a drafter
 def test_a_drafter_of_a_base_that_never_strays_is_searched_deep():
     """What is chosen is what `generate` measures best, among other trees of as many nodes."""
     base = tiny_model(vocab=48, initializer_range=0.05)
