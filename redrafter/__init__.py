@@ -36,12 +36,13 @@ if TYPE_CHECKING:
     from redrafter.drafting.drafter import RecurrentDrafter
     from redrafter.drafting.drafter_config import DrafterConfig, EagleConfig
     from redrafter.drafting.eagle import EagleDrafter
-    from redrafter.engine.call import GenerateOutput, GenerateStats, StepStreamer
+    from redrafter.engine.call import GenerateOutput, GenerateStats
     from redrafter.engine.draft_target import DraftTarget
     from redrafter.engine.engine import Engine
     from redrafter.engine.options import EngineOptions
     from redrafter.engine.prompt_lookup import PromptLookup
     from redrafter.engine.redrafter import ReDrafter
+    from redrafter.engine.streamers import StepStreamer
     from redrafter.grammar.grammar import Grammar
     from redrafter.scheduler.sequence import Stats
 
@@ -92,7 +93,7 @@ _MODULES = {
     "ReDrafter": "engine.redrafter",
     "RecurrentDrafter": "drafting.drafter",
     "Stats": "scheduler.sequence",
-    "StepStreamer": "engine.call",
+    "StepStreamer": "engine.streamers",
     "boxed_pair": "checkpoints.merged",
 }
 

@@ -111,6 +111,8 @@ class BlockManager:
         freed: Number of times that blocks were released or published. An allocation that failed fails again until this
             changes.
         onboarded: Number of blocks so far that rows have found on the host only.
+        roots: By salt, the trie of the prefixes stored under it; a salt without a stored block has none.
+        states: The recurrent states of stored prefixes; None for a model without.
     """
 
     def __init__(self, blocks: int, rows: int | None = None, host_blocks: int = 0, prefix_states: int = 0):
@@ -127,7 +129,7 @@ class BlockManager:
         assert blocks > 0, "block 0 is always there"
         self._blocks = blocks
         self._state_rows = None if rows is None else deque(range(1, 1 + rows))  # that no row has
-        self._states = None if rows is None else StoredStates(range(1 + rows, 1 + rows + prefix_states))
+        self.states = None if rows is None else StoredStates(range(1 + rows, 1 + rows + prefix_states))
         self._prefix_states = prefix_states
         self._rows = [0] * blocks  # rows that hold each block
         self._empty = deque(range(1, blocks))  # blocks that no row holds and that store no prefix
@@ -135,18 +137,13 @@ class BlockManager:
         # before such a block in its prefix are held by a row or come later in this order.
         self._idle: OrderedDict[int, None] = OrderedDict()
         self.freed = self._forgotten = 0
-        self._roots: dict[Hashable, _Root] = {}  # by salt; a salt without a stored block has none
+        self.roots: dict[Hashable, _Root] = {}
         self._nodes: dict[int, _Node] = {}  # of each block that stores a prefix
         self._host_empty = deque(range(1, host_blocks))
         # of each used host block, least recently needed first
         self._host_nodes: OrderedDict[int, _Node] = OrderedDict()
         self._copies: list[BlockCopy] = []  # pending copies
         self.onboarded = 0
-
-    @property
-    def num_holds(self) -> int:
-        """Number of holds of rows on blocks; a block that several rows share counts once for each of them."""
-        return sum(self._rows)
 
     @property
     def num_blocks(self) -> int:
@@ -162,16 +159,6 @@ class BlockManager:
     def num_host_blocks(self) -> int:
         """Number of host blocks that store a prefix."""
         return len(self._host_nodes)
-
-    @property
-    def num_prefix_states(self) -> int:
-        """Number of stored prefixes whose recurrent states are kept."""
-        return 0 if self._states is None else len(self._states)
-
-    @property
-    def salts(self) -> set[Hashable]:
-        """Salts under which a prefix is stored."""
-        return set(self._roots)
 
     def admit(
         self, prompt: Sequence[int], slots: int, reuse: bool = True, salt: Hashable = None, publishes: bool = True
@@ -197,8 +184,8 @@ class BlockManager:
         # Without the last token, which must be computed for its logits.
         chain = self._find(prompt[:-1], salt) if reuse else []
         known = len(chain)
-        if self._states is not None:
-            chain = chain[: self._states.longest(chain)]
+        if self.states is not None:
+            chain = chain[: self.states.longest(chain)]
         shared = [node.block for node in chain if node.block]
         fresh = -(-slots // BLOCK_SIZE) - len(shared)
         # A shared block cannot be evicted to make room for the rest.
@@ -222,20 +209,20 @@ class BlockManager:
             self._rows[block] += 1
         state_row = self._state_rows.popleft() if self._state_rows is not None else 0
         table = BlockTable(blocks, len(chain) * BLOCK_SIZE, salt, state_row, forgotten=self._forgotten)
-        if self._states is not None and reuse:
-            table.restored = self._states.use(chain[-1]) if chain else 0
+        if self.states is not None and reuse:
+            table.restored = self.states.use(chain[-1]) if chain else 0
             # States are worth storing at two positions: where the prompt diverges from stored blocks, as other prompts
             # with the same beginning will, and its last full block, which the next turn of a chat continues.
             for count in dict.fromkeys((known, (len(prompt) - 1) // BLOCK_SIZE)) if publishes else ():
                 saves = (count - len(chain)) * BLOCK_SIZE >= MIN_SAVED
-                if saves and (row := self._states.reserve()):
+                if saves and (row := self.states.reserve()):
                     table.snapshots[count * BLOCK_SIZE] = row
         return table
 
     def reserve_snapshot_row(self, block_table: BlockTable) -> None:
         """Give a row a place for snapshots of its states, unless other rows have half of all such places."""
-        if self._states is not None:
-            block_table.snapshot_row = self._states.reserve(spare=self._prefix_states // 2)
+        if self.states is not None:
+            block_table.snapshot_row = self.states.reserve(spare=self._prefix_states // 2)
 
     def _place(self, chain: Sequence[_Node], fresh: int) -> list[int]:
         """Return the blocks of a chain, which must not be idle, and `fresh` more.
@@ -286,7 +273,7 @@ class BlockManager:
         assert full <= len(block_table.blocks), "more tokens than the row has slots"
         if not full:
             return
-        node: _Node = self._roots.setdefault(block_table.salt, _Root(block_table.salt))
+        node: _Node = self.roots.setdefault(block_table.salt, _Root(block_table.salt))
         for index, block in enumerate(block_table.blocks[:full]):
             block_tokens = tuple(tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
             child = node.children.get(block_tokens)
@@ -298,8 +285,8 @@ class BlockManager:
                 child.block, self._nodes[block] = block, child
             node = child
             if row := block_table.snapshots.pop((index + 1) * BLOCK_SIZE, 0):
-                assert self._states is not None, "only rows of a model with states have snapshots"
-                self._states.keep(node, row)
+                assert self.states is not None, "only rows of a model with states have snapshots"
+                self.states.keep(node, row)
                 block_table.stored.append(node)
 
     def withdraw(self, block_table: BlockTable) -> None:
@@ -309,8 +296,8 @@ class BlockManager:
             if node := self._nodes.get(block):
                 self._forget(node)
         for prefix in block_table.stored:  # possibly of blocks that another row has published
-            assert self._states is not None, "only rows of a model with states have stored some"
-            self._states.forget(prefix)
+            assert self.states is not None, "only rows of a model with states have stored some"
+            self.states.forget(prefix)
 
     def release(self, block_table: BlockTable) -> None:
         """Take a row's blocks back and empty its block table. Call it once.
@@ -323,9 +310,9 @@ class BlockManager:
         blocks, block_table.blocks = block_table.blocks, []
         if self._state_rows is not None:
             self._state_rows.append(block_table.state_row)
-        if self._states is not None:
+        if self.states is not None:
             for row in filter(None, (*block_table.snapshots.values(), block_table.snapshot_row)):
-                self._states.give_back(row)
+                self.states.give_back(row)
         last: _Node | None = None
         for block in blocks:
             last = self._nodes.get(block, last)
@@ -350,7 +337,7 @@ class BlockManager:
     def forget(self) -> None:
         """Remove all stored prefixes and pending copies; rows keep their blocks, and publish them no more."""
         self._forgotten += 1
-        for root in list(self._roots.values()):
+        for root in list(self.roots.values()):
             for node in list(root.children.values()):
                 self._forget(node)
         self._copies.clear()
@@ -358,7 +345,7 @@ class BlockManager:
     def _find(self, tokens: Sequence[int], salt: Hashable) -> list[_Node]:
         """Return the longest chain of full blocks, stored under `salt`, that `tokens` begin with."""
         chain: list[_Node] = []
-        node: _Node | None = self._roots.get(salt)
+        node: _Node | None = self.roots.get(salt)
         for start in range(0, len(tokens), BLOCK_SIZE):  # the tokens of a last block that is not full match no child
             node = node and node.children.get(tuple(tokens[start : start + BLOCK_SIZE]))
             if node is None:
@@ -400,15 +387,15 @@ class BlockManager:
         assert parent is not None
         del parent.children[node.tokens]
         if isinstance(parent, _Root) and not parent.children:
-            del self._roots[parent.salt]
+            del self.roots[parent.salt]
         subtree = [node]
         # A loop, not recursion: a long prefix has thousands of nested nodes.
         while subtree:
             node = subtree.pop()
             node.parent = None
             subtree.extend(node.children.values())
-            if self._states is not None:
-                self._states.forget(node)
+            if self.states is not None:
+                self.states.forget(node)
             if node.block:
                 del self._nodes[node.block]
                 if node.block in self._idle:

@@ -1,33 +1,34 @@
-"""Check the arguments of `generate`: options, prompts, and further inputs of a model.
+"""The arguments of a call of `generate`: known, or refused by name, and translated to transformers' names.
 
-Arguments are known, or refused by name, and translated to transformers' names. Models with an encoder in addition to
-their decoder receive its inputs in every call, from transformers' `generate` or from a processor, and some take a
-position for each axis of an image. For text alone, these inputs add nothing to ids and mask. Images are taken by models
-that accept encoded images; any other input is rejected by name.
+Hugging Face's own `generate` then prepares the call: configs merged, processors and criteria built, sequences expanded.
+So names and meanings are its own.
 """
 
 import copy
-import difflib
 import functools
-import inspect
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from redrafter.cache.dense import CACHE_NAMES, cache_in
-from redrafter.engine.options import EngineOptions
-from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.cache.dense import CACHE_NAMES
+from redrafter.engine.model_inputs import separate_inputs
+from redrafter.engine.streamers import takes_columns
+from redrafter.errors import ArgumentError, UnsupportedError, did_you_mean, first_line
 from redrafter.grammar.grammar import Grammar
-from redrafter.model.images import ImagePrompt, marks_tokens, split_rows, to_model
 from redrafter.model.target import Target
 from redrafter.sampling.hf_processors import TemperaturePerRow
 from redrafter.sampling.params import NUMBERS
+
+# Earlier releases warn of ids on the host for a model on another device.
+PREPARES_ON_HOST = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 20)
 
 # Arguments of `model.generate` that are not in its GenerationConfig and are honoured here.
 _CALL_ARGUMENTS = frozenset(
@@ -80,65 +81,114 @@ _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "trust_remote_code": ((None, False, True), "give it to from_pretrained"),
 }
 
-# Methods of models that an engine lacks: the argument of `from_pretrained` in their place.
-_AT_LOADING = {
-    **dict.fromkeys(("to", "cuda", "cpu"), "device=... and dtype=..."),
-    **dict.fromkeys(("half", "float", "bfloat16"), "dtype=..."),
-}
-
-# Inputs of the loop in transformers, which this library's loop does not need.
-_LOOP = frozenset({*CACHE_NAMES, "use_cache", "cache_position", "logits_to_keep"})
+Seed: TypeAlias = int | Sequence[int] | None
+DraftLimits: TypeAlias = int | Sequence[int] | None
+AdapterNames: TypeAlias = str | Sequence[str | None] | None
 
 
-def check_parts(engine: type, parts: Sequence[object], keywords: Mapping[str, object]) -> None:
-    """Refuse arguments that do not fit the signature of an engine's constructor, such as a model alone."""
+class OwnArguments(NamedTuple):
+    """Arguments of a call that transformers does not have, documented at `Engine.generate`."""
+
+    streamer: Any = None
+    seed: Seed = None
+    adapter: AdapterNames = None
+    speculate: bool = True
+    num_speculative_tokens: DraftLimits = None
+    progress: bool = False
+
+
+class PreparedCall(NamedTuple):
+    """A call as transformers has prepared it."""
+
+    own: OwnArguments
+    input_ids: Tensor  # `[B, P]`, a row for each output row
+    inputs: Mapping[str, Any]  # further arguments of a decoding loop: config, processors, criteria, inputs of the model
+    prompts: int | None = None  # each of which has as many output rows; None for as many as rows
+    device: torch.device | None = None  # where ids are returned; None for where they are given
+    params: Mapping[str, object] = MappingProxyType({})  # of rows: numbers, and `grammar`, one or a list of one or None
+    # One value, or one per output row, in place of the config's; None for the config's.
+    temperature: float | Sequence[float] | Tensor | None = None
+
+
+def prepare_call(
+    target: Target,
+    do_sample: bool | None,
+    own: OwnArguments,
+    /,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    generation_config: GenerationConfig | None = None,
+    **generation_kwargs: object,
+) -> PreparedCall:
+    """Check the arguments of a call of `generate`, and let transformers prepare it.
+
+    Args:
+        target: The model that generates.
+        do_sample: Whether to sample where neither the call nor a `generation_config` sets it; None for the model's own
+            default.
+        own: The arguments that transformers does not have.
+        input_ids: As in `Engine.generate`.
+        attention_mask: As in `Engine.generate`.
+        generation_config: As in `Engine.generate`.
+        generation_kwargs: As in `Engine.generate`.
+
+    Raises:
+        ArgumentError: For arguments that are unknown, out of range or of the wrong shape.
+        UnsupportedError: For modes that cannot be honoured.
+    """
+    # 1. Read the arguments: drop those without effect, reject unsupported ones.
+    defaults = target.model.generation_config
+    streamer = own.streamer if takes_columns(own.streamer) else None
+    # Types of tokens carry no information about text, but mark the images in it.
+    kwargs, images = separate_inputs(generation_kwargs, target, _known() | (_NEUTRAL.keys() - {"token_type_ids"}))
+    kwargs = read_arguments(kwargs)
+    if (inputs := kwargs.pop("inputs", None)) is not None:
+        if input_ids is not None:
+            raise ArgumentError("inputs is another name of input_ids: pass one of them")
+        input_ids = inputs
+    if not isinstance(generation_config, GenerationConfig | None):
+        raise ArgumentError(f"generation_config must be a GenerationConfig, got {type(generation_config).__name__}")
+    if generation_config is not None:
+        check_modes(generation_config, defaults)
+
+    # 2. Check the shapes that transformers relies on. The tokens are checked when the sequences are submitted.
+    input_ids = check_shapes(input_ids, attention_mask)
+
+    # 3. Translate arguments that transformers does not have, or would not pass on.
+    kwargs, params = split_own(kwargs)
+    kwargs, generation_config = with_stop_strings(kwargs, generation_config, defaults)
+    # A config passed with the call takes precedence over the checkpoint's default.
+    if do_sample is not None and generation_config is None:
+        kwargs.setdefault("do_sample", do_sample)
+    # The cache that transformers would make costs as much time as the rest of its preparation.
+    if not images:  # which are read with what transformers prepares
+        kwargs, generation_config = without_cache(kwargs, generation_config, defaults)
+
+    # 4. Let transformers prepare the call: configs, processors, criteria, rows.
+    device = target.device
+    if PREPARES_ON_HOST and not target.image_arguments:
+        device = torch.device("cpu")  # or each number that follows from ids and mask would be a launch, some a wait
+    prompts = len(input_ids)
+
+    def prepared(model: PreTrainedModel, input_ids: Tensor, **inputs: object) -> PreparedCall:
+        return PreparedCall(own, input_ids, inputs, prompts, target.device, params)
+
     try:
-        inspect.signature(engine.__init__).bind(None, *parts, **keywords)  # type: ignore[misc]
-    # A call such as ReDrafter("my-base") is the likeliest mistake, so the error contains the call that works.
-    except TypeError as error:
-        typed = [repr(part) if isinstance(part, str) else "model" for part in parts]
-        typed += [f"{name}=..." for name in keywords]
-        raise ArgumentError(
-            f"{engine.__name__}() takes parts that are loaded and bound: {error}; to load a model, write "
-            f"{_loader(engine)}({', '.join(typed) or 'model'})"
-        ) from None
-
-
-def missing_attribute(engine: str, name: str) -> str:
-    """Return the message for an attribute of models that an engine lacks, with what to write instead."""
-    instead = "for a pipeline, give engine.model and call it with custom_generate=engine.custom_generate()"
-    if name in _AT_LOADING:
-        instead = f"give {_AT_LOADING[name]} to from_pretrained"
-    elif name in ("eval", "train"):
-        instead = "leave the call out, as an engine never trains"
-    elif name == "tokenizer":
-        instead = "load one with AutoTokenizer.from_pretrained(model)"
-    elif name in ("config", "generation_config", "dtype", "parameters", "save_pretrained"):
-        instead = f"write engine.model.{name}"
-    return f"{engine!r} object has no attribute {name!r}, since it is not a model of transformers: {instead}"
-
-
-def check_bound(engine: type, given: object, kind: Any) -> None:
-    """Refuse a part that the constructor of an engine does not take and its `from_pretrained` may."""
-    if not isinstance(given, kind):
-        shown = repr(given) if isinstance(given, str) else f"a {type(given).__name__}"
-        raise ArgumentError(
-            f"{engine.__name__}() takes parts that are loaded and bound, not {shown}; "
-            f"{_loader(engine)} takes names, directories and models of transformers"
+        return target.model.generate(
+            input_ids.to(device),
+            attention_mask=None if attention_mask is None else attention_mask.to(device),
+            generation_config=generation_config,
+            streamer=streamer,
+            custom_generate=prepared,
+            **images,
+            **kwargs,
         )
-
-
-def check_lengths(options: EngineOptions, context: int | None) -> None:
-    """Raise `ArgumentError` for lengths above the model's context, which would be cut to it."""
-    for name in ("max_input_len", "max_seq_len"):
-        length: int | None = getattr(options, name)
-        if length is not None and context is not None and length > context:
-            raise ArgumentError(f"{name} is {length}, and the model's context is {context}: give {context} at most")
-
-
-def _loader(engine: type) -> str:
-    """Return the name of the function that loads an engine; the base class of all engines has none."""
-    return f"{engine.__name__ if hasattr(engine, 'from_pretrained') else 'ReDrafter'}.from_pretrained"
+    except (ValueError, TypeError, ImportError) as error:
+        raise ArgumentError(str(error)) from error
+    except (RuntimeError, IndexError) as error:
+        if not images or isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ArgumentError(f"the model cannot read these images: {first_line(error)}") from error
 
 
 def read_arguments(arguments: Mapping[str, object]) -> dict[str, Any]:
@@ -157,9 +207,7 @@ def read_arguments(arguments: Mapping[str, object]) -> dict[str, Any]:
             raise UnsupportedError(f"generate() does not take {name}; {_NEUTRAL[name][1]}")
     for name, value in kept.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ArgumentError(f"generate() has no argument {name!r}{hint}")
+            raise ArgumentError(f"generate() has no argument {name!r}{did_you_mean(name, known)}")
         _refuse_mode(name, value)
     return kept
 
@@ -167,12 +215,6 @@ def read_arguments(arguments: Mapping[str, object]) -> dict[str, Any]:
 @functools.cache
 def _known() -> frozenset[str]:
     return _CALL_ARGUMENTS.union(GenerationConfig().to_dict(), _OWN, ("inputs", "logit_bias"))
-
-
-@functools.cache
-def _never_inputs() -> frozenset[str]:
-    # Types of tokens carry no information about text, but mark the images in it.
-    return _known() | (_NEUTRAL.keys() - {"token_type_ids"})
 
 
 def check_modes(config: GenerationConfig, own: GenerationConfig) -> None:
@@ -306,127 +348,3 @@ def check_shapes(input_ids: object, mask: object) -> Tensor:
 
 def _shown(value: object) -> str:
     return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def check_ids(input_ids: Tensor, mask: Tensor | None, target: Target, options: EngineOptions) -> Tensor:
-    """Check prompts of the right shape, and return where they have tokens, `[B, P]` bool.
-
-    Raises:
-        ArgumentError: An id is not in the target's vocabulary, a row is not left-padded or has no token, or the longest
-            row leaves no room for new tokens.
-    """
-    # One reduction and one copy to the host for both bounds.
-    low, high = (int(x) for x in input_ids.aminmax())
-    # On a GPU an id out of range would end the process with a device assertion.
-    if low < 0 or high >= target.vocab_size:
-        bad = low if low < 0 else high
-        raise ArgumentError(f"token id {bad} is out of range: the target's vocabulary has {target.vocab_size} ids")
-    seen = torch.ones_like(input_ids, dtype=torch.bool)
-    longest = input_ids.shape[1]
-    if mask is not None and not bool((mask := mask.bool()).all()):
-        seen, longest = mask, int(mask.sum(dim=1).max())
-        if not bool(seen.any(dim=1).all()):
-            row = int((~seen.any(dim=1)).nonzero()[0])
-            raise ArgumentError(f"row {row} of attention_mask has no token: empty prompt")
-        # A token followed by padding means right padding.
-        if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
-            raise ArgumentError("attention_mask is not left-padded; set tokenizer.padding_side = 'left'")
-    context = target.context
-    if context is not None and longest >= context:
-        raise ArgumentError(
-            f"the prompt has {longest} tokens and the target's context is {context}: no room is left to write; "
-            "shorten the prompt"
-        )
-    if options.max_input_len is not None and longest > options.max_input_len:
-        raise ArgumentError(
-            f"the prompt has {longest} tokens and max_input_len is {options.max_input_len}: shorten it, or raise that"
-        )
-    if options.max_seq_len is not None and longest >= options.max_seq_len:
-        raise ArgumentError(
-            f"the prompt has {longest} tokens and max_seq_len is {options.max_seq_len}: no room is left to write; "
-            "shorten it, or raise that"
-        )
-    return seen
-
-
-def separate_inputs(arguments: Mapping[str, object], target: Target) -> tuple[dict[str, Any], dict[str, object]]:
-    """Separate the inputs of the model, which its forward names, from the other arguments of a call.
-
-    Returns:
-        The other arguments; and the images with their types of tokens, on the model's device. Empty inputs, as
-        processors return them for text without images, are in neither.
-
-    Raises:
-        UnsupportedError: Naming an input that is no image, or images that cannot be taken.
-    """
-    model, known = target.model, _never_inputs()
-    # The usual call has no inputs of the model, and inspecting a signature takes long.
-    if arguments.keys() <= known:
-        return dict(arguments), {}
-    inputs = (inspect.signature(model.forward).parameters.keys() | target.image_arguments) - known
-    given = {name: value for name, value in arguments.items() if name in inputs and not _is_empty(value)}
-    images = {name: value for name, value in given.items() if name in target.image_arguments}
-    if images and target.images.ok:
-        images |= {name: value for name, value in given.items() if marks_tokens(name, model)}
-    for name in sorted(given.keys() - images.keys()):
-        _check_empty(name, given[name], model)
-    if images:
-        target.images.check()
-    others = {name: value for name, value in arguments.items() if name not in inputs}
-    return others, {name: to_model(value, target.device) for name, value in images.items()}
-
-
-def read_prepared(
-    prepared: Mapping[str, Any], input_ids: Tensor, seen: Tensor, target: Target
-) -> list[ImagePrompt | None]:
-    """Return the images of each row, None for a row without any, from the inputs that transformers has prepared.
-
-    `prepared` are the inputs of the model in addition to ids and mask; `seen` is False where a row is padded,
-    `[B, P]`.
-
-    Raises:
-        ArgumentError: The images do not fit the prompts.
-        UnsupportedError: An input adds information to the ids, their mask and images.
-    """
-    past, positions = cache_in(prepared), prepared.get("position_ids")
-    if past is not None and past.get_seq_length() > 0:
-        raise UnsupportedError("past_key_values cannot be continued from; pass the whole text as input_ids")
-    images = split_rows(prepared, input_ids, seen, target.model)
-    of_images = {"position_ids"}
-    if any(images):
-        target.images.check()
-    of_images |= {name for row in images if row is not None for name in row.inputs}
-    # Rows with images have multimodal positions, which `split_rows` has checked.
-    text = torch.tensor([row is None for row in images])
-    if positions is not None and not _count_tokens(positions.to(seen.device), seen, text):
-        raise UnsupportedError("position_ids of your own cannot be honoured; leave them out")
-    for name in sorted(prepared.keys() - _LOOP - of_images):
-        _check_empty(name, prepared[name], target.model)
-    return images
-
-
-def _check_empty(name: str, value: object, model: PreTrainedModel) -> None:
-    if not (_is_empty(value) or (marks_tokens(name, model) and isinstance(value, Tensor) and not value.any())):
-        taken = "pass text, as input_ids and attention_mask, with images at most"
-        raise UnsupportedError(f"generate() does not take {name}; {taken}")
-
-
-def _count_tokens(positions: Tensor, seen: Tensor, rows_of_text: Tensor) -> bool:
-    """Return whether positions count tokens from 0 in each row of text, ignoring padding.
-
-    Positions are `[B, P]`, or `[A, B, P]` with one position per axis, which are equal for text; B may be 1 for all.
-    """
-    rows, width = seen.shape
-    if positions.dim() not in (2, 3) or positions.shape[-1] != width or positions.shape[-2] not in (1, rows):
-        return False
-    counted = seen.cumsum(dim=1) - 1  # [B, P]
-    if torch.equal(positions, counted):  # as they are where no row is padded
-        return True
-    return bool(((positions == counted) | ~(seen & rows_of_text[:, None])).all())
-
-
-def _is_empty(value: object) -> bool:
-    """Return whether an input is empty, as the encoding of no image is."""
-    if isinstance(value, Mapping):
-        return all(map(_is_empty, value.values()))
-    return value is None or (isinstance(value, list | tuple) and all(map(_is_empty, value)))

@@ -8,46 +8,17 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, suppress
-from functools import cached_property
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from redrafter.cache.to_device import made_on_host
-from redrafter.engine.call import GenerateCall, GenerateOutput, StepStreamer
-from redrafter.engine.options import EngineOptions
-from redrafter.engine.request import CALL_ARGUMENTS, OwnArguments, Request, read_request, row_adapters, row_draft_limits
+from redrafter.engine.arguments import OwnArguments, PreparedCall
+from redrafter.engine.call import GenerateCall, GenerateOutput
+from redrafter.engine.request import Request
+from redrafter.engine.streamers import StepStreamer
 from redrafter.errors import ArgumentError, UnsupportedError
-from redrafter.features import ADAPTIVE_DRAFTS, ASYNC_CALLS, SERVING, FeatureSet
-from redrafter.model.supported import check_autocast
-from redrafter.scheduler.engine_change import Models
-from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.scheduler import Scheduler
-from redrafter.scheduler.sequence import check_draft_limit
-from redrafter.scheduler.waiting_queue import Limits
-
-ReadCall: TypeAlias = Callable[[OwnArguments, Tensor, dict[str, Any]], Request]
-
-
-class SharedEngine(Models, Protocol):
-    """The parts of an engine that calls of coroutines use. Engines implement this protocol."""
-
-    options: EngineOptions
-    adaptive: bool
-
-    @property
-    def shared_memory(self) -> PagedMemory:
-        """The paged memory of `generate`, of this engine or of the one that lends it."""
-
-    def make_memory(self, rows: int) -> PagedMemory:
-        """Allocate a paged cache for at most `rows` rows of the longest sequence."""
-
-    def calling(self, *, speculate: bool) -> AbstractContextManager[None]:
-        """Enter a context in which a call is decoded, and no change is made."""
-
-    def prepare_call(self, decode: ReadCall, own: OwnArguments, *prompts: Any, **arguments: Any) -> Request:
-        """Let transformers prepare the arguments of a call, and return what `decode` returns for them."""
 
 
 class _PendingCall:
@@ -104,16 +75,20 @@ class _TokenQueue:
 class AsyncCalls:
     """Decodes the calls of an engine's `agenerate` and `astream`."""
 
-    def __init__(self, engine: SharedEngine):
-        if engine.adaptive:
-            FeatureSet("agenerate()", ADAPTIVE_DRAFTS).check(SERVING)
-        engine.target.features.check(ASYNC_CALLS)
-        limits, target = Limits(), engine.target
-        rows = min(limits.max_batch_size, engine.options.max_batch_size)
-        on_gpu = target.device.type == "cuda"  # where the memory of `generate` has room for both
-        memory = engine.shared_memory if on_gpu else engine.make_memory(rows)
-        self._engine = engine
-        self._scheduler = Scheduler(engine, memory, Limits(max_batch_size=rows, max_queue_size=0))
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        prepare: Callable[..., PreparedCall],
+        reading: Callable[[PreparedCall], AbstractContextManager[Request]],
+    ):
+        """Begin without calls.
+
+        Args:
+            scheduler: Decodes all calls.
+            prepare: Lets transformers prepare a call, given its `OwnArguments` and the others of `generate`.
+            reading: Returns a context that yields the request of a prepared call, which it holds the weights for.
+        """
+        self._scheduler, self._prepare, self._reading = scheduler, prepare, reading
         self._lock = threading.Lock()
         self._calls: list[_PendingCall] = []
         self._thread: threading.Thread | None = None
@@ -128,9 +103,7 @@ class AsyncCalls:
             raise UnsupportedError("agenerate() takes no streamer: write async for token in engine.astream(...)")
         held = ExitStack()
         try:
-            prepare = asyncio.get_running_loop().run_in_executor(
-                self._preparing, self._prepare, prompts, arguments, held
-            )
+            prepare = asyncio.get_running_loop().run_in_executor(self._preparing, self._read, prompts, arguments, held)
             try:
                 request = await asyncio.shield(prepare)
             except asyncio.CancelledError:
@@ -165,26 +138,11 @@ class AsyncCalls:
             await asyncio.wait([task])
 
     @torch.inference_mode()
-    def _prepare(self, prompts: Sequence[Any], arguments: Mapping[str, Any], held: ExitStack) -> Request:
+    def _read(self, prompts: Sequence[Any], arguments: Mapping[str, Any], held: ExitStack) -> Request:
         """Turn the arguments of a call into a request that the shared batch can decode."""
-        engine = self._engine
-
-        def read_call(own: OwnArguments, input_ids: Tensor, inputs: dict[str, Any]) -> Request:
-            if not own.speculate:
-                given = own.num_speculative_tokens
-                for limit in row_draft_limits(given, len(given) if isinstance(given, Sequence) else 1):
-                    check_draft_limit(limit, depth=0)
-                own = own._replace(num_speculative_tokens=0)
-            names = row_adapters(own.adapter, own.prompts or len(input_ids), len(input_ids))
-            check_autocast(engine.target.device)
-            held.enter_context(engine.calling(speculate=True))
-            adapters = held.enter_context(engine.target.adapters.holding(names))
-            with made_on_host():
-                return read_request(engine.target, engine.options, own, adapters, input_ids, **inputs)
-
-        own = OwnArguments(**{name: value for name, value in arguments.items() if name in CALL_ARGUMENTS})
-        others = {name: value for name, value in arguments.items() if name not in CALL_ARGUMENTS}
-        request = engine.prepare_call(read_call, own, *prompts, **others)
+        own = OwnArguments(**{name: value for name, value in arguments.items() if name in OwnArguments._fields})
+        others = {name: value for name, value in arguments.items() if name not in OwnArguments._fields}
+        request = held.enter_context(self._reading(self._prepare(own, *prompts, **others)))
         custom = next((each for params in request.params for each in (*params.extra, *params.extra_last)), None)
         if custom is not None:
             raise UnsupportedError(
@@ -229,27 +187,3 @@ class AsyncCalls:
                 for pending in failed:
                     pending.finish(error)
                 return
-
-
-class AsyncGeneration:
-    """The coroutines of an engine."""
-
-    async def agenerate(self, *prompts: Any, **arguments: Any) -> Tensor | GenerateOutput:
-        """Return what `generate` returns of the same arguments, without blocking the event loop.
-
-        Calls that run at once share a batch on a paged cache, as a server's requests do. Cancelling the coroutine ends
-        its sequences. A streamer, `max_time`, processors that no request of a server has, and tensor parallelism are
-        refused by name.
-        """
-        return await self._async_calls.generate(prompts, arguments)
-
-    def astream(self, *prompts: Any, **arguments: Any) -> AsyncIterator[int]:
-        """Return an asynchronous iterator over the new tokens of one prompt, as steps write them.
-
-        Arguments are those of `agenerate`. Closing the iterator, or cancelling what iterates, ends the sequence.
-        """
-        return self._async_calls.stream(prompts, arguments)
-
-    @cached_property
-    def _async_calls(self) -> AsyncCalls:
-        return AsyncCalls(cast(SharedEngine, self))

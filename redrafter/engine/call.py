@@ -6,17 +6,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers.generation.stopping_criteria import StoppingCriteria, StopStringCriteria
-from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from redrafter.engine.request import Request
+from redrafter.engine.streamers import StepStreamer
 from redrafter.errors import ArgumentError, NotFiniteError, warn
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SequenceDelta, Stats, TokenSequence
@@ -161,7 +160,7 @@ class GenerateCall:
         error: The error that ended the first failed row; None where there is no such row.
     """
 
-    def __init__(self, request: Request, stream: "StepStreamer | None" = None):
+    def __init__(self, request: Request, stream: StepStreamer | None = None):
         """Make rows before their first tokens; `stream`, if given, receives tokens as they are made."""
         self.request, self.stream = request, stream
         self.ended, self.error = 0, None  # type: int, BaseException | None
@@ -266,67 +265,3 @@ def _columns(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
         return ()
     none = first[:0]  # for a row without any token, because of the deadline
     return pad_sequence([torch.cat([none, *pieces]) for pieces in rows], batch_first=True).unbind(dim=1)
-
-
-class StepStreamer(Protocol):
-    """A streamer that receives each row's tokens as soon as a step has made them, and how many of them were drafted.
-
-    Pass one as `streamer` to `generate`. Ordinary Hugging Face streamers get one `[B]` tensor per output column.
-    """
-
-    def put_step(self, row: int, tokens: Sequence[int], accepted: int, ended: bool) -> None:
-        """Take the tokens that a step added to an output row.
-
-        Args:
-            row: Index of the output row.
-            tokens: Tokens that the step added.
-            accepted: Number of leading `tokens` that were drafts.
-            ended: Whether the row ended with them.
-        """
-
-    def end(self) -> None:
-        """End the stream, once every row has ended."""
-
-
-def takes_columns(streamer: object) -> bool:
-    """Return whether a streamer has transformers' interface; `ArgumentError` for an object that is no streamer."""
-    step, put, end = (callable(getattr(streamer, name, None)) for name in ("put_step", "put", "end"))
-    if streamer is not None and not (end and (put or step)):
-        raise ArgumentError(
-            f"streamer is an object with the methods put and end, as TextStreamer(tokenizer), or put_step and end; "
-            f"got {streamer!r:.80}"
-        )
-    return isinstance(streamer, BaseStreamer) or (put and not step)
-
-
-class ColumnStream:
-    """Feeds a Hugging Face streamer a column once every row has reached it, as `model.generate` does."""
-
-    def __init__(self, streamer: BaseStreamer, rows: int, pad: int):
-        self._streamer, self._pad, self._sent = streamer, pad, 0
-        self._texts: list[list[int]] = [[] for _ in range(rows)]
-        self._ended = [False] * rows
-        self._lagging = rows  # rows that must gain tokens, or end, before the next column is complete
-
-    def put_step(self, row: int, tokens: Sequence[int], accepted: int, ended: bool) -> None:
-        """Take the tokens of a row, and pass on the columns that they complete."""
-        # Counters instead of a scan of all rows at each call, which would cost rows squared per step.
-        lagged = len(self._texts[row]) == self._sent
-        self._texts[row].extend(tokens)
-        self._ended[row] = ended
-        self._lagging -= lagged and (ended or len(self._texts[row]) > self._sent)
-        if not self._lagging:  # otherwise no column is complete, and other rows need not be checked
-            running = [len(text) for text, done in zip(self._texts, self._ended, strict=True) if not done]
-            self._send(min(running, default=max(map(len, self._texts))))
-            self._lagging = running.count(self._sent)
-
-    def _send(self, ready: int) -> None:
-        for column in range(self._sent, ready):
-            tokens = [text[column] if column < len(text) else self._pad for text in self._texts]
-            self._streamer.put(torch.tensor(tokens))
-        self._sent = max(self._sent, ready)
-
-    def end(self) -> None:
-        """Pass on the columns that are left, and end the streamer."""
-        self._send(max(map(len, self._texts)))
-        self._streamer.end()

@@ -1,24 +1,33 @@
-"""Changes of an engine between two steps: new weights, another drafter, sleep and waking."""
+"""The models of an engine, and how an operator changes them between two calls or two steps of a server.
 
-from collections.abc import Mapping
+The changes are new weights, another drafter, adapters, sleep and waking.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from redrafter.checkpoints.adapters import read_adapter
 from redrafter.checkpoints.drafters import check_fits_target
 from redrafter.checkpoints.weights import read_weights
 from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.drafting.drafter_types import open_drafter_model
+from redrafter.engine.options import EngineOptions
 from redrafter.errors import ArgumentError, MismatchError, NotFiniteError, UnsupportedError
 from redrafter.features import ENGINE_CHANGES, WEIGHT_UPDATES
 from redrafter.formats.sources import load_foreign
+from redrafter.model.lora import LoraWeights
+from redrafter.model.shared_model import SharedModel
 from redrafter.model.target import Target
 from redrafter.model.weights import NewWeights, ParkedMemory, snapshot
 from redrafter.scheduler.engine_change import EngineChange
+from redrafter.scheduler.paged_memory import PagedMemory
 
 # Fields of a drafter's config about its training and defaults, which do not affect its computation.
 NOT_OF_FORM = frozenset(
@@ -26,32 +35,10 @@ NOT_OF_FORM = frozenset(
 )
 
 
-class ChangeableModels(Protocol):
-    """The models of an engine that a change reads and writes; `Changeable` implements it."""
-
-    target: Target
-    drafter: DrafterModel | None
-    previous_drafter: Mapping[str, Tensor] | None
-
-    @property
-    def targets(self) -> list[Target]:
-        """The target, and the draft model if there is one."""
-
-    @property
-    def modules(self) -> list[Any]:
-        """All modules with weights: the models, and the drafter if there is one."""
-
-    def derive(self) -> None:
-        """Rebuild the copies and tables derived from the weights of the target and the drafter."""
-
-    def follow_changes(self, *, speculate: bool = True) -> None:
-        """Detect changes of the models, and rebuild the tensors derived from their weights."""
-
-
 class Sleep(EngineChange):
     """Releases the memory of the KV cache and, on a GPU, of the weights, which move to the host."""
 
-    def __init__(self, engine: ChangeableModels):
+    def __init__(self, engine: "Changeable"):
         """Raise `UnsupportedError` for an engine that several processes share."""
         check_changeable(engine, asleep=None)
         self._engine = engine
@@ -77,7 +64,7 @@ class Sleep(EngineChange):
 class Wake(EngineChange):
     """Allocates the memory again that `Sleep` has released."""
 
-    def __init__(self, engine: ChangeableModels):
+    def __init__(self, engine: "Changeable"):
         """Make the change, which does nothing for an engine that is awake."""
         self._engine = engine
 
@@ -98,7 +85,7 @@ class UpdateWeights(EngineChange):
 
     def __init__(
         self,
-        engine: ChangeableModels,
+        engine: "Changeable",
         weights: str | Path | Mapping[str, Tensor],
         allow_not_finite: bool = False,
     ):
@@ -128,7 +115,7 @@ class UpdateWeights(EngineChange):
 class ChangeDrafter(EngineChange):
     """Writes the weights of another drafter of the same architecture over the active ones."""
 
-    def __init__(self, engine: ChangeableModels, drafter: DrafterModel | str | Path | None):
+    def __init__(self, engine: "Changeable", drafter: DrafterModel | str | Path | None):
         """Load a drafter and check that it fits."""
         check_changeable(engine, asleep=False)
         self._engine, mine = engine, engine.drafter
@@ -167,7 +154,7 @@ class ChangeDrafter(EngineChange):
         self._engine.derive()
 
 
-def check_changeable(engine: ChangeableModels, *, asleep: bool | None) -> None:
+def check_changeable(engine: "Changeable", *, asleep: bool | None) -> None:
     """Raise unless a single process owns the engine, and it is asleep or awake as required; None for either."""
     engine.target.features.check(ENGINE_CHANGES)
     if asleep is False and engine.target.asleep:
@@ -191,3 +178,194 @@ def check_same_form(running: DrafterModel, other: DrafterModel, name: str) -> No
         raise MismatchError(
             f"{name} has another form than the current drafter ({', '.join(differing)}): start a new engine with it"
         )
+
+
+class Changeable:
+    """The models of an engine, which are changed while no call is decoded; `Engine` adds the decoding of calls.
+
+    The scheduler of a server changes its engine with the same objects, between two steps.
+    """
+
+    target: Target
+    options: EngineOptions
+    memory: PagedMemory | None
+    lender: "Changeable | None"
+    draft_model: Target | None
+    drafter: DrafterModel | None = None
+    previous_drafter: Mapping[str, Tensor] | None = None
+
+    def __init__(self) -> None:
+        """Begin, once `target` is set."""
+        self._derived_of = self.target.revision.weights  # revision of the weights that `derive` has used
+
+    def update_weights(
+        self, weights: str | Path | Mapping[str, Tensor], *, allow_not_finite: bool = False
+    ) -> list[str]:
+        """Write new weights of the target in place, so that captured steps remain valid.
+
+        Copies of the old weights are rebuilt (FP8 copies, and tables of drafters); stored prefixes are dropped. The
+        proposer is unchanged: the output is the new model's, but fewer drafts may be accepted.
+
+        Args:
+            weights: A directory that `save_pretrained` wrote or a .safetensors file, or tensors by the names of the
+                model's `state_dict`, on any device. Numbers are rounded to the model's dtype. Files are read whole
+                into memory first; they must be regular ones.
+            allow_not_finite: Write NaN and infinite numbers too, as after training that diverged. Sequences that need
+                them end with `NotFiniteError`.
+
+        Returns:
+            Names of tensors with NaN or infinite numbers.
+
+        Raises:
+            ArgumentError: A call of `generate` runs, or the engine is asleep.
+            CheckpointError: A file cannot be read, or changes while it is read.
+            MismatchError: Names, shapes or dtypes are not the model's; no weight was written.
+            NotFiniteError: Numbers are NaN or infinite, and not allowed; no weight was written.
+            UnsupportedError: Processes share the model, or another library has quantised it.
+        """
+        change = UpdateWeights(self, weights, allow_not_finite)
+        self._make(change)
+        return list(change.not_finite)
+
+    def change_drafter(self, drafter: DrafterModel | str | Path | None = None) -> list[str]:
+        """Replace the drafter by another one of the same form, whose weights are written in place.
+
+        Args:
+            drafter: A directory of this machine or a loaded drafter; None for the one that drafted before the last
+                change.
+
+        Returns:
+            Names of its tensors with NaN or infinite numbers, with which it drafts nothing useful.
+
+        Raises:
+            ArgumentError: A call of `generate` runs, the engine is asleep, or there is no previous drafter.
+            CheckpointError: The directory cannot be read.
+            MismatchError: It has another form, or was made for another base.
+            UnsupportedError: The engine has no trained drafter, or processes share the model.
+        """
+        change = ChangeDrafter(self, drafter)
+        self._make(change)
+        return list(change.not_finite)
+
+    def load_adapter(self, name: str, path: str | Path | LoraWeights) -> None:
+        """Load a LoRA adapter of the model, for sequences that request it by name.
+
+        Engines on one target share its adapters. The proposer is unchanged, which affects no token: if an adapter
+        changes the output, fewer drafts are accepted.
+
+        Args:
+            name: Name of the adapter.
+            path: Directory that PEFT's `save_pretrained` wrote, or the result of `read_adapter`.
+
+        Raises:
+            ArgumentError: The name is taken, or `max_loras` or `max_lora_rank` is exceeded.
+            CheckpointError: The directory cannot be read.
+            MismatchError: The adapter was made for another model.
+            UnsupportedError: The adapter is more than LoRA on linear layers, or the engine is batch-invariant.
+        """
+        if not isinstance(name, str) or not name:
+            raise ArgumentError(f"the name of an adapter must be a non-empty string, got {name!r}")
+        weights = path if isinstance(path, LoraWeights) else read_adapter(path)
+        memory = (self.lender or self).memory
+        with nullcontext() if memory is None else memory.lock:  # so that no step is captured in the meantime
+            self.target.adapters.load(name, weights, self.options.max_loras, self.options.max_lora_rank)
+
+    def load_adapters(self, adapters: Mapping[str, str | Path] | None) -> None:
+        """Load LoRA adapters by name; None for none."""
+        for name, path in (adapters or {}).items():
+            self.load_adapter(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter. Sequences that use it continue.
+
+        Raises:
+            ArgumentError: There is no such adapter.
+        """
+        self.target.adapters.unload(name)
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the LoRA adapters that are loaded."""
+        return self.target.adapters.names
+
+    def sleep(self) -> None:
+        """Release memory until `wake`: the KV cache and, on a GPU, the weights, which move to the host.
+
+        All engines on the target sleep then. Raises the errors of `update_weights`; does nothing if asleep already.
+        """
+        self._make(Sleep(self))
+
+    def wake(self) -> None:
+        """Allocate the memory again that `sleep` has released, with the same weights.
+
+        Steps are captured again if the memory has moved. Does nothing if awake already.
+
+        Raises:
+            CacheFullError: The device has too little memory now; the engine stays asleep.
+        """
+        self._make(Wake(self))
+
+    @property
+    def asleep(self) -> bool:
+        """True while the engine sleeps and decodes nothing."""
+        return any(model.asleep for model in self.targets)
+
+    @property
+    def targets(self) -> list[Target]:
+        """The target, and the model that drafts if there is one."""
+        return [self.target] if self.draft_model is None else [self.target, self.draft_model]
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """All modules with weights: the models, and the drafter if there is one."""
+        return [*(each.model for each in self.targets), *([] if self.drafter is None else [self.drafter])]
+
+    def derive(self) -> None:
+        """Rebuild, in place, the copies and tables derived from the weights of the target and the drafter."""
+        self._derived_of = self.target.revision.weights
+
+    def follow_changes(self, *, speculate: bool = True) -> None:
+        """Detect changes of the models since the last call, and rebuild everything derived from outdated weights.
+
+        Without `speculate`, only the target is checked.
+
+        Raises:
+            ArgumentError: A model object was replaced.
+        """
+        for model in self.targets if speculate else [self.target]:
+            model.follow_changes()
+        if self._derived_of != self.target.revision.weights:
+            self.derive()
+
+    @contextmanager
+    def calling(self, *, speculate: bool) -> Iterator[None]:
+        """Enter a context in which a call is decoded with the models' current weights, and no change is made."""
+        with self._gates() as shared:
+            if self.asleep:
+                raise ArgumentError("the engine is asleep and decodes nothing: call wake() first")
+            self.follow_changes(speculate=speculate)
+            # Counts, not the gates themselves: calls of several threads may run at once, but no change.
+            for each in shared:
+                each.calls += 1
+        try:
+            yield
+        finally:
+            with self._gates() as shared:
+                for each in shared:
+                    each.calls -= 1
+
+    @contextmanager
+    def _gates(self) -> Iterator[list[SharedModel]]:
+        """Hold the gates of all models, which other engines may share."""
+        shared = sorted({model.shared for model in self.targets}, key=id)  # in one order for all threads
+        with ExitStack() as held:
+            for each in shared:
+                held.enter_context(each.gate)
+            yield shared
+
+    def _make(self, change: EngineChange) -> None:
+        """Make a change between two calls."""
+        with self._gates() as shared:
+            if any(each.calls for each in shared):
+                raise ArgumentError("generate() is running on this model: change it before or after the call")
+            change.apply()

@@ -15,7 +15,6 @@ from redrafter.drafting.policy import CostPolicy, DraftLengthPolicy, DraftPolicy
 from redrafter.drafting.prompt_lookup import WithPromptLookup
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
-from redrafter.engine.arguments import check_bound
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions, split_keywords, takes_options
 from redrafter.errors import ArgumentError
@@ -75,8 +74,8 @@ class DraftTarget(Engine):
             raise ArgumentError(f"adaptive must be True or False, got {adaptive!r}")
         if acceptance == "rejection" and num_beams > 1:
             FeatureSet(f"num_beams={num_beams}", DRAFT_TREES).check(REJECTION_SAMPLING)
-        check_bound(type(self), target, Target)
-        check_bound(type(self), draft_model, Target)
+        self._check_bound(target, Target)
+        self._check_bound(draft_model, Target)
         if vocabulary is not None:
             draft_model.features.check(OTHER_TOKENIZER)
             vocabulary = vocabulary.fit(target.vocab_size, draft_model.vocab_size).to(draft_model.device)

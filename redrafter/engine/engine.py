@@ -3,13 +3,12 @@
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
@@ -22,34 +21,24 @@ from redrafter.drafting.proposer import PlainProposer, Proposer, SearchProposer
 from redrafter.drafting.step_times import SHARED_EVERY, StepTimes
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.arguments import (
-    check_bound,
-    check_lengths,
-    check_modes,
-    check_parts,
-    check_shapes,
-    missing_attribute,
-    read_arguments,
-    separate_inputs,
-    split_own,
-    with_stop_strings,
-    without_cache,
-)
-from redrafter.engine.async_calls import AsyncGeneration
-from redrafter.engine.call import ColumnStream, GenerateCall, GenerateOutput, StepStreamer, takes_columns
-from redrafter.engine.changeable import Changeable
-from redrafter.engine.idle_batches import IdleBatches
-from redrafter.engine.modes import set_modes
-from redrafter.engine.options import EngineOptions
-from redrafter.engine.request import (
     AdapterNames,
     DraftLimits,
     OwnArguments,
-    Request,
+    PreparedCall,
     Seed,
-    read_request,
-    row_adapters,
+    check_shapes,
+    prepare_call,
 )
-from redrafter.errors import ArgumentError, UnsupportedError, first_line, warn
+from redrafter.engine.async_calls import AsyncCalls
+from redrafter.engine.call import GenerateCall, GenerateOutput
+from redrafter.engine.changes import Changeable
+from redrafter.engine.idle_batches import IdleBatches
+from redrafter.engine.modes import set_modes
+from redrafter.engine.options import EngineOptions
+from redrafter.engine.request import Request, read_request, row_adapters
+from redrafter.engine.streamers import ColumnStream, StepStreamer, takes_columns
+from redrafter.errors import ArgumentError, UnsupportedError, warn
+from redrafter.features import ADAPTIVE_DRAFTS, ASYNC_CALLS, SERVING, FeatureSet
 from redrafter.files.dtype_names import dtype_name
 from redrafter.model.linear_layers import forward_bytes
 from redrafter.model.supported import check_autocast
@@ -60,12 +49,9 @@ from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.waiting_queue import Limits
 
 Streamer = BaseStreamer | StepStreamer
-T = TypeVar("T")
-# Earlier releases warn of ids on the host for a model on another device.
-PREPARES_ON_HOST = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 20)
 
 
-class Engine(Changeable, AsyncGeneration):
+class Engine(Changeable):
     """A target and the proposer that drafts for it. Threads may share an engine.
 
     Between requests it keeps only what makes the next one faster: on a GPU the captured steps, and keys and values of
@@ -100,17 +86,12 @@ class Engine(Changeable, AsyncGeneration):
     rejection_sampling = False
     adaptive = False
 
-    def __new__(cls, *parts: object, **keywords: object) -> "Engine":
-        """Refuse parts that the constructor does not take, such as a model alone, and name `from_pretrained`."""
-        check_parts(cls, parts, keywords)
-        return super().__new__(cls)
-
     def __init__(self, target: Target, proposer: Proposer, options: EngineOptions | None = None):
-        check_bound(type(self), target, Target)
+        self._check_bound(target, Target)
         self.target = target
         super().__init__()
         self.proposer, self.options = proposer, options or EngineOptions()
-        check_lengths(self.options, target.context)
+        self.options.check_lengths(target.context)
         set_modes(target, proposer.model, self.options)
         self.plain: Proposer = PlainProposer()
         self.draft_model = proposer.model
@@ -128,16 +109,19 @@ class Engine(Changeable, AsyncGeneration):
             "in each process with from_pretrained"
         )
 
-    if not TYPE_CHECKING:  # it would hide misspelt names from type checkers
-
-        def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(missing_attribute(type(self).__name__, name))
-
     def __repr__(self) -> str:
         """Describe the target, its dtype and device, and the sizes of the proposer's tree."""
         target, sizes = self.target, self.proposer.sizes or {}
         parts = [target.name, dtype_name(target.dtype), target.device, *(f"{name}={sizes[name]}" for name in sizes)]
         return f"{type(self).__name__}({', '.join(map(str, parts))})"
+
+    def _check_bound(self, given: object, kind: Any) -> None:
+        """Refuse a part that the constructor does not take and `from_pretrained` may."""
+        if not isinstance(given, kind):
+            raise ArgumentError(
+                f"{type(self).__name__}() takes parts that are loaded and bound, not {given!r:.40}; "
+                "from_pretrained takes names, directories and models of transformers"
+            )
 
     def derive(self) -> None:
         """Forget the acceptance of drafts too, which other weights change."""
@@ -333,75 +317,38 @@ class Engine(Changeable, AsyncGeneration):
         own = OwnArguments(streamer, seed, adapter, speculate, num_speculative_tokens, progress)
         if return_dict_in_generate is not None:
             generation_kwargs["return_dict_in_generate"] = return_dict_in_generate
-        return self.prepare_call(self._decode, own, input_ids, attention_mask, generation_config, **generation_kwargs)
+        return self._decode(self._prepare(own, input_ids, attention_mask, generation_config, **generation_kwargs))
 
-    def prepare_call(
-        self,
-        decode: Callable[[OwnArguments, Tensor, dict[str, Any]], T],
-        own: OwnArguments,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        generation_config: GenerationConfig | None = None,
-        **generation_kwargs: object,
-    ) -> T:
-        """Return what `decode` makes of a call of `generate` once transformers has prepared it."""
-        # 1. Read the arguments: drop those without effect, reject unsupported ones.
-        streamer = own.streamer if takes_columns(own.streamer) else None
-        kwargs, images = separate_inputs(generation_kwargs, self.target)
-        kwargs = read_arguments(kwargs)
-        if (inputs := kwargs.pop("inputs", None)) is not None:
-            if input_ids is not None:
-                raise ArgumentError("inputs is another name of input_ids: pass one of them")
-            input_ids = inputs
-        if not isinstance(generation_config, GenerationConfig | None):
-            raise ArgumentError(f"generation_config must be a GenerationConfig, got {type(generation_config).__name__}")
-        if generation_config is not None:
-            check_modes(generation_config, self.model.generation_config)
+    def _prepare(self, own: OwnArguments, /, *prompts: Any, **arguments: Any) -> PreparedCall:
+        """Let transformers prepare a call; `prompts` and `arguments` are those of `generate` that it has too."""
+        return prepare_call(self.target, self.do_sample, own, *prompts, **arguments)
 
-        # 2. Check the shapes that transformers relies on. Ids and mask are checked in phase 4, when they are prepared.
-        input_ids = check_shapes(input_ids, attention_mask)
+    async def agenerate(self, *prompts: Any, **arguments: Any) -> Tensor | GenerateOutput:
+        """Return what `generate` returns of the same arguments, without blocking the event loop.
 
-        # 3. Translate arguments that transformers does not have, or would not pass on.
-        kwargs, params = split_own(kwargs)
-        kwargs, generation_config = with_stop_strings(kwargs, generation_config, self.model.generation_config)
-        # A config passed with the call takes precedence over the checkpoint's default.
-        if self.do_sample is not None and generation_config is None:
-            kwargs.setdefault("do_sample", self.do_sample)
-        # The cache that transformers would make costs as much time as the rest of its preparation.
-        if not images:  # which are read with what transformers prepares
-            kwargs, generation_config = without_cache(kwargs, generation_config, self.model.generation_config)
+        Calls that run at once share a batch on a paged cache, as a server's requests do. Cancelling the coroutine ends
+        its sequences. A streamer, `max_time`, processors that no request of a server has, and tensor parallelism are
+        refused by name.
+        """
+        return await self._async_calls.generate(prompts, arguments)
 
-        # 4. Let transformers prepare the call (configs, processors, criteria, rows), and decode the prepared call.
-        target, device = self.target, self.target.device
-        if PREPARES_ON_HOST and not target.image_arguments:
-            device = torch.device("cpu")  # or each number that follows from ids and mask would be a launch, some a wait
-        own = own._replace(prompts=len(input_ids), device=target.device, params=params)
-        prepared = False
+    def astream(self, *prompts: Any, **arguments: Any) -> AsyncIterator[int]:
+        """Return an asynchronous iterator over the new tokens of one prompt, as steps write them.
 
-        def decode_prepared(model: PreTrainedModel, input_ids: Tensor, **inputs: object) -> T:
-            nonlocal prepared
-            prepared = True
-            return decode(own, input_ids, inputs)
+        Arguments are those of `agenerate`. Closing the iterator, or cancelling what iterates, ends the sequence.
+        """
+        return self._async_calls.stream(prompts, arguments)
 
-        try:
-            return self.model.generate(
-                input_ids.to(device),
-                attention_mask=None if attention_mask is None else attention_mask.to(device),
-                generation_config=generation_config,
-                streamer=streamer,
-                custom_generate=decode_prepared,
-                **images,
-                **kwargs,
-            )
-        except (ValueError, TypeError, ImportError) as error:
-            # Errors before the callback are mistakes in the arguments; later ones are raised unchanged.
-            if prepared:
-                raise
-            raise ArgumentError(str(error)) from error
-        except (RuntimeError, IndexError) as error:
-            if prepared or not images or isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise ArgumentError(f"the model cannot read these images: {first_line(error)}") from error
+    @cached_property
+    def _async_calls(self) -> AsyncCalls:
+        if self.adaptive:
+            FeatureSet("agenerate()", ADAPTIVE_DRAFTS).check(SERVING)
+        self.target.features.check(ASYNC_CALLS)
+        rows = min(Limits.max_batch_size, self.options.max_batch_size)
+        # The memory of `generate` has room for both on a GPU.
+        memory = self.shared_memory if self.target.device.type == "cuda" else self.make_memory(rows)
+        scheduler = Scheduler(self, memory, Limits(max_batch_size=rows, max_queue_size=0))
+        return AsyncCalls(scheduler, self._prepare, self._reading)
 
     def custom_generate(
         self,
@@ -427,27 +374,33 @@ class Engine(Changeable, AsyncGeneration):
             num_speculative_tokens: As in `generate`.
             temperature: One value per output row, in place of the config's; None for the config's.
         """
-        own = OwnArguments(streamer, seed, adapter, speculate, num_speculative_tokens, temperature=temperature)
+        own = OwnArguments(streamer, seed, adapter, speculate, num_speculative_tokens)
 
         def decode_for(model: PreTrainedModel, input_ids: Tensor, **inputs: object) -> Tensor | GenerateOutput:
             if model is not self.model:
                 raise ArgumentError("this custom_generate belongs to another model; call generate on engine.model")
             check_shapes(input_ids, inputs.get("attention_mask"))
-            return self._decode(own, input_ids, inputs)
+            return self._decode(PreparedCall(own, input_ids, inputs, temperature=temperature))
 
         return decode_for
 
     @torch.inference_mode()
-    def _decode(self, own: OwnArguments, input_ids: Tensor, inputs: dict[str, Any]) -> Tensor | GenerateOutput:
-        """Decode a call that transformers has prepared; `inputs` are its arguments in addition to the ids."""
-        # 1. Read the adapter of each row.
-        names = row_adapters(own.adapter, own.prompts or len(input_ids), len(input_ids))
-        check_autocast(self.target.device)
-        # 2. Detect changes of the models by their owner; turn the call into tensors, and decode.
-        with self.calling(speculate=own.speculate), made_on_host(), self.target.adapters.holding(names) as held:
-            request = read_request(self.target, self.options, own, held, input_ids, **inputs)
-            stream = own.streamer
+    def _decode(self, call: PreparedCall) -> Tensor | GenerateOutput:
+        """Decode a call that transformers has prepared."""
+        own, stream = call.own, call.own.streamer
+        with self._reading(call) as request, made_on_host():
             if takes_columns(stream):
-                stream = ColumnStream(stream, len(input_ids), request.pad_token)
+                stream = ColumnStream(stream, len(call.input_ids), request.pad_token)
             with self.scheduler_for(request, own.speculate) as scheduler:
                 return GenerateCall(request, stream).decode(scheduler, own.progress)
+
+    @contextmanager
+    def _reading(self, call: PreparedCall) -> Iterator[Request]:
+        """Yield the request of a call, and hold the models' current weights and the rows' adapters in the context."""
+        rows = len(call.input_ids)
+        names = row_adapters(call.own.adapter, call.prompts or rows, rows)
+        check_autocast(self.target.device)
+        with self.calling(speculate=call.own.speculate), self.target.adapters.holding(names) as held:
+            with made_on_host():
+                request = read_request(self.target, self.options, call, held, **call.inputs)
+            yield request

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 from redrafter.cache.options import CacheOptions
+from redrafter.errors import ArgumentError
 from redrafter.model.options import ModelOptions
 from redrafter.options import option, whole
 
@@ -35,6 +36,12 @@ class EngineOptions(ModelOptions, CacheOptions):
     draft_from_text: bool = option(
         True, "add drafts copied from the text where it repeats itself, in addition to the drafter's drafts"
     )
+
+    def check_lengths(self, context: int | None) -> None:
+        """Raise `ArgumentError` for lengths above the model's context, which would be cut to it."""
+        for name, length in (("max_input_len", self.max_input_len), ("max_seq_len", self.max_seq_len)):
+            if length is not None and context is not None and length > context:
+                raise ArgumentError(f"{name} is {length}, and the model's context is {context}: give {context} at most")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from redrafter.drafting.estimates import QUALITIES, QUALITY, SHARING_ROWS, StepC
 from redrafter.drafting.policy import CostPolicy, DraftPolicy, text_nodes
 from redrafter.drafting.prompt_lookup import WithPromptLookup
 from redrafter.drafting.proposer import Proposer, SearchProposer, step_tokens
-from redrafter.engine.arguments import check_bound
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions, split_keywords, takes_options
 from redrafter.engine.step_timing import measure_step_costs
@@ -64,8 +63,8 @@ class ReDrafter(Engine):
                 device and the batch size.
             options: Limits of memory and lengths; None for the defaults.
         """
-        check_bound(type(self), target, Target)
-        check_bound(type(self), drafter, DrafterModel)
+        self._check_bound(target, Target)
+        self._check_bound(drafter, DrafterModel)
         config = drafter.config
         check_draft_ids(drafter.draft_ids, config.draft_vocab_size, config.vocab_size, "the drafter")
         shape, depth = shape or TreeShape(), config.draft_len_per_beam

@@ -4,10 +4,9 @@ Hugging Face's own `generate` prepares the call (configs merged, processors and 
 that names and meanings are its own. This module reads the result, and refuses unsupported settings by name.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,8 @@ from transformers.generation.stopping_criteria import (
     StoppingCriteriaList,
 )
 
-from redrafter.engine.arguments import check_ids, check_modes, read_prepared
+from redrafter.engine.arguments import AdapterNames, DraftLimits, PreparedCall, check_modes
+from redrafter.engine.model_inputs import read_prepared
 from redrafter.engine.modes import check_processors
 from redrafter.engine.options import EngineOptions
 from redrafter.errors import ArgumentError
@@ -31,8 +31,18 @@ from redrafter.model.lora import Adapter
 from redrafter.model.target import Target
 from redrafter.sampling.hf_processors import TemperaturePerRow, fold_rows, index_of_warpers, read_processors
 from redrafter.sampling.params import SamplingParams
+from redrafter.scheduler.sequence import check_draft_limit
 
-Seed = int | Sequence[int] | None
+MAX_TEXT_TOKENS = 1 << 31  # longer limits are cut here, as they need not fit into a 64-bit integer
+
+
+def by_row(name: str, given: Any, rows: int, of: str = "output rows") -> Sequence[Any]:
+    """Return an argument's value for each row: the entries of a sequence, which must be `rows`, or one for all."""
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        return [given] * rows
+    if len(given) != rows:
+        raise ArgumentError(f"{name} has {len(given)} entries for {rows} {of}; give one, or one for each")
+    return given
 
 
 def row_seeds(seed: Any, rows: int) -> list[int]:
@@ -45,41 +55,28 @@ def row_seeds(seed: Any, rows: int) -> list[int]:
         return value.tolist() if hasattr(value, "tolist") else value
 
     seed = in_python(torch.randint(1 << 62, (), device="cpu") if seed is None else seed)
-    if isinstance(seed, int):
-        if seed < 1 << 63 < seed + rows:
-            raise ArgumentError(
-                f"seed={seed} is too large for {rows} output rows, which use it and the numbers after it: give at most "
-                f"{(1 << 63) - rows}, or one per row"
-            )
-        seeds = [seed + row for row in range(rows)]
-    elif isinstance(seed, Sequence) and not isinstance(seed, str):
-        if len(seed) != rows:
-            raise ArgumentError(f"seed has {len(seed)} entries for {rows} output rows; give one int or one per row")
-        seeds = [in_python(each) for each in seed]
-    else:
-        seeds = [seed]
+    if isinstance(seed, int) and seed < 1 << 63 < seed + rows:
+        raise ArgumentError(
+            f"seed={seed} is too large for {rows} output rows, which use it and the numbers after it: give at most "
+            f"{(1 << 63) - rows}, or one per row"
+        )
+    given = [seed + row for row in range(rows)] if isinstance(seed, int) else seed
+    seeds = [in_python(each) for each in by_row("seed", given, rows)]
     for value in seeds:
         if not isinstance(value, int) or not 0 <= value < 1 << 63:
             raise ArgumentError(f"a seed is an int from 0 to 2**63 - 1, got {value!r}")
     return seeds
 
 
-DraftLimits: TypeAlias = int | Sequence[int] | None
-
-
-def row_draft_limits(given: DraftLimits, rows: int) -> Sequence[int | None]:
-    """Return the most drafts that a step of each output row may accept; None for no limit.
-
-    Raises:
-        ArgumentError: `given` is neither an int nor one for each row.
-    """
-    limits: Sequence[Any] = given if isinstance(given, list | tuple) else [given] * rows
-    if len(limits) != rows or not all(x is None or (isinstance(x, int) and type(x) is not bool) for x in limits):
-        raise ArgumentError(f"num_speculative_tokens is an int or one per output row ({rows}), got {given!r}")
-    return limits
-
-
-AdapterNames: TypeAlias = str | Sequence[str | None] | None
+def row_draft_limits(given: DraftLimits, rows: int, *, speculate: bool) -> Sequence[int | None]:
+    """Return the most drafts that a step of each output row may accept; None for no limit."""
+    limits = by_row("num_speculative_tokens", given, rows)
+    for limit in limits:
+        if limit is not None and type(limit) is not int:
+            raise ArgumentError(f"num_speculative_tokens is an int or one per output row, got {limit!r}")
+        if not speculate:
+            check_draft_limit(limit, depth=0)
+    return limits if speculate else [0] * rows
 
 
 def row_adapters(adapter: AdapterNames, prompts: int, rows: int) -> list[str | None]:
@@ -88,13 +85,10 @@ def row_adapters(adapter: AdapterNames, prompts: int, rows: int) -> list[str | N
     Raises:
         ArgumentError: `adapter` is neither a name nor a list, or there are more or fewer names than prompts.
     """
-    if adapter is None or isinstance(adapter, str):
-        return [adapter] * rows
-    if not isinstance(adapter, list | tuple) or not all(isinstance(name, str | None) for name in adapter):
+    names = by_row("adapter", adapter, prompts, "prompts")
+    if not all(isinstance(name, str | None) for name in names):
         raise ArgumentError(f"adapter must be a name, or a list of a name or None for each prompt, got {adapter!r}")
-    if len(adapter) != prompts:
-        raise ArgumentError(f"adapter has {len(adapter)} entries for {prompts} prompts; give one name or one for each")
-    return [name for name in adapter for _ in range(rows // prompts)]
+    return [name for name in names for _ in range(rows // prompts)]
 
 
 def with_temperature(
@@ -124,26 +118,6 @@ def with_temperature(
 MAX_TEXT_TOKENS = 1 << 31  # longer limits are cut here, as they need not fit into a 64-bit integer
 
 
-CALL_ARGUMENTS = ("streamer", "seed", "adapter", "speculate", "num_speculative_tokens", "progress")  # of `generate`
-
-
-class OwnArguments(NamedTuple):
-    """Arguments of a call that transformers does not have, documented at `Engine.generate`."""
-
-    streamer: Any = None
-    seed: Seed = None
-    adapter: AdapterNames = None
-    speculate: bool = True
-    num_speculative_tokens: DraftLimits = None
-    progress: bool = False
-    prompts: int | None = None  # each of which has as many output rows; None for as many as rows
-    temperature: float | Sequence[float] | Tensor | None = (
-        None  # one value per output row, in place of the config's; None for the config's
-    )
-    device: torch.device | None = None  # where ids are returned; None for where they are given
-    params: Mapping[str, object] = MappingProxyType({})  # of rows: numbers, and `grammar`, one or a list of one or None
-
-
 @dataclass(frozen=True)
 class Request:
     """All inputs of decoding one call, with its rows in order."""
@@ -167,9 +141,8 @@ class Request:
 def read_request(
     target: Target,
     options: EngineOptions,
-    own: OwnArguments,
+    call: PreparedCall,
     adapters: Sequence[Adapter | None],
-    input_ids: Tensor,
     *,
     generation_config: GenerationConfig,
     logits_processor: LogitsProcessorList,
@@ -186,7 +159,7 @@ def read_request(
     config, sampled = generation_config, generation_config.do_sample
     check_modes(config, target.model.generation_config)
     # A GPU is asked for ids and mask once, instead of for each number that follows from them.
-    ids = input_ids.cpu()
+    own, ids = call.own, call.input_ids.cpu()
     mask = None if attention_mask is None else attention_mask.cpu()
     seen = check_ids(ids, mask, target, options)
     images = read_prepared(prepared, ids, seen, target)
@@ -218,16 +191,16 @@ def read_request(
     # How tokens are drawn.
     check_processors(target, logits_processor)
     # After the check, which names Hugging Face's processors only.
-    given = with_temperature(logits_processor, own.temperature, rows, sampled=sampled)
+    given = with_temperature(logits_processor, call.temperature, rows, sampled=sampled)
     functions, slow = read_processors(given, width=width, prompt=length, vocabulary=target.vocab_size)
     drawn: list[dict[str, object]] = [{"temperature": 0.0}] * rows
     if sampled:
         drawn = [{"seed": each} for each in target.ranks.from_first(row_seeds(own.seed, rows))]
-    by_row = zip(
+    settings = zip(
         fold_rows(functions, rows, eos, sampled=sampled),
         drawn,
-        _grammars(own.params.get("grammar"), rows),
-        row_draft_limits(own.num_speculative_tokens, rows),
+        _grammars(call.params.get("grammar"), rows),
+        row_draft_limits(own.num_speculative_tokens, rows, speculate=own.speculate),
         strict=True,
     )
     recorded = {"scores": config.output_scores, "logits": config.output_logits}
@@ -238,15 +211,15 @@ def read_request(
         limits=limits,
         params=[
             SamplingParams(
-                **row | draw | dict(own.params) | {"grammar": grammar},
+                **row | draw | dict(call.params) | {"grammar": grammar},
                 num_speculative_tokens=limit,
                 stop_token_ids=eos,
             )
-            for row, draw, grammar, limit in by_row
+            for row, draw, grammar, limit in settings
         ],
         adapters=adapters or [None] * rows,
         images=images,
-        device=input_ids.device if own.device is None else own.device,
+        device=call.input_ids.device if call.device is None else call.device,
         cut_short=[target.context == most < more for most, more in zip(limits, asked, strict=True)],
         pad_token=_pad_token(config, eos),
         criteria=criteria,
@@ -259,9 +232,7 @@ def read_request(
 
 def _grammars(given: Any, rows: int) -> Sequence[Grammar | None]:
     """Return each row's grammar. Restarts the process of a grammar if it has ended."""
-    grammars = given if isinstance(given, list) else [given] * rows
-    if len(grammars) != rows:
-        raise ArgumentError(f"grammar has {len(grammars)} entries for {rows} output rows; give one, or one per row")
+    grammars = by_row("grammar", given, rows)
     for grammar in grammars:
         if grammar is not None:
             grammar.restore()
@@ -274,3 +245,44 @@ def _pad_token(config: GenerationConfig, eos: frozenset[int]) -> int:
         if given is not None and (ids := torch.as_tensor(given).flatten().tolist()):
             return ids[0]
     return min(eos, default=0)
+
+
+def check_ids(input_ids: Tensor, mask: Tensor | None, target: Target, options: EngineOptions) -> Tensor:
+    """Check prompts of the right shape, and return where they have tokens, `[B, P]` bool.
+
+    Raises:
+        ArgumentError: An id is not in the target's vocabulary, a row is not left-padded or has no token, or the longest
+            row leaves no room for new tokens.
+    """
+    # One reduction and one copy to the host for both bounds.
+    low, high = (int(x) for x in input_ids.aminmax())
+    # On a GPU an id out of range would end the process with a device assertion.
+    if low < 0 or high >= target.vocab_size:
+        bad = low if low < 0 else high
+        raise ArgumentError(f"token id {bad} is out of range: the target's vocabulary has {target.vocab_size} ids")
+    seen = torch.ones_like(input_ids, dtype=torch.bool)
+    longest = input_ids.shape[1]
+    if mask is not None and not bool((mask := mask.bool()).all()):
+        seen, longest = mask, int(mask.sum(dim=1).max())
+        if not bool(seen.any(dim=1).all()):
+            row = int((~seen.any(dim=1)).nonzero()[0])
+            raise ArgumentError(f"row {row} of attention_mask has no token: empty prompt")
+        # A token followed by padding means right padding.
+        if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
+            raise ArgumentError("attention_mask is not left-padded; set tokenizer.padding_side = 'left'")
+    context = target.context
+    if context is not None and longest >= context:
+        raise ArgumentError(
+            f"the prompt has {longest} tokens and the target's context is {context}: no room is left to write; "
+            "shorten the prompt"
+        )
+    if options.max_input_len is not None and longest > options.max_input_len:
+        raise ArgumentError(
+            f"the prompt has {longest} tokens and max_input_len is {options.max_input_len}: shorten it, or raise that"
+        )
+    if options.max_seq_len is not None and longest >= options.max_seq_len:
+        raise ArgumentError(
+            f"the prompt has {longest} tokens and max_seq_len is {options.max_seq_len}: no room is left to write; "
+            "shorten it, or raise that"
+        )
+    return seen

@@ -17,27 +17,21 @@ from redrafter.scheduler.paged_memory import PagedMemory
 
 
 class Models(Protocol):
-    """A target with its proposer. Engines implement this protocol."""
+    """A target with its proposer. Engines implement this protocol.
 
-    @property
-    def target(self) -> Target:
-        """The model that verifies."""
+    Attributes:
+        target: The model that verifies.
+        draft_model: The model that drafts, or None.
+        draft_vocabulary: Map from the target's tokens to the draft model's; None if their ids are equal.
+        plain: The proposer that drafts nothing.
+        rejection_sampling: Whether sampled drafts are accepted by rejection sampling.
+    """
 
-    @property
-    def draft_model(self) -> Target | None:
-        """The model that drafts, or None."""
-
-    @property
-    def draft_vocabulary(self) -> VocabularyMap | None:
-        """Map from the target's tokens to the draft model's; None if their ids are equal."""
-
-    @property
-    def plain(self) -> Proposer:
-        """The proposer that drafts nothing."""
-
-    @property
-    def rejection_sampling(self) -> bool:
-        """Return whether sampled drafts are accepted by rejection sampling."""
+    target: Target
+    draft_model: Target | None
+    draft_vocabulary: VocabularyMap | None
+    plain: Proposer
+    rejection_sampling: bool
 
     def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
         """Return the policy that chooses the drafts of steps of these batch sizes."""

@@ -19,6 +19,7 @@ from redrafter.features import ADAPTERS, RECURRENT_STATES, ROPE_BY_LENGTH, Featu
 from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.forward_batch import Prompts
+from redrafter.model.images import ImagePrompt
 from redrafter.model.target import Target
 from redrafter.scheduler.draft_reader import stack_tokens
 from redrafter.scheduler.logprobs import score_prompt
@@ -316,8 +317,7 @@ class Prefiller:
         """
         device = self._target.device
         sequences = [sequence for sequence, _ in chunks]
-        if sequences[0].images is not None:
-            return self._read_with_images(sequences[0], row_caches, read_drafts)
+        images = self._prepare_images(sequences[0])
         starts = [sequence.prefilled for sequence in sequences]
         ends = [sequence.prefilled + count for sequence, count in chunks]
         rope = [rope_length(self._target, sequence) for sequence in sequences]
@@ -341,40 +341,29 @@ class Prefiller:
 
         # Before the target, which needs its result last: both are only launched here.
         read_drafts(sequences, prompts, caches.draft)
-        logits, hidden = self._target.prefill(prompts, show=show if sequences[0].needs_scores else None)
+        if images is not None:  # a prompt with images is read whole, by the model's own forward
+            text = tokens[:, : ends[0]]
+            logits, hidden = self._target.images.read_prompt(text, images, caches.target, inputs.get(ADAPTERS))
+        else:
+            logits, hidden = self._target.prefill(prompts, show=show if sequences[0].needs_scores else None)
         # Counted at the launch: later forwards run after this one on the device.
         done = _take_note(chunks)
-        return PrefilledRows(
-            sequences=sequences,
-            tokens=tokens,
-            lengths=prompts.upto,
-            logits=logits,
-            hidden=hidden,
-            caches=caches,
-            rows=range(len(sequences)),
-        ).at(done)
+        return PrefilledRows(sequences, tokens, prompts.upto, logits, hidden, caches, range(len(sequences))).at(done)
 
-    def _read_with_images(
-        self, sequence: TokenSequence, row_caches: RowCaches, read_drafts: ReadDrafts
-    ) -> PrefilledRows:
-        """Launch a forward that reads a prompt with images, and tokens generated before it was preempted."""
-        assert sequence.images is not None
-        device, count = self._target.device, sequence.prefill_length
-        caches = row_caches.of_prompts([sequence])
-        tokens = to_device(stack_tokens([sequence.tokens], [count]), device)
-        upto = to_device([count], device, torch.long)
-        adapters = None
+    def _prepare_images(self, sequence: TokenSequence) -> ImagePrompt | None:
+        """Return the model's inputs for the images of a prompt, which set the positions of its tokens; None for none.
+
+        Raises:
+            ArgumentError: The images do not fit the prompt.
+            UnsupportedError: The sequence's adapter changes how images are read.
+        """
+        if sequence.images is None:
+            return None
         if sequence.adapter is not None:
             sequence.adapter.check_images()
-            adapters = to_device([sequence.adapter.slot], device, torch.long)
         prompt = sequence.images.prepare(self._target.model, sequence.prompt)
         sequence.position_shift = prompt.position_shift
-        read_drafts([sequence], Prompts(tokens, [0], [count], caches.target), caches.draft)
-        logits, hidden = self._target.images.read_prompt(tokens[:, :count], prompt, caches.target, adapters)
-        _take_note([(sequence, count)])
-        return PrefilledRows(
-            sequences=[sequence], tokens=tokens, lengths=upto, logits=logits, hidden=hidden, caches=caches, rows=[0]
-        )
+        return prompt
 
     @property
     def can_mix(self) -> bool:
@@ -429,21 +418,13 @@ class Prefiller:
         device, done = self._target.device, _take_note(chunks)
         if not done:
             return None
-        complete = [chunks[row][0] for row in done]
-        caches = row_caches.of_prompts(complete)
-        lengths = [sequence.prefilled for sequence in complete]
-        tokens = to_device(stack_tokens([sequence.tokens for sequence in complete], lengths), device)
-        upto = to_device(lengths, device, torch.long)
-        logits, hidden = (x.index_select(0, to_device(done, device, torch.long)) for x in (ends.logits, ends.hidden))
-        return PrefilledRows(
-            sequences=complete,
-            tokens=tokens,
-            lengths=upto,
-            logits=logits,
-            hidden=hidden,
-            caches=caches,
-            rows=range(len(complete)),
-        )
+        sequences = [chunks[row][0] for row in done]
+        lengths = [sequence.prefilled for sequence in sequences]
+        tokens = to_device(stack_tokens([sequence.tokens for sequence in sequences], lengths), device)
+        upto, index = to_device(lengths, device, torch.long), to_device(done, device, torch.long)
+        logits, hidden = ends.logits.index_select(0, index), ends.hidden.index_select(0, index)
+        caches = row_caches.of_prompts(sequences)
+        return PrefilledRows(sequences, tokens, upto, logits, hidden, caches, range(len(sequences)))
 
 
 def _left(sequences: Sequence[TokenSequence]) -> int:

@@ -129,7 +129,7 @@ def test_all_is_forgotten_on_demand_and_rows_go_on():
     memory.store(text(5, 6))
     memory.manager.forget()
     assert (memory.manager.num_host_blocks, memory.manager.num_free_blocks) == (0, 2)
-    assert not memory.manager.salts
+    assert not memory.manager.roots
     memory.manager.publish(held, text(3, 4))
     memory.manager.release(held)
     assert memory.store([*text(3, 4), 9]) == 0, "keys that were forgotten are found"

@@ -66,7 +66,7 @@ def test_where_a_second_prompt_leaves_a_first_one_a_third_continues():
     states = States(40)
     found = [states.serve([*text(1, 2, number), 9]) for number in (3, 4, 5, 6)]
     assert found == [0, 0, 32, 32]
-    assert states.manager.num_prefix_states == 5  # one for each prompt's end, and one for the beginning of all
+    assert len(states.manager.states) == 5  # one for each prompt's end, and one for the beginning of all
 
 
 def test_the_states_used_least_recently_are_given_up():
@@ -75,7 +75,7 @@ def test_the_states_used_least_recently_are_given_up():
         states.serve([*text(piece), 9])
     assert states.serve([*text(1), 8]) == 16
     states.serve([*text(3), 9])
-    assert states.manager.num_prefix_states == 2
+    assert len(states.manager.states) == 2
     assert [states.serve([*text(piece), 7], publishes=False) for piece in (1, 2, 3)] == [16, 0, 16]
 
 
@@ -102,9 +102,9 @@ def test_rows_have_places_for_their_steps_while_half_are_left():
 def test_states_go_with_the_blocks_that_they_follow():
     states = States(5)
     states.serve([*text(1, 2), 9])
-    assert states.manager.num_prefix_states == 1
+    assert len(states.manager.states) == 1
     states.serve([*text(3, 4), 9])  # evicts the last block of the first text
-    assert states.manager.num_prefix_states == 1
+    assert len(states.manager.states) == 1
     assert states.serve([*text(1, 2), 9]) == 0
 
 
@@ -122,13 +122,13 @@ def test_nothing_is_found_where_a_row_is_withdrawn_or_all_is_forgotten():
     states.serve([*text(1, 2, 3), 9])
     table = states.admit([*text(1, 2, 4), 9])  # which snapshots the end of blocks that are the first row's
     states.manager.publish(table, [*text(1, 2, 4), 9])
-    assert states.manager.num_prefix_states == 3
+    assert len(states.manager.states) == 3
     states.manager.withdraw(table)
     states.manager.release(table)
-    assert states.manager.num_prefix_states == 1
+    assert len(states.manager.states) == 1
     assert states.serve([*text(1, 2, 5), 9], publishes=False) == 0
     states.manager.forget()
-    assert states.manager.num_prefix_states == 0
+    assert len(states.manager.states) == 0
     assert states.serve([*text(1, 2, 3), 9]) == 0
 
 
@@ -137,10 +137,10 @@ def test_what_was_not_read_is_not_kept():
     table = states.admit([*text(1, 2, 3), 9])
     states.manager.publish(table, text(1, 2))  # the prompt was put back before its last block was read
     states.manager.release(table)
-    assert states.manager.num_prefix_states == 0
+    assert len(states.manager.states) == 0
     for piece in range(8):  # and its place is free
         states.serve([*text(10 + piece), 9])
-    assert states.manager.num_prefix_states == 8
+    assert len(states.manager.states) == 8
 
 
 def test_thousands_of_random_operations_restore_the_states_of_the_very_text():
@@ -172,7 +172,7 @@ def check_random_operations(blocks: int, prefix_states: int, host_blocks: int) -
             states.manager.release(table)
         if rng.random() < 0.002:
             states.manager.forget()
-        assert states.manager.num_prefix_states <= prefix_states
+        assert len(states.manager.states) <= prefix_states
     assert found > 20 * BLOCK_SIZE
     for table, _ in rows:
         states.manager.release(table)

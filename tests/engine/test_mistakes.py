@@ -18,22 +18,6 @@ def engine():
     return PromptLookup.from_pretrained(model)
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("to", r"give device=\.\.\. and dtype=\.\.\. to from_pretrained"),
-        ("half", r"give dtype=\.\.\. to from_pretrained"),
-        ("eval", "leave the call out"),
-        ("tokenizer", r"AutoTokenizer\.from_pretrained\(model\)"),
-        ("config", r"write engine\.model\.config"),
-        ("forward", r"custom_generate=engine\.custom_generate\(\)"),
-    ],
-)
-def test_an_attribute_of_models_is_answered_with_what_to_write(engine, name, says):
-    with pytest.raises(AttributeError, match=f"'PromptLookup' object has no attribute '{name}'.*{says}"):
-        getattr(engine, name)
-
-
 def test_a_prompt_that_is_no_tensor_is_answered_with_what_to_write(engine):
     encoded = AutoTokenizer.from_pretrained(boxed_pair())("Once", return_tensors="pt")
     for given, says in (

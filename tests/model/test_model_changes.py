@@ -139,10 +139,10 @@ def test_weights_that_are_written_in_place_keep_the_captured_steps_and_not_the_p
     (batch,), blocks = engine.batches.idle, engine.memory.blocks
     steps = dict(batch.captured_steps)
     assert steps
-    assert blocks.salts
+    assert blocks.roots
     write_in_place(engine.model)
     engine.generate(IDS[:1, :3], **GREEDY)  # too short to be found again
-    assert not blocks.salts
+    assert not blocks.roots
     assert batch in engine.batches.idle
     assert steps.items() <= batch.captured_steps.items()
     replace_data(engine.model)

@@ -183,7 +183,7 @@ def test_few_states_and_few_blocks_change_no_token(order, prefix_states, monkeyp
     run_as_alone(served, sequences, apart=1)
     assert served.running_set.preempted
     assert any(sequence.reused for sequence in sequences)
-    assert served.memory.blocks.num_prefix_states <= prefix_states
+    assert len(served.memory.blocks.states) <= prefix_states
 
 
 def test_a_sequence_that_was_preempted_continues_in_its_text():
@@ -236,7 +236,7 @@ def test_new_weights_and_sleep_forget_states():
             served.change(change)
             if engine.asleep:
                 assert not sum(x.untyped_storage().nbytes() for x in states)
-        assert served.memory.blocks.num_prefix_states == 0
+        assert len(served.memory.blocks.states) == 0
         for reused in (0, 96):
             sequence = asked(1)
             run_as_alone(served, [sequence])

@@ -37,7 +37,7 @@ def test_a_draft_text_that_never_fits_ends_with_an_error(engine):
     served.submit(sequence)
     go_on(served)
     assert isinstance(sequence.sink.deltas[-1].error, CacheFullError)
-    assert served.memory.blocks.num_holds == served.memory.draft_blocks.num_holds == 0
+    nothing_is_held(served)
 
 
 def test_room_for_a_draft_text_is_looked_for_once_while_none_is_freed(engine, monkeypatch):
