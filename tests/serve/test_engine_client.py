@@ -326,6 +326,19 @@ async def test_how_busy_the_engine_is_is_known(client, served):
     assert soon(lambda: (client.load.running, client.load.waiting, client.load.cache_usage) == (0, 0, 0))
 
 
+async def test_changes_are_made_in_the_order_in_which_they_were_requested(client, monkeypatch):
+    made = []
+
+    def change(worker, name, path):
+        time.sleep(0.1 if path else 0)  # as the files of an adapter take to be read
+        made.append(name)
+
+    monkeypatch.setattr(worker_module.Worker, "change_adapters", change)
+    await asyncio.gather(client.change_adapters("loaded", "folder"), client.change_adapters("unloaded", None))
+    await written(client, [5, 6], 4)
+    assert made == ["loaded", "unloaded"]
+
+
 async def test_those_who_leave_hold_nobody_up(client, engine):
     async def leave(number: int) -> None:
         prompts = [[5 + number, 6, 7 + n % 60] for n in range(300)]

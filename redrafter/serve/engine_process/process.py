@@ -135,7 +135,8 @@ class _EngineServer:
         line = scheduler, channel.send, end
         shared = TENSOR_PARALLELISM in self._features
         self._worker = SharedWorker(*line, self._refuse, self._give_up) if shared else Worker(*line)
-        self._changing: set[asyncio.Task[None]] = set()
+        # One thread, so that changes are made in the order in which they were requested.
+        self._changing = ThreadPoolExecutor(1, "change")
         self._compiling: dict[tuple[int, ...], asyncio.Task[None]] = {}  # by the numbers of a request's sequences
 
     async def serve_until_closed(self) -> int:
@@ -192,10 +193,7 @@ class _EngineServer:
                 task.cancel()
             self._worker.cancel(message.numbers)  # the task may already have submitted them
         elif isinstance(message, ChangeAdapters | ChangeEngine):
-            # asyncio holds tasks only weakly, so a reference must be kept.
-            task = asyncio.ensure_future(asyncio.to_thread(self._change, message))
-            self._changing.add(task)
-            task.add_done_callback(self._changing.discard)
+            self._changing.submit(self._change, message)
         elif message.grammar is None:
             self._submit(message, None)
         elif conflict := self._features.conflict(GRAMMARS):
