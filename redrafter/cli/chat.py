@@ -12,7 +12,7 @@ from redrafter.app.flags import read_options
 from redrafter.app.loading import ChatEncoder, Pair
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.app.program import print_message
-from redrafter.cli.generate import WARM_UP_TOKENS
+from redrafter.cli.generate import WARM_UP_TOKENS, compare_runs
 from redrafter.cli.printer import Printer, use_color
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.files.dtype_names import dtype_name
@@ -56,23 +56,19 @@ def run_checked(args: argparse.Namespace) -> int:
                 return
         history.turns.append((question, printer.texts[0]))
 
-    def compare() -> str:
+    def compare() -> None:
         pair.engine.forget_prefixes()  # the first run of each prompt prefilled it too, so both are timed alike
         plain, silent = [], io.StringIO()
         for ids, run in zip(asked, runs, strict=True):
             seeds = {} if run.stats.seeds is None else {"seed": run.stats.seeds}
             printer = Printer(pair.tokenizer, [None], silent)  # formats text like the timed run
             plain.append(decode(ids, replace(options, speculate=False), streamer=printer, **seeds))
-        drafted, undrafted = RepeatedRuns([runs]), RepeatedRuns([plain])
-        same = sum(a.tokens == b.tokens for a, b in zip(runs, plain, strict=True))
+        print(_totals(runs), file=sys.stderr)
+        exact = not (pair.engine.rejection_sampling and options.sampling)
         dtype = dtype_name(pair.engine.target.dtype)
         # A forward over several tokens rounds differently from one over a single token.
-        why = "" if same == len(runs) or dtype == "float32" else f": {dtype} decides near-ties, float32 is exact"
-        return (
-            f"with drafts {drafted.tokens_per_second[0]:.1f} tokens/s, {drafted.stats.tokens_per_step:.2f} tokens per "
-            f"step; without {undrafted.tokens_per_second[0]:.1f} tokens/s: {drafted.speedup(undrafted):.2f}x as fast, "
-            f"{same} of {len(runs)} answers with the same tokens{why}"
-        )
+        if compare_runs(runs, plain, exact=exact)["equal"] is False and dtype != "float32":
+            print(f"{dtype} decides near-ties, float32 is exact", file=sys.stderr)
 
     if args.compare:  # warm up: first calls capture and compile
         for speculate in (True, False):
@@ -116,7 +112,7 @@ def run_checked(args: argparse.Namespace) -> int:
                 print_message("error", error)
     if args.compare and runs:
         print("(decoding the same answers without drafts; Ctrl-C ends it)", file=sys.stderr)
-        print(compare(), file=sys.stderr)
+        compare()
     return 0
 
 

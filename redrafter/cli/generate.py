@@ -24,7 +24,7 @@ from redrafter.data.rows import Row
 from redrafter.errors import ArgumentError, first_line
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.gguf_file import is_gguf
-from redrafter.measure.decode import Run
+from redrafter.measure.decode import RepeatedRuns, Run
 from redrafter.measure.differences import ROUNDS_INSIDE, Difference, find_differences, first_difference
 from redrafter.measure.prompts import ROW_SUFFIXES, encode, read_prompts
 from redrafter.measure.record import conditions, describe_stats
@@ -104,7 +104,8 @@ def run_checked(args: argparse.Namespace) -> int:
         streamer = printer(io.StringIO())
         plain = pair.run_batch(ids, replace(options, speculate=False), streamer=streamer, **extra | seeds)
         # Rejection sampling preserves the distribution, not the tokens.
-        comparison = _compare(speculative, plain, tokens=not (pair.engine.rejection_sampling and options.sampling))
+        exact = not (pair.engine.rejection_sampling and options.sampling)
+        comparison = compare_runs([speculative], [plain], exact=exact)
         if (difference := comparison["first_difference"]) is not None:
             row, _ = difference
             arguments = pair.arguments(options) | {
@@ -139,24 +140,25 @@ def run_checked(args: argparse.Namespace) -> int:
     return 0
 
 
-def _compare(speculative: Run, plain: Run, *, tokens: bool) -> dict[str, Any]:
-    """Compare with plain decoding of the same prompts; compares tokens only if speculation guarantees them."""
-    found = map(first_difference, speculative.tokens, plain.tokens) if tokens else ()
+def compare_runs(drafted: Sequence[Run], plain: Sequence[Run], *, exact: bool) -> dict[str, Any]:
+    """Print and return a comparison with plain runs of the same prompts, of tokens only if drafts promise the same."""
+    ours, theirs = RepeatedRuns([[*drafted]]), RepeatedRuns([[*plain]])
+    found = map(first_difference, ours.texts(), theirs.texts()) if exact else ()
     difference = next(((row, index) for row, index in enumerate(found) if index is not None), None)
-    speedup = plain.seconds / speculative.seconds
-    verdict = "the same tokens" if tokens else "tokens not compared"
+    [seconds], [speed], speedup = theirs.seconds, theirs.tokens_per_second, ours.speedup(theirs)
+    verdict = "the same tokens" if exact else "tokens not compared"
     if difference is not None:
         verdict = f"OTHER TOKENS from token {difference[1]} of row {difference[0]} on"
     print(
-        f"plain: {plain.count} tokens in {plain.seconds:.2f} s, {plain.tokens_per_second:.1f} tokens/s; "
+        f"plain: {sum(run.count for run in plain)} tokens in {seconds:.2f} s, {speed:.1f} tokens/s; "
         f"{verdict}; {speedup:.2f}x as fast with speculation",
         file=sys.stderr,
     )
     return {
-        "equal": difference is None if tokens else None,
+        "equal": difference is None if exact else None,
         "first_difference": difference,
-        "plain_seconds": plain.seconds,
-        "plain_tokens_per_second": plain.tokens_per_second,
+        "plain_seconds": seconds,
+        "plain_tokens_per_second": speed,
         "speedup": speedup,
     }
 

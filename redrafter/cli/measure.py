@@ -24,7 +24,6 @@ from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.app.templates import load_chat_tokenizer, require_template
 from redrafter.checkpoints.adapters import merge_adapter
 from redrafter.checkpoints.drafters import check_beams, holds_drafter
-from redrafter.checkpoints.models import load_model
 from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
 from redrafter.cli.measure_options import BenchOptions, CompareOptions, EvaluateOptions, MeasureOptions, Search
 from redrafter.data.suites import read_suite
@@ -100,7 +99,7 @@ def bench_pair(pair: Pair, load: LoadOptions, options: BenchOptions, note: str |
             plain = Trial(PLAIN, engine, arguments | {"speculate": False}, pad_token, decode=pair.tokenizer.decode)
             trials = [plain, Trial(pair.method, engine, arguments | {"speculate": True}, pad_token)]
             for name in options.against if rows == 1 else ():
-                trials.append(transformers_trial(plain, name, _assistant(pair, name, options), every))
+                trials.append(transformers_trial(plain, name, every))
             batches, spans = _batches(prompts, rows, None if options.suite else options.num_prompts)
             run_trials(trials, batches, options.repeats, partial(_say, f"{rows} rows"))
             for trial in trials:
@@ -130,7 +129,7 @@ def compare(options: CompareOptions, load: LoadOptions, draft: DraftOptions, gen
     prompts, skipped = _prompts(pair, options, options.num_prompts, tokens, temperature, seed or 0)
     limit = options.max_input_len or sys.maxsize
     left = sum(len(ids) > limit for members in prompts.values() for ids in members)
-    prompts = _short_enough(prompts, options, pair.engine.target.context)
+    prompts = _short_enough(prompts, options)
     every = [ids for members in prompts.values() for ids in members]
     pad_token = pad_token_of(pair.tokenizer)
     undrafted = pair.arguments(replace(generation, speculate=False))
@@ -202,20 +201,11 @@ def evaluate_pair(pair: Pair, options: EvaluateOptions, records: Records) -> lis
         trees = list(dict.fromkeys([TreeShape(beams, depth, budget), *trees]))
     most = _max_prompt_tokens(options, target.fixed_rope_context)
     source = PromptSource(options.prompts, pair.tokenizer, options.num_prompts, options.seed, **options.cut)
-    chosen: dict[int | None, dict[str, list[list[int]]]] = {None: {}}
+    chosen: Mapping[Any, dict[str, list[list[int]]]] = {None: {}}
     if options.prompt_lengths:
-        chosen = {length: members for length, members in source.of_lengths(options.prompt_lengths).items()}
-        for missing in sorted({*options.prompt_lengths} - {*chosen}):
-            print(f"not measured: no prompt has {missing} tokens")
+        chosen = source.of_lengths(options.prompt_lengths)
     elif options.suite is None:
         chosen = {None: source.by_category(most)}
-    # Loaded before the base generates, so that errors in the data are reported first.
-    training = None
-    if options.data:
-        limits = target.vocab_size, target.fixed_rope_context
-        training = misses.read_training_texts(
-            options.data, pair.tokenizer, *limits, options.seed, options.written_temperatures
-        )
     found, lines = list[dict[str, Any]](), list[str]()
     for temperature, length in product(options.written_temperatures, chosen):
         skipped: dict[str, int] = {}
@@ -245,39 +235,10 @@ def evaluate_pair(pair: Pair, options: EvaluateOptions, records: Records) -> lis
                     lines += ["", *misses.format_misses(record.misses, record.mode)]
                 records.add(record)
     if options.explain:
-        compared = _compared(pair, drafter, options, trees[0], source, most, training)
         head, vocabulary = drafter.config.draft_vocab_size or target.vocab_size, target.vocab_size
-        advice = misses.advise(found, trees[0], head, vocabulary, sum(categories.values()), compared)
+        advice = misses.advise(found, trees[0], head, vocabulary, sum(categories.values()))
         lines += ["", "suggestions", *(f"  {line}" for line in advice)]
     return lines
-
-
-def _compared(
-    pair: Pair,
-    drafter: ReplayableDrafter,
-    options: EvaluateOptions,
-    shape: TreeShape,
-    source: PromptSource,
-    most: int,
-    training: tuple[Texts, bool] | None,
-) -> misses.Compared:
-    """Measure the texts that an explanation is compared with."""
-    target, forms = pair.engine.target, source.in_both_forms(most)
-    written = [
-        misses.measure_form(
-            drafter, target, _write(pair, options.new_tokens, 0.0, prompts, 0, options.batch_size), shape
-        )
-        if prompts
-        else None
-        for prompts in forms
-    ]
-    if training is None:
-        return misses.Compared(plain=written[0], template=written[1], forms=len(forms[0]))
-    texts, recorded = training
-    share = misses.first_guess_share(drafter, target, texts)
-    return misses.Compared(
-        [*map(short_name, options.data)], share, texts.temperature, recorded, written[0], written[1], len(forms[0])
-    )
 
 
 def _max_prompt_tokens(options: EvaluateOptions, context: int | None) -> int:
@@ -443,19 +404,11 @@ def _load_pairs(name: str, load: LoadOptions, draft: DraftOptions) -> list[Pair]
     return pairs
 
 
-def _short_enough(
-    prompts: Mapping[str, list[list[int]]], options: CompareOptions, context: int | None
-) -> dict[str, list[list[int]]]:
-    """Return the first `--num-prompts` prompts of at most `--max-input-len` tokens; refuse those without room."""
+def _short_enough(prompts: Mapping[str, list[list[int]]], options: CompareOptions) -> dict[str, list[list[int]]]:
+    """Return the first `--num-prompts` prompts of at most `--max-input-len` tokens."""
     most = options.max_input_len or sys.maxsize
     kept = {name: [ids for ids in members if len(ids) <= most] for name, members in prompts.items()}
-    longest = max((len(ids) for members in kept.values() for ids in members), default=0)
-    if context is not None and longest >= context:
-        raise ArgumentError(
-            f"the longest prompt has {longest} tokens and the model's context is {context}: leave such out with "
-            "--max-input-len"
-        )
-    if not longest:
+    if not any(kept.values()):
         raise ArgumentError(f"no prompt has {most} tokens or fewer: raise --max-input-len")
     return {
         name: members[: None if options.suite else options.num_prompts] for name, members in kept.items() if members
@@ -473,20 +426,7 @@ def _assisted(pairs: Sequence[Pair], plain: Trial, trust_remote_code: bool) -> T
         more = {"tokenizer": pair.tokenizer, "assistant_tokenizer": own}
     elif draft.vocab_size != pair.engine.target.vocab_size:
         raise ArgumentError("--assisted needs tables of one size: transformers refuses a padded draft model")
-    trial = transformers_trial(plain, "assisted", draft.model, [[0]])
-    trial.arguments |= {"count": True} | more
-    return trial
-
-
-def _assistant(pair: Pair, name: str, options: BenchOptions) -> Any:
-    """Load the draft model of `--against assisted`; None for the others and for prompt lookup."""
-    if name != "assisted" or options.assistant_model is None:
-        return None
-    target = pair.engine.target
-    model: Any = load_model(options.assistant_model, dtype=target.dtype, device=target.device, trust_remote_code=False)
-    # Otherwise assisted generation stops drafting at the assistant's end token.
-    model.generation_config.eos_token_id = None
-    return model
+    return transformers_trial(plain, "assisted", [[0]], assistant_model=draft.model, count=True, **more)
 
 
 def _card_rows(records: Sequence[Record]) -> Iterator[tuple[str, float, list[float]]]:

@@ -25,7 +25,7 @@ from redrafter.errors import ArgumentError
 from redrafter.options import option
 from redrafter.tree.sizes import TreeShape
 
-RIVALS = ("eager", "static", "assisted")  # baselines that `--against` may name
+RIVALS = ("eager", "static")  # baselines that `--against` may name
 # Generation options without a flag in `redrafter compare`: transformers' assisted generation does not support them.
 NOT_IN_COMPARE = ("frequency_penalty", "presence_penalty", "logit_bias", "bad_words", "stop_token_ids", "adapter")
 NOT_IN_EVALUATE = ("num_beams", "draft_len_per_beam", "node_budget", "max_input_len", "max_seq_len")
@@ -100,13 +100,9 @@ class BenchOptions(MeasureOptions):
     repeats: int = option(3, "runs of each measurement; the median counts")
     against: Sequence[str] = option(
         (),
-        "also measure Hugging Face's generate, one prompt at a time: eager, static (compiled), assisted "
-        "(default: none)",
+        "also measure Hugging Face's generate, one prompt at a time: eager, static (compiled) (default: none)",
         type=names,
         metavar="WHICH,...",
-    )
-    assistant_model: str | None = option(
-        None, "draft model of assisted (default: prompt lookup)", metavar="M", names="model"
     )
     max_new_tokens: int = option(128, "new tokens of each row; no token ends a text early, but answers of a suite")
     temperature: float = option(0.0, "0 is greedy, a higher value samples")
@@ -125,8 +121,6 @@ class BenchOptions(MeasureOptions):
                 raise ArgumentError(f"--against takes any of {', '.join(RIVALS)}, got {name!r}")
         if self.against and 1 not in self.batch_sizes:
             raise ArgumentError("--against measures one prompt at a time: add 1 to --batch-sizes")
-        if self.assistant_model is not None and "assisted" not in self.against:
-            raise ArgumentError("--assistant-model is for --against assisted: add that")
 
 
 @dataclass(frozen=True)
@@ -177,12 +171,6 @@ class EvaluateOptions(MeasureOptions):
         None, "LoRA adapter that the model has: a directory that PEFT wrote", metavar="PATH", path=True, names="adapter"
     )
     explain: bool = option(False, "report why drafts were missed, and commands that may improve it")
-    data: tuple[str, ...] = option(
-        (),
-        "for --explain: data that the drafter was trained on, to compare with the base's own texts",
-        path=True,
-        names="data",
-    )
     card: bool = option(
         False, "write the acceptance of the first tree into the model card (README.md) in the directory of --drafter"
     )
@@ -197,8 +185,6 @@ class EvaluateOptions(MeasureOptions):
             raise ArgumentError(
                 f"--shapes are beams x depth, both 1 or more, such as 5x5,1x4; got {format_value(self.shapes)}"
             )
-        if self.data and not self.explain:
-            raise ArgumentError("--data is compared by --explain only: give --explain too, or leave --data out")
         if self.explain and self.prompt_lengths:
             raise ArgumentError(
                 "--explain counts drafts by the tokens before them itself: leave out --prompt-lengths, or --explain"
@@ -250,7 +236,7 @@ COMMANDS = {
         (
             "redrafter bench --max-new-tokens 64",
             "redrafter bench --model my-base --drafter my-drafter --dtype bfloat16 \\\n"
-            "      --batch-sizes 1,8,64 --against eager,static,assisted --plot bench.png --json bench.jsonl",
+            "      --batch-sizes 1,8,64 --against eager,static --plot bench.png --json bench.jsonl",
             "redrafter bench --suite data/speed/qualitative --batch-sizes 1,8 --csv speed.csv --markdown speed.md",
         ),
         ((LoadOptions, "loading", ()), (BenchOptions, "measuring", ())),
@@ -278,7 +264,7 @@ COMMANDS = {
         "counted on texts that the model generates once. Prints one table.",
         (
             "redrafter evaluate --model my-base --drafter my-drafter --prompts questions.jsonl --num-prompts 20",
-            "redrafter evaluate --model my-base --drafter my-drafter --explain --data trained-on.jsonl",
+            "redrafter evaluate --model my-base --drafter my-drafter --explain --prompts mine.jsonl",
             "redrafter evaluate --prompts long.jsonl --prompt-lengths 256,1024 --new-tokens 64 --temperatures 0",
             "redrafter evaluate --shapes 5x5,10x5,1x4 --node-budgets 26,13 --plot acceptance.png --json out.jsonl",
             "redrafter evaluate --model my-base --drafter my-drafter --suite data/speed/qualitative --markdown out.md",

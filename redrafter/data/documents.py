@@ -5,7 +5,7 @@ tokens are learnt; of a prompt and its answer, the answer; of token ids, those t
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import groupby
@@ -45,18 +45,10 @@ class _Sample:
     chat: RowChat | None = None
     closing: str = ""
 
-    @property
-    def has_marks(self) -> bool:
-        """Return whether the text spells control tokens that are text."""
-        return self.chat is not None and self.chat.is_marked(self.text)
-
-    def encode(self, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Return the ids of a beginning of the text."""
+    def encode(self, end: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Return the ids of the text up to a character."""
+        text = self.text[:end]
         return encode_texts([(self.row, text)], tokenizer)[0] if self.chat is None else self.chat.encode(text)
-
-    def encode_part(self, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Return the ids of a part of the text by itself."""
-        return encode_plain(tokenizer, text) if self.chat is None else self.chat.encode(text)
 
 
 def encode_documents(
@@ -106,47 +98,38 @@ def encode_documents(
 def _encode_samples(samples: list[_Sample], tokenizer: PreTrainedTokenizerBase) -> Iterator[Iterable[Encoded]]:
     """Yield the ids and masks that each sample becomes."""
     # At once and as a whole, which is fast and nearly always right: prompts mostly end at or near a control token.
-    wholes = [sample for sample in samples if tokenizer.is_fast and not sample.has_marks]
+    marked = [sample.chat is not None and sample.chat.is_marked(sample.text) for sample in samples]
+    wholes = [sample for sample, spelt in zip(samples, marked, strict=True) if tokenizer.is_fast and not spelt]
     encoded = encode_with_offsets([(sample.row, sample.text) for sample in wholes], tokenizer) if wholes else []
     tokens = dict(zip(map(id, wholes), encoded, strict=True))
     control, encode_tail = {*tokenizer.added_tokens_decoder}, lru_cache(maxsize=64)(partial(encode_plain, tokenizer))
+
+    def is_separate(sample: _Sample, start: int, ids: list[int], offsets: list[Span]) -> bool:
+        """Return whether the prompt of the answer at `start` has the same ids alone as in the whole text."""
+        count = bisect_right(offsets, start, key=itemgetter(1))
+        # Text before a control token does not change the ids of what follows it.
+        first = 0 if sample.chat is None else next((n for n in range(count - 1, 0, -1) if ids[n] in control), 0)
+        alone = encode_tail(sample.text[offsets[first][0] : start]) if first else sample.encode(start, tokenizer)
+        return alone == ids[first:count]
+
     for sample in samples:
         ids, offsets = tokens.get(id(sample), ([], []))
-        if ids and all(
-            _is_separate(sample, start, ids, offsets, control, encode_tail, tokenizer) for start, _ in sample.spans
-        ):
+        if ids and all(is_separate(sample, start, ids, offsets) for start, _ in sample.spans):
             yield [(ids, _mask(sample.spans, offsets))]
         else:
             yield _encode_apart(sample, tokenizer)
-
-
-def _is_separate(
-    sample: _Sample,
-    start: int,
-    ids: list[int],
-    offsets: list[Span],
-    control: set[int],
-    encode_tail: Callable[[str], list[int]],
-    tokenizer: PreTrainedTokenizerBase,
-) -> bool:
-    """Return whether the prompt of the answer at `start` has the same ids alone as in the whole text."""
-    count = bisect_right(offsets, start, key=itemgetter(1))
-    # Text before a control token does not change the ids of what follows it.
-    first = 0 if sample.chat is None else next((n for n in range(count - 1, 0, -1) if ids[n] in control), 0)
-    begin = offsets[first][0] if first else 0
-    prompt = sample.text[begin:start]
-    return (encode_tail(prompt) if first else sample.encode(prompt, tokenizer)) == ids[first:count]
 
 
 def _encode_apart(sample: _Sample, tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
     """Yield ids with a mask: prompts as they are alone, each with the answer that follows; joined where possible."""
     ids, mask = list[int](), list[bool]()
     for start, end in sample.spans:
-        prompt, whole = (sample.encode(sample.text[:bound], tokenizer) for bound in (start, end))
+        prompt, whole = sample.encode(start, tokenizer), sample.encode(end, tokenizer)
         if prompt[: len(ids)] != ids:
             yield ids, mask
             mask = []
-        learnt = ids_after(prompt, whole, lambda: sample.encode_part(sample.text[start:end], tokenizer))  # noqa: B023
+        encode = partial(encode_plain, tokenizer) if sample.chat is None else sample.chat.encode
+        learnt = ids_after(prompt, whole, partial(encode, sample.text[start:end]))
         mask = mask + [False] * (len(prompt) - len(mask)) + [True] * len(learnt)
         ids = prompt + learnt
     yield ids, mask

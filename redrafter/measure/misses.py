@@ -1,22 +1,15 @@
 """Explain the acceptance of drafts (`--explain`): why they were missed, under which conditions, and what to type."""
 
-import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerBase
 
-from redrafter.data.documents import encode_documents
-from redrafter.data.rows import read_rows
-from redrafter.data.windows import Windows
 from redrafter.drafting.text_drafters import ReplayableDrafter
-from redrafter.errors import ArgumentError
 from redrafter.measure.decode import Texts
 from redrafter.measure.replay import (
     Positions,
@@ -24,8 +17,6 @@ from redrafter.measure.replay import (
     group_texts,
     measure_positions,
     pending_positions,
-    read_positions,
-    replay,
     steps_taken,
 )
 from redrafter.measure.table import format_table
@@ -39,16 +30,12 @@ PROBABILITIES = {"the base gave its token less than 0.5": 0.0, "0.5 to 0.9": 0.5
 CONTEXTS = {"after up to 256 tokens": 0, "up to 512": 257, "up to 1024": 513, "up to 2048": 1025, "up to 8192": 2049}
 CONTEXTS |= {"more than 8192": 8193}
 NEAR = 2  # a rank below this multiple of the beams is a near miss
-TRAINING_TEXTS = 64  # maximum number of rows of the data to read, and of their windows to measure
-WINDOW = 512  # tokens of these windows
 NAMED_SHARE = 0.1  # minimum fraction of all misses for a class to be mentioned
 DEEPER_SHARE = 0.25  # if more of the steps accept all drafts, deeper drafts are suggested
 BETTER = 1.1  # smaller ratios count as equal
-BETTER_GUESSES = 0.05  # smaller differences of the fraction of correct guesses count as equal
 MIN_DRAFTS = 100  # minimum size of a group whose acceptance is compared
 MIN_PROMPTS = 30  # fewest from which a cause is concluded
 NOT_THE_CAUSE = "it is not the cause"
-TRAIN = "redrafter regenerate --data {data} --output {output} ..., redrafter train --data {output} ..."
 
 
 class Outcome(IntEnum):
@@ -143,7 +130,6 @@ def explain(
         "tokens_per_step": float(emitted.double().mean()) if len(outcome) else None,
         "margin": mean_margin(*by_text),
         "groups": groups,
-        "first_guesses": first_guess_share(drafter, target, texts),
     }
 
 
@@ -172,16 +158,6 @@ def mean_margin(sums: Sequence[float], counts: Sequence[float]) -> float | None:
     return 1.96 * variance**0.5 / total
 
 
-def measure_form(
-    drafter: ReplayableDrafter, target: Target, texts: Texts, shape: TreeShape
-) -> tuple[float | None, float | None]:
-    """Return tokens per step on texts, and half of the confidence interval of that; None without steps."""
-    stats = replay(drafter, target, texts, [shape])[0]
-    steps = sum(each.steps for each in stats)
-    mean = sum(each.emitted for each in stats) / steps if steps else None
-    return mean, mean_margin([each.emitted for each in stats], [each.steps for each in stats])
-
-
 @torch.inference_mode()
 def trace_steps(drafter: ReplayableDrafter, target: Target, texts: Texts, shape: TreeShape) -> Steps:
     """Return the steps that `replay` counts, with the data that classify the first missed draft of each.
@@ -202,21 +178,6 @@ def trace_steps(drafter: ReplayableDrafter, target: Target, texts: Texts, shape:
         for step in steps_taken(found[:, 0].tolist()):
             rows.append([index, pending[step], len(pending) - step, *found[step].tolist()])
     return Steps(*torch.tensor(rows, dtype=torch.long).reshape(-1, len(fields(Steps))).unbind(1))
-
-
-@torch.inference_mode()
-def first_guess_share(drafter: ReplayableDrafter, target: Target, texts: Texts) -> float | None:
-    """Return how often the drafter's top token equals the text's, given the tokens before it; None without positions.
-
-    Every position after the prompts counts, without shared noise, so texts of any origin can be compared.
-    """
-    # Greedy texts need no noise, so this removes it from the search.
-    plain, right, count = replace(texts, temperature=0.0, seeds=None), 0, 0
-    for group in group_texts(plain, target.vocab_size):
-        for part in read_positions(drafter, target, plain, group, [TreeShape(1, 1, None)]):
-            count += int((part.state.tokens[:, 1] >= 0).sum())
-            right += int((_ranks(drafter, target, part) == 0).sum())
-    return right / count if count else None
 
 
 @torch.inference_mode()
@@ -264,88 +225,13 @@ def _ranks(drafter: ReplayableDrafter, target: Target, at: Positions) -> Tensor:
     return torch.stack(ranks, dim=1)
 
 
-def read_training_texts(
-    files: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    vocabulary: int,
-    context: int | None,
-    seed: int,
-    temperatures: Collection[float],
-) -> tuple[Texts, bool]:
-    """Load some texts of a drafter's training data with the loaders of training.
-
-    A drafter predicts greedy texts better than sampled ones, so only texts of equal temperature are comparable. Of rows
-    that record it, such as rows of `redrafter regenerate`, only the highest one in `temperatures` is used.
-    Other rows were not generated by a model; they are compared with texts at the temperature closest to 1.
-
-    Args:
-        files: Sources of the data.
-        tokenizer: Tokenizer of the base.
-        vocabulary: Ids that the base knows.
-        context: Tokens of the base's context; None for no limit.
-        seed: Seed of the choice of texts.
-        temperatures: Temperatures of the base's texts that the data are compared with.
-
-    Returns:
-        Each trained part of a text, with everything before it as prompt, and with the temperature to compare with; and
-        whether the rows record that temperature.
-
-    Raises:
-        ArgumentError: There is no row to train on, or none of these temperatures.
-        CheckpointError: A row cannot be read or has no trained tokens.
-        MismatchError: A row has ids of another tokenizer.
-    """
-    rows = [row for row in read_rows(files) if row.split in (None, "train")]
-    if not rows:
-        raise ArgumentError(f"--data {' '.join(files)}: no row to train on; rows of split val and test are not")
-    recorded = {row.temperature for row in rows if row.temperature is not None}
-    comparable = recorded & set(temperatures)
-    if recorded and not comparable:
-        raise ArgumentError(
-            f"--data {' '.join(files)} was written at temperature {' or '.join(f'{t:g}' for t in sorted(recorded))}, "
-            f"and compares with texts of the same one: add it to --temperatures {','.join(map(str, temperatures))}"
-        )
-    temperature = max(comparable) if recorded else min(temperatures, key=lambda value: abs(value - 1))
-    rows = [row for row in rows if not recorded or row.temperature == temperature]
-    # A separate generator, so that other random draws do not change the choice.
-    choice = random.Random(seed)
-    choice.shuffle(rows)
-    length = WINDOW if context is None else min(WINDOW, context)
-    windows = Windows(encode_documents(rows[:TRAINING_TEXTS], tokenizer), length, tokenizer.bos_token_id, pack=False)
-    windows.check(vocabulary, context)
-    tokens, prompt_lengths = list[list[int]](), list[int]()
-    for index in choice.sample(range(len(windows)), min(TRAINING_TEXTS, len(windows))):
-        span = slice(int(windows.offsets[index]), int(windows.offsets[index + 1]))
-        ids, end = windows.tokens[span].tolist(), 0
-        # Each answer of a conversation is one text; what precedes it is its prompt.
-        for learnt, run in groupby(windows.mask[span].tolist()):
-            begin, end = end, end + len(list(run))
-            if learnt:
-                tokens.append(ids[:end])
-                prompt_lengths.append(begin)
-    return Texts(tokens, prompt_lengths, [False] * len(tokens), temperature), bool(recorded)
-
-
-@dataclass(frozen=True)
-class Compared:
-    """Texts that an explanation is compared with."""
-
-    data: Sequence[str] = ()  # files of the drafter's training data
-    first_guesses: float | None = None  # as `first_guess_share` on them
-    temperature: float = 0.0  # of the base's texts that they compare with
-    recorded: bool = False  # whether their rows record that temperature
-    # Tokens per step, and its margin, on greedy texts after prompts as plain text and in the chat template; how many.
-    plain: tuple[float | None, float | None] | None = None
-    template: tuple[float | None, float | None] | None = None
-    forms: int = 0
-
-
 def advise(
-    found: Sequence[Mapping[str, Any]], shape: TreeShape, head: int, vocabulary: int, prompts: int, compared: Compared
+    found: Sequence[Mapping[str, Any]], shape: TreeShape, head: int, vocabulary: int, prompts: int
 ) -> Iterator[str]:
     """Yield lines with findings and suggested commands, for the highest temperature of `explain`'s results.
 
-    `shape` is the explained tree, `head` the size of the drafter's vocabulary, of the base's `vocabulary`.
+    `shape` is the explained tree, `head` the size of the drafter's vocabulary, of the base's `vocabulary`. Below
+    `MIN_PROMPTS` prompts no cause is concluded.
     """
     last = max(found, key=lambda one: float(one["temperature"]))
     every = last["groups"]["all drafts"]
@@ -356,8 +242,8 @@ def advise(
         f"--draft-vocab-size {min(2 * head, vocabulary)} ...",
         "near miss": f"just below the beams: redrafter evaluate --shapes {2 * beams}x{depth}, and if that pays "
         f"--num-beams {2 * beams}",
-        "wrong guess": "far from the beams, which only training mends: "
-        + TRAIN.format(data="prompts.jsonl", output="own.jsonl"),
+        "wrong guess": "far from the beams, which only training mends: redrafter regenerate --data prompts.jsonl "
+        "--output own.jsonl ..., redrafter train --data own.jsonl ...",
         "node budget": f"drafted and not verified, for {shape.node_budget} of {lattice} nodes are: --node-budget "
         f"{lattice}",
     }
@@ -371,8 +257,9 @@ def advise(
             f"--shapes {beams}x{depth + 3}, and if that pays --draft-len-per-beam {depth + 3}"
         )
 
-    def conclude(text: str, count: int = prompts) -> str:
-        return text if count >= MIN_PROMPTS else f"{count} prompts are too few to conclude, give {MIN_PROMPTS} or more"
+    def conclude(text: str) -> str:
+        few = f"{prompts} prompts are too few to conclude, give {MIN_PROMPTS} or more"
+        return text if prompts >= MIN_PROMPTS else few
 
     greedy = next((one for one in found if one["temperature"] == 0 and one["steps"]), None)
     if greedy is None or not temperature or not last["steps"]:
@@ -390,8 +277,6 @@ def advise(
             f"certainty: the base gave its own token less than 0.5 at {drafts:.0%} of the drafts, where {misses:.0%} "
             f"of the misses are; {conclude(mend if misses > BETTER * drafts else NOT_THE_CAUSE)}"
         )
-    yield f"training data: {_compare_data(found, compared, conclude)}"
-    yield f"chat template: {_compare_forms(compared, conclude)}"
     rates = [
         (name, group["accepted"] / group["tried"])
         for name, group in last["groups"].items()
@@ -411,45 +296,3 @@ def advise(
 
 def _interval(mean: float, margin: float | None) -> str:
     return f"{mean:.2f}" if margin is None else f"{mean:.2f} ± {margin:.2f}"
-
-
-def _compare_data(found: Sequence[Mapping[str, Any]], compared: Compared, conclude: Callable[[str], str]) -> str:
-    """Compare the drafter's guesses on its training data with those on the base's text of the same temperature."""
-    if not compared.data:
-        return "not compared; to do so: redrafter evaluate --explain --data FILE"
-    # Only texts of the same temperature compare: sampled tokens are harder to guess than greedy ones.
-    own = next(one["first_guesses"] for one in found if one["temperature"] == compared.temperature)
-    trained, both = compared.first_guesses, ", both" if compared.recorded else ""
-    if trained is None or own is None:
-        return "no text is long enough to compare; give another file: --data FILE"
-    shown = f"first guesses are right for {trained:.0%} of the data and {own:.0%} of the base's own text{both} at "
-    shown += f"temperature {compared.temperature:g}"
-    if trained < own + BETTER_GUESSES:
-        return f"{shown}; {conclude(NOT_THE_CAUSE)}"
-    # An output must not be one of the files that the commands read.
-    names = ["own.jsonl", *(f"own-{number}.jsonl" for number in range(2, len(compared.data) + 2))]
-    output = next(name for name in names if name not in compared.data)
-    if not compared.recorded:
-        return f"{shown}; {conclude(TRAIN.format(data=' '.join(compared.data), output=output))}"
-    more = f"redrafter regenerate --data prompts.jsonl --output {output} ..., redrafter train --data"
-    mend = f"it memorised these rows, so add others: {more} {' '.join(compared.data)} {output} ..."
-    return f"{shown}; {conclude(mend)}"
-
-
-def _compare_forms(compared: Compared, conclude: Callable[[str, int], str]) -> str:
-    """Compare the acceptance after plain prompts with that after the same prompts in the chat template."""
-    if compared.plain is None or compared.template is None:
-        return "not compared: the base has none, or no prompt fits with it"
-    (without, margin), (within, other) = compared.plain, compared.template
-    if without is None or within is None:
-        return "not compared: the base ended all texts at once; to measure others: --prompts FILE"
-    mend = NOT_THE_CAUSE
-    if abs(within - without) >= (margin or 0.0) + (other or 0.0):
-        if within > BETTER * without:
-            mend = "send chats, such as rows of messages or redrafter generate --chat"
-        elif without > BETTER * within:
-            mend = "the drafter does not know chats: redrafter train --data chats.jsonl ..."
-    return (
-        f"{_interval(without, margin)} tokens per step after plain prompts, {_interval(within, other)} after the same "
-        f"as a user's turn; {conclude(mend, compared.forms)}"
-    )

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROW_SUFFIXES = (".jsonl", ".json", ".gz", ".xz")
-FORM_PROMPTS = 30  # number of prompts measured both with and without the chat template
 
 
 def read_prompts(name: str | None) -> list[Row]:
@@ -108,65 +108,27 @@ class PromptSource:
     def of_lengths(self, lengths: Sequence[int]) -> dict[int, dict[str, list[list[int]]]]:
         """Choose prompts that have the maximum of some lengths, each 2 or more tokens, and cut them to every length.
 
-        Lengths that no prompt reaches are left out. A row of text is first truncated on the right, to `most` or to the
-        longest remaining length. Returns prompts by length and category. Raises `ArgumentError` if no prompt has the
-        shortest length.
+        A row of text is first truncated on the right, to `most` or to the longest length. Returns prompts by length and
+        category. Raises `ArgumentError` if no prompt has the longest length.
         """
-        found: dict[str, list[tuple[Row, int]]] = {}
+        longest, bos = max(lengths), self.tokenizer.bos_token_id
+        whole: dict[str, list[list[int]]] = {}
         for category, rows in self._rows_by_category():
-            # Rows are encoded one by one until there are enough, since long texts take time to tokenize.
             random.Random(self.seed).shuffle(rows)
-            remaining = len(rows) if self.count is None else self.count
-            for row in rows:
-                if not remaining:
-                    break
-                tokens = len(self._encode(row, self.most))
-                found.setdefault(category, []).append((row, tokens))
-                remaining -= tokens >= max(lengths)
-        longest = max(tokens for members in found.values() for _, tokens in members)
-        kept = sorted({length for length in lengths if length <= longest})
-        if not kept:
+            # Rows are encoded one by one until there are enough, since long texts take time to tokenize.
+            encoded = (self._encode(row, longest if self.most is None else self.most) for row in rows)
+            kept = list(islice((ids for ids in encoded if len(ids) >= longest), self.count))
+            if kept:
+                whole[category] = kept
+        if not whole:
             raise ArgumentError(
-                f"--prompt-lengths {min(lengths)}: no prompt of {self._names()} has as many tokens, the longest has "
-                f"{longest}"
+                f"--prompt-lengths {longest}: no prompt of {self._names()} has as many tokens: give shorter lengths"
             )
-        end = kept[-1] if self.most is None else self.most
-        whole = {
-            category: [
-                self._encode(row, end) for row in [row for row, size in members if size >= kept[-1]][: self.count]
-            ]
-            for category, members in found.items()
-        }
-        bos = self.tokenizer.bos_token_id
         # All lengths end with the same tokens, so that only the left context differs.
         return {
-            length: {
-                name: [cut_prompt(ids, length, bos) for ids in prompts] for name, prompts in whole.items() if prompts
-            }
-            for length in kept
+            length: {name: [cut_prompt(ids, length, bos) for ids in prompts] for name, prompts in whole.items()}
+            for length in sorted({*lengths})
         }
-
-    def in_both_forms(self, max_tokens: int) -> tuple[list[list[int]], list[list[int]]]:
-        """Encode some prompts both as plain text and as a user's turn, with at most `max_tokens` tokens.
-
-        Returns token ids of the plain prompts, and of the same prompts in the template; none without a chat template.
-        """
-        plain, templated = list[list[int]](), list[list[int]]()
-        rows = [row for _, found in self._rows() for row in found] if self.tokenizer.chat_template else []
-        random.Random(self.seed).shuffle(rows)
-        for row in rows:
-            if len(plain) == FORM_PROMPTS:
-                break
-            if row.messages is not None:  # use the first user turn of a conversation
-                text = next((turn["content"] for turn in row.messages if turn["role"] == "user"), "")
-            else:
-                text = str(self.tokenizer.decode(self._encode(row, self.most), skip_special_tokens=True))
-            turn = Row(row.where, messages=[{"role": "user", "content": text}])
-            forms = [encode_prompt(form, self.tokenizer) for form in (Row(row.where, text=text), turn)]
-            if all(0 < len(ids) <= max_tokens for ids in forms):
-                plain.append(forms[0])
-                templated.append(forms[1])
-        return plain, templated
 
     def _encode(self, row: Row, most: int | None) -> list[int]:
         return encode_prompt(row, self.tokenizer, text_share=self.share, max_text_tokens=most)

@@ -74,17 +74,11 @@ class Record:
     def count(self, total: Stats, texts: Sequence[Stats]) -> "Record":
         """Set the counts of drafts from the statistics of texts and from their sum, and return the record."""
         lengths = [text.accepted_length for text in texts if text.accepted_length is not None]
-        self.steps, self.drafted, self.accepted, self.emitted = (
-            total.steps,
-            total.drafted,
-            total.accepted,
-            total.emitted,
-        )
+        vars(self).update(describe_stats(total))
         self.tokens_per_step = total.tokens_per_step if total.steps else None
         self.drafts_per_step = total.drafted / total.steps if total.steps else None
-        self.accepted_length = total.accepted_length
+        self.accepted_length, self.acceptance = total.accepted_length, total.acceptance
         self.accepted_length_of_texts = statistics.fmean(lengths) if lengths else None
-        self.accepted_by_depth, self.acceptance = total.accepted_by_depth, total.acceptance
         return self
 
     @property
@@ -168,6 +162,6 @@ def to_json(record: Record) -> dict[str, Any]:
 
 
 def describe_stats(stats: Stats) -> dict[str, Any]:
-    """Return speculation statistics as entries of a JSON document."""
+    """Return the counts of speculation under their names in `Record` and in JSON documents."""
     names = ("steps", "drafted", "accepted", "emitted", "tokens_per_step", "accepted_by_depth")
     return {name: getattr(stats, name) for name in names}

@@ -16,7 +16,6 @@ from redrafter.measure.differences import find_differences
 from redrafter.measure.record import Record
 
 PLAIN = "plain"  # undrafted decoding
-LOOKUP_TOKENS = 10  # drafts per step of transformers' prompt lookup
 
 
 @dataclass
@@ -155,10 +154,8 @@ def fixed_length(
 
 
 def check_room(engine: Engine, prompts: PromptIds, new_tokens: int) -> None:
-    """Raise `ArgumentError` if the longest prompt and its new tokens do not fit into the context or the limits."""
-    limit, longest = engine.options.max_input_len, max(map(len, prompts))
-    if limit is not None and longest > limit:
-        raise ArgumentError(f"the longest prompt has {longest} tokens, and --max-input-len is {limit}: raise it")
+    """Raise `ArgumentError` if the longest prompt and its new tokens do not fit, where `generate` would write fewer."""
+    longest = max(map(len, prompts))
     for what, most in (("context", engine.target.context), ("max_seq_len", engine.options.max_seq_len)):
         if most is not None and longest + new_tokens > most:
             raise ArgumentError(
@@ -167,16 +164,9 @@ def check_room(engine: Engine, prompts: PromptIds, new_tokens: int) -> None:
             )
 
 
-def transformers_trial(plain: Trial, name: str, assistant: Any, prompts: PromptIds) -> TransformersTrial:
-    """Return the mode of transformers of this name: "eager", "static" (a compiled static cache) or "assisted".
-
-    `assistant` is a draft model for the last, or None for transformers' prompt lookup.
-    """
-    more: dict[str, Any] = {}
-    if name == "static":
-        more = {"cache_implementation": "static"}
-    elif name == "assisted":
-        more = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if assistant is None else {"assistant_model": assistant}
+def transformers_trial(plain: Trial, name: str, prompts: PromptIds, **more: Any) -> TransformersTrial:
+    """Return a mode of transformers: "eager", "static" (a compiled static cache), or another with `more` arguments."""
+    more |= {"cache_implementation": "static"} if name == "static" else {}
     # torch.compile specialises a static cache on its length: pad prompts to one length to compile once.
     pad_to = max(map(len, prompts)) if name == "static" else 0
     exact = not plain.arguments["do_sample"]  # a sampling baseline draws different noise

@@ -41,7 +41,7 @@ def _rough():
 def everything(tmp_path_factory):
     """The folder, the records and the table of a run of all modes on the boxed pair."""
     folder = tmp_path_factory.mktemp("bench")
-    args = [*QUICK, "--batch-sizes", "1,3", "--against", "eager,assisted", "--csv", str(folder / "bench.csv")]
+    args = [*QUICK, "--batch-sizes", "1,3", "--against", "eager", "--csv", str(folder / "bench.csv")]
     args += ["--markdown", str(folder / "bench.md")]
     args += ["--plot", str(folder / "bench.png")] if HAS_MATPLOTLIB else []
     return folder, *bench(*args)
@@ -49,7 +49,7 @@ def everything(tmp_path_factory):
 
 def test_modes_write_the_same_tokens_and_are_timed(everything):
     _, records, _ = everything
-    modes = ["plain", "drafter", "HF eager", "HF assisted"]
+    modes = ["plain", "drafter", "HF eager"]
     expected = [(1, mode) for mode in modes] + [(3, mode) for mode in modes[:2]]
     assert [(one["batch_size"], one["mode"]) for one in records] == expected
     for one in records:
@@ -72,7 +72,7 @@ def test_the_table_is_printed_and_written_in_other_forms(everything):
     assert out.splitlines()[1] == "boxed, drafter drafter, float32"
     shown = [line.split() for line in out.splitlines() if line.startswith("  ")]
     assert shown[0][:4] == ["batch", "tok/s", "x", "plain"]
-    assert [line[0] for line in shown[1:]] == ["plain", "drafter", "HF", "HF", "plain", "drafter"]
+    assert [line[0] for line in shown[1:]] == ["plain", "drafter", "HF", "plain", "drafter"]
     with (folder / "bench.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [float(row["speedup"]) for row in rows] == [one["speedup"] for one in records]
@@ -94,7 +94,6 @@ def test_sampling_is_compared_by_tokens_too():
     [
         ("--against eager,vllm", "'vllm'"),
         ("--against eager --batch-sizes 2", "add 1 to --batch-sizes"),
-        ("--assistant-model m", "--assistant-model is for --against assisted"),
         ("--batch-sizes 0,2", "--batch-sizes must be from 1 to"),
         ("--max-new-tokens 1", "must be from 2 to 1000000"),
         ("--max-new-tokens 1000", "context is 1024"),
@@ -182,7 +181,7 @@ def test_speeds_are_medians_and_a_speedup_is_the_median_ratio():
 
 def test_a_baseline_that_fails_is_reported_and_left_out(monkeypatch):
     both = trials()
-    rival = transformers_trial(both[0], "static", None, PROMPTS)
+    rival = transformers_trial(both[0], "static", PROMPTS)
     assert (rival.pad_to, rival.arguments["cache_implementation"]) == (8, "static")
 
     def broken(*_, **__):

@@ -339,7 +339,7 @@ def test_a_draft_model_with_another_tokenizer_is_measured_beside_assisted_genera
     ("model", "args", "says"),
     [
         ("merged", "--max-input-len 2", "no prompt has 2 tokens or fewer"),
-        ("merged", "--prompts {long}", "the longest prompt has 160 tokens and the model's context is 160"),
+        ("merged", "--prompts {long}", "the prompt has 160 tokens and the target's context is 160"),
         ("merged", "--batch-size 0", "--batch-size must be from 1"),
         ("merged", "--repeats 0", "--repeats must be from 1"),
         ("merged", "--num-prompts 0", "--num-prompts must be from 1"),

@@ -70,7 +70,6 @@ def mistakes(place: Path, port: int) -> dict[str, tuple[list[str], str]]:
         "compare: no output": (["compare", "--json", f"{missing}/x.json"], "(--json)"),
         "bench: no suite": (["bench", "--suite", missing], "is not a directory"),
         "bench: no folder": (["bench", "--json", f"{missing}/x.json"], "(--json)"),
-        "bench: no assistant": (["bench", "--against", "assisted", "--assistant-model", missing], "is not a directory"),
         "evaluate: no drafter": (["evaluate", "--drafter", missing], "is not a directory"),
         "evaluate: no prompts": (["evaluate", "--prompts", f"{missing}.jsonl"], "cannot be read"),
         "evaluate: no plot": (["evaluate", "--plot", f"{missing}/a.png"], "--plot"),

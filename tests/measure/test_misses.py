@@ -1,29 +1,21 @@
 """The explanation of an acceptance: why each step ended, sums that are those of the replay, and what to type."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from helpers.chats import CHAT, tiny_tokenizer, write
 from helpers.models import VOCAB, tiny_drafter, tiny_model
 from redrafter.drafting.drafter import RecurrentDrafter
-from redrafter.errors import ArgumentError, MismatchError
-from redrafter.measure import misses as misses_module
 from redrafter.measure.decode import Texts, write_texts
 from redrafter.measure.misses import (
     CONTEXTS,
     MISSES,
     PROBABILITIES,
-    Compared,
     Outcome,
     advise,
     base_probabilities,
     explain,
-    first_guess_share,
     format_misses,
     mean_margin,
-    read_training_texts,
     trace_steps,
 )
 from redrafter.measure.replay import ReplayStats, replay
@@ -125,17 +117,10 @@ def test_a_rank_is_that_of_the_search(form, temperature):
 def test_texts_that_ended_at_once_have_no_steps():
     target, texts = Target(tiny_model("llama")), Texts([[5, 6], [7, 8, 9]], [1, 2], [True, True])
     found = explain(tiny_drafter(), target, texts, TreeShape(2, 2, 5), {"all": 2})
-    assert (found["steps"], found["tokens_per_step"], found["first_guesses"]) == (0, None, None)
+    assert (found["steps"], found["tokens_per_step"]) == (0, None)
     assert not any(group["tried"] for group in found["groups"].values())
     assert len([*format_misses(found, "a tree")]) == 3
-    assert len([*advise([found], TreeShape(2, 2, 5), 9, 9, 2, Compared())]) == 4
-
-
-def test_first_guesses_are_counted_at_every_position_without_noise(monkeypatch):
-    """Count right guesses of a drafter that always guesses 0 best, along texts that claim to be sampled."""
-    texts = Texts([[9, 5, 0, 0, 7, 0], [9, 5, 5, 0]], [1, 2], [False, False], temperature=1.0, seeds=[1, 2])
-    # After the pending tokens 5, 0, 0, 7 come 0, 0, 7, 0; after the second text's 5 comes 0.
-    assert first_guess_share(fond_drafter(monkeypatch), Target(tiny_model("llama")), texts) == 4 / 5
+    assert len([*advise([found], TreeShape(2, 2, 5), 9, 9, 2)]) == 2
 
 
 @pytest.mark.parametrize("temperature, divisor", [(0.0, 1.0), (1.0, 1.0), (0.5, 0.5)])
@@ -174,49 +159,6 @@ def test_groups_add_up_to_the_steps_of_the_replay():
     assert missed + found["all_accepted"] + found["text_ended"] == found["steps"]
 
 
-# Texts to compare with
-
-
-def test_training_texts_are_the_learnt_parts_with_all_before_them(tmp_path):
-    tokenizer = tiny_tokenizer()
-    rows = [CHAT, {"text": "held out", "split": "val"}]
-    texts, _ = read_training_texts([write(tmp_path / "rows.jsonl", rows)], tokenizer, 300, None, 0, [0])
-    learnt = sorted(map(tokenizer.decode, texts.continuations))
-    assert learnt == ["<t>hm</t>yes</s>\n", "no</s>\n"]
-    prompts = [tokenizer.decode(text[:begin]) for text, begin in zip(texts.tokens, texts.prompt_lengths, strict=True)]
-    assert all(prompt.endswith("<|assistant|>\n") for prompt in prompts)
-    with pytest.raises(ArgumentError, match="no row to train on"):
-        read_training_texts([write(tmp_path / "val.jsonl", rows[1:])], tokenizer, 300, None, 0, [0])
-
-
-def test_training_texts_fit_the_context_and_are_chosen_by_the_seed(tmp_path, monkeypatch):
-    monkeypatch.setattr(misses_module, "TRAINING_TEXTS", 3)
-    data = [write(tmp_path / "rows.jsonl", [{"text": str(n) * 20} for n in range(9)])]
-    read = [read_training_texts(data, tiny_tokenizer(), 300, 12, seed, [0])[0] for seed in (0, 0, 1)]
-    assert read[0] == read[1] != read[2]
-    assert len(read[0].tokens) == 3
-    assert max(map(len, read[0].tokens)) == 12
-    with pytest.raises(MismatchError, match="the base knows 10 ids"):
-        read_training_texts(data, tiny_tokenizer(), 10, None, 0, [0])
-
-
-def test_data_compare_with_texts_of_the_same_temperature(tmp_path):
-    """Rows that a base wrote record their temperature; a corpus compares with what is sampled."""
-    rows = [{"text": f"{n} drawn at {n % 3}", "temperature": [0, 0.7, 1.0][n % 3]} for n in range(30)]
-    own, corpus = write(tmp_path / "own.jsonl", rows), write(tmp_path / "corpus.jsonl", [{"text": "a text"}])
-    tokenizer, found = tiny_tokenizer(), {}
-    for temperatures in ((0, 1), (0, 0.7), (0,)):
-        texts, recorded = read_training_texts([own], tokenizer, 300, None, 0, temperatures)
-        found[temperatures] = texts.temperature, {tokenizer.decode(text)[-1] for text in texts.tokens}
-        assert recorded
-    assert found == {(0, 1): (1.0, {"2"}), (0, 0.7): (0.7, {"1"}), (0,): (0, {"0"})}
-    with pytest.raises(ArgumentError, match=r"at temperature 0 or 0.7 or 1, .* add it to --temperatures 0.5"):
-        read_training_texts([own], tokenizer, 300, None, 0, (0.5,))
-    for temperatures, nearest in (((0, 0.9, 3), 0.9), ((0,), 0)):
-        texts, recorded = read_training_texts([corpus], tokenizer, 300, None, 0, temperatures)
-        assert (texts.temperature, recorded) == (nearest, False)
-
-
 # Advice
 
 
@@ -230,23 +172,12 @@ def group(tried: int, accepted: int, **missed: int) -> dict[str, int]:
 def found(temperature: float, groups: dict | None = None, **changes: object) -> dict:
     """Return an explanation that finds no cause, with some groups and values replaced."""
     even = {name: group(200, 100) for name in ("all drafts", *PROBABILITIES, *[*CONTEXTS][:2])}
-    same = {
-        "steps": 100,
-        "all_accepted": 0,
-        "text_ended": 0,
-        "tokens_per_step": 2.0,
-        "margin": None,
-        "first_guesses": 0.5,
-    }
+    same = {"steps": 100, "all_accepted": 0, "text_ended": 0, "tokens_per_step": 2.0, "margin": None}
     return {"temperature": temperature, "groups": even | (groups or {})} | same | changes
 
 
-EQUAL = Compared(["a.jsonl"], 0.5, 0.8, False, (2.0, 0.25), (2.0, 0.25), 30)
-
-
-def advice(groups: dict | None = None, prompts: int = 30, compared: Compared = EQUAL, **changes: object) -> list[str]:
-    measured = [found(0.0), found(0.8, groups, **changes)]
-    return [*advise(measured, TreeShape(2, 1, 2), 40, 97, prompts, compared)]
+def advice(groups: dict | None = None, prompts: int = 30, **changes: object) -> list[str]:
+    return [*advise([found(0.0), found(0.8, groups, **changes)], TreeShape(2, 1, 2), 40, 97, prompts)]
 
 
 UNSURE = next(iter(PROBABILITIES))
@@ -272,22 +203,6 @@ FEW = {UNSURE: group(100, 20), "all drafts": group(200, 100)}
         ({"groups": FEW},
          "certainty: the base gave its own token less than 0.5 at 50% of the drafts, where 80% of the misses are; no "
          "drafter guesses such tokens well, a lower --temperature "),
-        ({"compared": replace(EQUAL, first_guesses=0.56)},
-         "training data: first guesses are right for 56% of the data and 50% of the base's own text at temperature "
-         "0.8; redrafter regenerate --data a.jsonl --output own.jsonl ..., redrafter train --data own.jsonl ..."),
-        ({"compared": replace(EQUAL, first_guesses=0.56, data=["own.jsonl"], recorded=True)},
-         "both at temperature 0.8; it memorised these rows, so add others: redrafter "
-         "regenerate --data prompts.jsonl --output own-2.jsonl ..., redrafter train --data own.jsonl own-2.jsonl ..."),
-        ({"compared": replace(EQUAL, first_guesses=0.56, temperature=0.0), "first_guesses": 0.4},
-         "56% of the data and 50% of the base's own text at temperature 0; "),
-        ({}, "50% of the data and 50% of the base's own text at temperature 0.8; it is not the cause"),
-        ({"compared": replace(EQUAL, data=())}, "redrafter evaluate --explain --data FILE"),
-        ({"compared": replace(EQUAL, first_guesses=None)}, "training data: no text is long enough"),
-        ({"compared": replace(EQUAL, template=(3.0, 0.25))}, "3.00 ± 0.25 after the same as a user's turn; send chats"),
-        ({"compared": replace(EQUAL, template=(2.4, 0.25))}, "2.40 ± 0.25 after the same as a user's turn; it is not"),
-        ({"compared": replace(EQUAL, plain=(3.0, 0.25))}, "the drafter does not know chats: redrafter train --data"),
-        ({"compared": replace(EQUAL, plain=None)}, "chat template: not compared: the base has none"),
-        ({"compared": replace(EQUAL, plain=(None, None))}, "chat template: not compared: the base ended all texts"),
         ({"groups": {"up to 512": group(100, 30)}},
          "context: acceptance is 0.500 after up to 256 tokens, 0.300 up to 512; redrafter train --length"),
         ({}, "context: acceptance is 0.500 after up to 256 tokens, 0.500 up to 512; it is not the cause"),
@@ -300,15 +215,14 @@ def test_each_cause_has_a_line_that_says_what_to_type(changes, said):
 
 
 def test_greedy_texts_alone_say_how_to_compare():
-    lines = [*advise([found(0.0)], TreeShape(2, 1, 2), 40, 97, 30, replace(EQUAL, temperature=0.0))]
+    lines = [*advise([found(0.0)], TreeShape(2, 1, 2), 40, 97, 30)]
     assert any("redrafter evaluate --temperatures 0,1" in line for line in lines)
 
 
 def test_few_prompts_give_no_conclusion():
-    compared = replace(EQUAL, first_guesses=0.9, recorded=True, plain=(3.0, 0.25), forms=29)
-    few = advice(prompts=29, compared=compared, tokens_per_step=1.0)
-    assert sum("29 prompts are too few to conclude, give 30 or more" in line for line in few) == 5
-    assert not any(verdict in line for line in few for verdict in ("memorised", "know chats", "not the cause"))
+    few = advice(prompts=29, tokens_per_step=1.0)
+    assert sum("29 prompts are too few to conclude, give 30 or more" in line for line in few) == 3
+    assert not any(verdict in line for line in few for verdict in ("harder to guess", "not the cause"))
 
 
 def test_a_margin_is_of_texts_and_not_of_their_steps():

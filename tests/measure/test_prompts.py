@@ -12,7 +12,6 @@ from redrafter.cli import main
 from redrafter.cli import measure as measure_module
 from redrafter.data.documents import encode_documents
 from redrafter.data.rows import Row
-from redrafter.measure import prompts as prompts_module
 from redrafter.measure.prompts import PromptSource, cut_prompt, encode, read_prompts
 
 
@@ -196,25 +195,18 @@ def test_a_prompt_that_is_no_text_keeps_its_end(tmp_path):
     }
 
 
-def test_lengths_that_no_prompt_has_are_left_out(tmp_path):
-    choice = choose(tmp_path, [{"text": text} for text in TEXTS], 17, 4, 12, 20)
-    assert decoded(choice) == {4: ["IJKL", "ijkl"], 12: ["ABCDEFGHIJKL", "abcdefghijkl"]}
-
-
-@pytest.mark.parametrize("lengths", [(9, 3), (9, 3, 900)])
-def test_prompts_are_counted_by_category_among_those_that_are_long_enough(tmp_path, lengths):
-    """With a length that no prompt has, every row is read before it is known which are long enough."""
+def test_prompts_are_counted_by_category_among_those_that_are_long_enough(tmp_path):
     rows = [{"text": "a" * (20 if n % 5 == 0 else 1), "source": f"kind {n % 2}"} for n in range(30)]
-    choice = choose(tmp_path, [*rows, {"text": "no", "source": "short"}], *lengths, count=2)
+    choice = choose(tmp_path, [*rows, {"text": "no", "source": "short"}], 9, 3, count=2)
     assert {name: len(found) for name, found in choice[3].items()} == {"kind 0": 2, "kind 1": 2}
 
 
-def test_no_prompt_of_the_shortest_length_is_an_error(tmp_path):
-    with pytest.raises(ArgumentError, match=r"--prompt-lengths 17: no prompt of .*rows.jsonl .* the longest has 16"):
-        choose(tmp_path, [{"text": text} for text in TEXTS], 20, 17)
+def test_a_length_that_no_prompt_has_is_an_error(tmp_path):
+    with pytest.raises(ArgumentError, match=r"--prompt-lengths 17: no prompt of .*rows.jsonl has as many tokens"):
+        choose(tmp_path, [{"text": text} for text in TEXTS], 4, 17)
 
 
-# Prompts by category, and in both forms
+# Prompts by category
 
 
 QUESTION, ANSWER = {"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}
@@ -257,23 +249,3 @@ def test_prompts_come_by_category_from_rows_of_every_kind(tmp_path):
     first, again, *others = (PromptSource([], tokenizer, 2, seed).by_category(500) for seed in (0, 0, 1, 2, 3))
     assert first == again
     assert any(one != first for one in others)
-
-
-@pytest.mark.parametrize(
-    "row, text",
-    [("why?", "why?"), ({"text": "why is it so?"}, "why is"), ({"messages": CHAT["conversations"][:2]}, "hi")],
-)
-def test_a_prompt_of_either_kind_is_made_in_both_forms(tmp_path, row, text):
-    tokenizer = tiny_tokenizer()
-    files = [write(tmp_path / "rows.jsonl", [json.dumps(row)])]
-    [plain], [templated] = PromptSource(files, tokenizer, share=0.5).in_both_forms(99)
-    assert plain == tokenizer(text).input_ids
-    assert tokenizer.decode(templated) == f"<s><|user|>\n{text}\n<|assistant|>\n"
-
-
-def test_both_forms_are_made_of_few_prompts_that_fit_and_need_a_template(tmp_path):
-    files = [write(tmp_path / "rows.jsonl", [{"prompt": "x" * n} for n in range(1, 60)])]
-    plain, templated = PromptSource(files, tiny_tokenizer()).in_both_forms(50)
-    assert len(plain) == len(templated) == prompts_module.FORM_PROMPTS
-    assert max(map(len, templated)) <= 50
-    assert PromptSource(files, tiny_tokenizer(None)).in_both_forms(50) == ([], [])
