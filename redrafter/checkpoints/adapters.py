@@ -29,15 +29,6 @@ _NEUTRAL = frozenset(
 _READ = frozenset({"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"})
 # Initializations that do not change the model's own weights. Others make PEFT change them at loading.
 _PLAIN_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
-_MEANINGS = {
-    "use_dora": "DoRA",
-    "modules_to_save": "whole layers in addition to LoRA",
-    "trainable_token_indices": "rows of the embedding",
-    "layer_replication": "layers that are in the model twice",
-    "target_parameters": "LoRA on parameters of no layer, such as fused experts",
-    "alora_invocation_tokens": "aLoRA",
-    "lora_bias": "biases of LoRA's own",
-}
 
 
 def read_adapter(path: str | Path) -> LoraWeights:
@@ -82,8 +73,7 @@ def _check_config(path: str | Path, config: Mapping[str, object]) -> None:
     # An unknown setting that is on may change what the adapter computes.
     for name, value in config.items():
         if name not in _NEUTRAL | _READ and value:
-            meaning = f", {_MEANINGS[name]}" if name in _MEANINGS else ""
-            raise _unsupported(path, f"it has {name}={value!r}{meaning}, which is more than LoRA on linear layers")
+            raise _unsupported(path, f"it has {name}={value!r}, which is more than LoRA on linear layers")
 
 
 def _unsupported(path: str | Path, reason: str) -> UnsupportedError:

@@ -32,7 +32,7 @@ from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, d
 from redrafter.features import FP8_WEIGHTS, GGUF_FILE, QUANTISED_WEIGHTS, TENSOR_PARALLELISM, FeatureSet
 from redrafter.files.checkpoint_kind import check_config, check_path, check_source, load_error, wrong_kind_error
 from redrafter.files.dtype_names import dtype_name, known_dtype
-from redrafter.files.gguf_file import SUFFIX, find_gguf, part_names, read_header, reading
+from redrafter.files.gguf_file import SUFFIX, find_gguf, part_names, read_gguf, reading
 from redrafter.files.headers import read_headers, weight_files
 from redrafter.model.linear_layers import forward_bytes, is_quantized, quantize_linears
 from redrafter.model.passed_tests import passed_tests, stamps_of_model
@@ -144,7 +144,7 @@ def load_model(
         read_headers(folder)  # refuses what transformers would load from the wrong file
     if file is not None:
         kwargs = {"quantization_config": GgufConfig(dequantize=True)} | kwargs
-        dtype = read_header(file).dtype if dtype == "auto" else dtype
+        dtype = read_gguf(file).dtype if dtype == "auto" else dtype
     try:
         with reading(name) as (source, gguf):
             loaded: Any = auto_class(name, trust_remote_code, kwargs).from_pretrained(
@@ -161,7 +161,7 @@ def load_model(
     if file is not None:
         model.name_or_path = model.config.name_or_path = str(name)
         # A GGUF file has no generation config, and may have several end tokens.
-        ends, config = read_header(file).ends, model.config.get_text_config(decoder=True)
+        ends, config = read_gguf(file).ends, model.config.get_text_config(decoder=True)
         pad = ends[0] if ends and config.pad_token_id is None else config.pad_token_id
         model.generation_config = GenerationConfig(
             bos_token_id=config.bos_token_id, eos_token_id=ends if len(ends) > 1 else (*ends, None)[0], pad_token_id=pad
@@ -212,7 +212,7 @@ def load_config(name: str | Path, *, trust_remote_code: bool = False, **hub_opti
     except Exception as error:  # as many kinds as there are models
         raise load_error("model", name, error) from error
     if (file := find_gguf(name)) is not None:
-        config.name_or_path, config.dtype = str(name), read_header(file).dtype
+        config.name_or_path, config.dtype = str(name), read_gguf(file).dtype
     return config
 
 

@@ -11,7 +11,7 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrain
 from redrafter.checkpoints.chat_templates import find_template
 from redrafter.errors import CheckpointError, MissingDependencyError, how_to_install
 from redrafter.files.checkpoint_kind import check_source, load_error
-from redrafter.files.gguf_file import find_gguf, read_header, reading
+from redrafter.files.gguf_file import find_gguf, read_gguf, reading
 
 
 def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -25,11 +25,11 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> PreT
     except Exception as error:
         raise load_error("tokenizer", name, error) from error
     if (file := find_gguf(name)) is not None:
-        metadata = read_header(file).metadata
-        tokenizer = _with_tokens_of_file(tokenizer, len(metadata["tokenizer.ggml.tokens"]))
+        model = read_gguf(file)
+        tokenizer = _with_tokens_of_file(tokenizer, model.tokens)
         tokenizer.name_or_path = str(name)
         for role, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding")):
-            token = metadata.get(f"tokenizer.ggml.{key}_token_id")  # which some versions of transformers do not look at
+            token = model.value(f"tokenizer.ggml.{key}_token_id")  # which some versions of transformers do not look at
             if token is not None:
                 setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(token))
             # Batches need padding, and masks hide whichever token fills it.

@@ -31,7 +31,6 @@ from redrafter.formats.sources import (
     FORMATS,
     SourceBase,
     SourceDrafter,
-    check_whole,
     is_pair,
     open_base,
     open_drafter,
@@ -70,9 +69,7 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, object]:
     base = open_base(directory)
     ranks = {f"{number} {name}": x for number, rank in enumerate(base.ranks) for name, x in rank.items()}
     stored = _stored(base.tensors or ranks)
-    document["model"] = model = _describe_model(base, stored)
-    if not str(model.get("target")).startswith("no:"):  # what is no target anyway has no class to check it by
-        check_whole(base)
+    document["model"] = _describe_model(base, stored)
     if drafter_name is None and not is_pair(kind):
         if (found := find_layer(base.tensors)) is not None:
             text = base.config.get_text_config(decoder=True)

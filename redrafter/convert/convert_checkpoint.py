@@ -21,7 +21,7 @@ from redrafter.checkpoints.drafters import check_beams
 from redrafter.convert.config import ConvertConfig, check_output, main
 from redrafter.convert.plan import OUTPUT_PLANNERS, ConversionPlan, add_shortlist, notes_on
 from redrafter.files.atomic_folder import write_folder
-from redrafter.formats.sources import check_whole, is_pair, open_base, open_drafter
+from redrafter.formats.sources import is_pair, open_base, open_drafter
 from redrafter.tree.sizes import TreeShape
 
 
@@ -72,7 +72,6 @@ def plan_conversion(config: ConvertConfig) -> ConversionPlan:
     check_paths(config)
     opened_base = None if base is None or config.to == "apple" else open_base(base)
     if opened_base is not None:
-        check_whole(opened_base)
         opened_base.check_fits(drafter.config)
     shape = drafter.fill(config.defaults).shape
     check_beams(drafter.config, shape.num_beams)

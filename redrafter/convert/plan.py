@@ -244,14 +244,15 @@ def plan_trtllm(drafter: SourceDrafter, base: SourceBase | None, config: Convert
     trtllm.check_tp(tp, {"exit_dim": published.exit_dim, "hidden_size": published.hidden_size})
     tensors = _cast_floats(drafter.tensors, dtype)
     weights = {
-        f"rank{rank}.safetensors": part | trtllm.split_drafter(tensors, rank, tp) for rank, part in enumerate(ranks)
+        f"rank{rank}.safetensors": part | trtllm.split(tensors, trtllm.drafter_rules(tensors), rank, tp)
+        for rank, part in enumerate(ranks)
     }
     if config.dtype is None and drafter.dtype != DRAFTER_DTYPES.get(dtype):
         hint = "" if base.trtllm_config is not None else "; --dtype chooses another for both"
         notes += (f"the drafter goes from {dtype_name(drafter.dtype)} to {dtype}, the base's{hint}",)
     if published.rnn and published.recurrence == "apple":
         notes += ("TensorRT-LLM's engine computes another recurrence than this drafter was trained with",)
-    pair_config = trtllm.to_pair_config(published, drafter.fill(config.defaults), base_config, base.directory)
+    pair_config = trtllm.to_pair_config(published, tensors, drafter.fill(config.defaults), base_config, base.directory)
     return ConversionPlan(weights, texts={"config.json": _json(pair_config)}, notes=notes)
 
 
@@ -273,7 +274,8 @@ def _trtllm_base(base: SourceBase, config: ConvertConfig) -> tuple[dict[str, Any
     if base.quantization_method:
         raise UnsupportedError(f"{base.directory} is quantised; convert what it was made from, and quantise it there")
     trtllm.check_base(base.config, base.tensors, tp, base.directory)
-    parts = (trtllm.split_base(base.tensors, base.config, rank, tp) for rank in range(tp))
+    sizes = (base.config.num_hidden_layers, base.config.num_attention_heads, base.config.num_key_value_heads)
+    parts = (trtllm.split(base.tensors, trtllm.base_rules(*sizes), rank, tp) for rank in range(tp))
     return trtllm.to_trtllm_config(base.config, dtype, tp), [_cast_floats(part, dtype) for part in parts]
 
 

@@ -35,13 +35,28 @@ HEAD = "lm_head.weight"
 SPECULATORS_LAYERS = "aux_hidden_state_layer_ids"  # in speculators' format
 LAYER_TYPES = ("qwen3", "muse_glimmer_assistant")  # whose decoder layers have the same tensors and formulas
 MARKOV = "markov_head.markov_w1.weight"
-SELECTOR = "candidate_selector.hidden_projection.weight"
-# Keys of `dflash_config` that are read below, or say nothing that the tensors do not.
+# Fields of our config, and their names in the formats, at the top or in `dflash_config`.
+_FIELDS = {
+    "block_size": "block_size",
+    "mask_token_id": "mask_token_id",
+    "embedding_scale": "input_embedding_scale",
+    "logit_scale": "output_multiplier",
+    "logit_softcap": "final_logit_softcapping",
+    "markov_rank": "markov_rank",
+    "markov_type": "markov_head_type",
+    "conv_kernel_size": "conv_kernel_size",
+    "conv_group_size": "conv_group_size",
+    "selector_rank": "selector_rank",
+    "selector_top_k": "selector_top_k",
+}
+# Those that only drafters with a part have, and the part of its tensors' names; other drafters' values say nothing.
+_PARTS = {"markov_rank": "markov_head.", **dict.fromkeys(("selector_rank", "selector_top_k"), "candidate_selector.")}
+_PARTS |= dict.fromkeys(("conv_kernel_size", "conv_group_size"), "_conv.base_kernel")
+# Keys of `dflash_config` that are read below too, or say nothing that the tensors do not.
 _KNOWN = {
-    *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "sample_from_anchor", "shift_label"),
-    *("markov_rank", "markov_head_type", "enable_confidence_head", "use_confidence_head", "projector_type"),
-    *("confidence_head_with_markov", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
-    *("is_causal", "causal", "input_embedding_scale", "output_multiplier", "final_logit_softcapping", "num_anchors"),
+    *_FIELDS.values(),
+    *("target_layer_ids", "num_target_layers", "sample_from_anchor", "shift_label", "is_causal", "causal"),
+    *("enable_confidence_head", "use_confidence_head", "confidence_head_with_markov", "projector_type", "num_anchors"),
 }
 _ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
 _TRANSFORMERS_NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
@@ -58,11 +73,6 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Tensors, directory: 
         found = settings.get(name, config.get(name))
         return default if found is None else found
 
-    def needed(name: str) -> Any:
-        if (found := value(name)) is None:
-            raise CheckpointError(f"{where} has no {name}, neither at the top nor in dflash_config")
-        return found
-
     layer = layer_config(config.get("transformer_layer_config", config), directory, LAYER_TYPES)
     kinds = getattr(layer, "layer_types", None) or ()
     sliding = [number for number, kind in enumerate(kinds) if kind == "sliding_attention"]
@@ -72,34 +82,27 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Tensors, directory: 
     # A drafter without a head uses the base's, which has all ids.
     draft_vocab_size = config.get("draft_vocab_size") or layer.vocab_size if has(HEAD) else None
     whole = draft_vocab_size in (None, layer.vocab_size)
-    vocab_size = getattr(layer, "vocab_size", None) or needed("vocab_size")
-    selector = {name: needed(name) for name in ("selector_rank", "selector_top_k")} if has(SELECTOR) else {}
-    convolved = any("_conv.base_kernel" in name for name in tensors)
-    convolution = {name: needed(name) for name in ("conv_kernel_size", "conv_group_size")} if convolved else {}
+    has_part = {field: any(part in name for name in tensors) for field, part in _PARTS.items()}
+    fields = {field: value(name) for field, name in _FIELDS.items() if has_part.get(field, True)}
+    fields["vocab_size"] = getattr(layer, "vocab_size", None) or value("vocab_size")
+    for field in ("vocab_size", "block_size", "mask_token_id", *_PARTS):
+        if field in fields and fields[field] is None:
+            raise CheckpointError(f"{where} has no {field}, neither at the top nor in dflash_config")
     verifier = as_dict(as_dict(config.get("speculators_config")).get("verifier"))
     return DFlashConfig(
-        vocab_size=vocab_size,
         hidden_size=layer.hidden_size,
         num_layers=layer.num_hidden_layers,
-        block_size=needed("block_size"),
-        mask_token_id=needed("mask_token_id"),
         target_layers=_target_layers(value, layer.num_hidden_layers, config, directory),
         sample_from_anchor=bool(value("sample_from_anchor", value("shift_label", _is_dspark(config, tensors)))),
         sliding_layers=sliding,
         sliding_window=window if sliding else None,
-        causal=_causal(value, config, convolved),
-        embedding_scale=float(value("input_embedding_scale", 1.0)),
-        logit_scale=float(value("output_multiplier", 1.0)),
-        logit_softcap=value("final_logit_softcapping"),
+        causal=_causal(value, config, has_part["conv_kernel_size"]),
         own_embedding=has(EMBEDDING),
         own_head=has(HEAD),
         draft_vocab_size=None if whole else draft_vocab_size,
-        markov_rank=needed("markov_rank") if has(MARKOV) else None,
-        markov_type=value("markov_head_type", "vanilla"),
         base_model=verifier.get("name_or_path"),
         **layer_fields(layer),
-        **selector,
-        **convolution,
+        **{field: x for field, x in fields.items() if x is not None},
     )
 
 
@@ -168,14 +171,12 @@ def to_speculators_config(config: DFlashConfig) -> dict[str, Any]:
     written = {
         "architectures": [_ARCHITECTURES[config.algorithm]],
         "transformer_layer_config": layer,
-        "block_size": config.block_size,
-        "mask_token_id": config.mask_token_id,
         SPECULATORS_LAYERS: [layer + 1 for layer in config.target_layers],
         "sample_from_anchor": config.sample_from_anchor,
         "sliding_window_non_causal": config.causal == "none",
     }
     if config.markov_rank:
-        written |= {"markov_rank": config.markov_rank, "markov_head_type": config.markov_type}
         written |= {"enable_confidence_head": False, "confidence_head_with_markov": False}
-    fields = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-    return written | {field: value for field in fields if (value := getattr(config, field)) is not None}
+    left_out = {*plain} if config.markov_rank else {*plain, "markov_type"}
+    values = {name: getattr(config, field) for field, name in _FIELDS.items() if field not in left_out}
+    return written | {name: value for name, value in values.items() if value is not None}

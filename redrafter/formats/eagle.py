@@ -45,6 +45,8 @@ _LAYER_KEYS = (
     *("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias"),
 )
+# Fields that our config and configs of heads have under the same name.
+_HEAD_KEYS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
 _UNREAD = re.compile(r"t2d|d2t|verifier_(lm_head|norm)\.weight|confidence_head\..*|(.*\.)?rotary_emb\.inv_freq")
 _THEIR_LAYER, _OUR_LAYER = "layers.0.", "midlayer."  # prefixes of the decoder layer's tensors in speculators' format
 
@@ -65,8 +67,6 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Tensors, directory: 
         width=layer.hidden_size,
         mlp_bias=getattr(layer, "mlp_bias", False),
         qk_norm=layer.model_type == "qwen3",
-        norm_before_fc=bool(config.get("norm_before_fc")),
-        fc_norm=bool(config.get("fc_norm")),
         own_embedding=EMBEDDING in tensors,
         draft_vocab_size=None if draft_vocab_size == layer.vocab_size else draft_vocab_size,
         **layer_fields(layer),
@@ -82,8 +82,7 @@ def _of_speculators(config: Mapping[str, Any], directory: Path) -> dict[str, Any
     ids = config.get(LAYER_IDS)
     fields: dict[str, Any] = {
         "target_layers": None if ids is None else written_layers(ids, directory, LAYER_IDS),
-        "norm_before_residual": bool(config.get("norm_before_residual")),
-        "norm_output": bool(config.get("norm_output")),
+        **{key: bool(config.get(key)) for key in _HEAD_KEYS},
         "base_model": as_dict(whole.get("verifier")).get("name_or_path"),
     }
     proposals = whole.get("proposal_methods") or [{}]
@@ -106,7 +105,8 @@ def _of_eagle(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     for name, value in settings.items():
         if name not in _EAGLE_CONFIG or value != _EAGLE_CONFIG[name]:
             raise UnsupportedError(f"{directory / 'config.json'} has eagle_config.{name}={value!r}, which is not read")
-    return {"target_layers": ascending(ids, directory) if ids else None}
+    fields = {key: bool(config.get(key)) for key in ("norm_before_fc", "fc_norm")}
+    return fields | {"target_layers": ascending(ids, directory) if ids else None}
 
 
 def layer_config(config: Mapping[str, Any], directory: Path, known: Sequence[str]) -> Any:
@@ -209,7 +209,7 @@ def to_speculators_config(config: EagleConfig) -> dict[str, Any]:
         LAYER_IDS: None if config.target_layers is None else [i + 1 for i in config.target_layers],
         "norm_before_residual": config.norm_before_residual,
     }
-    return written | {key: True for key in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, key)}
+    return written | {key: True for key in _HEAD_KEYS if getattr(config, key)}
 
 
 def speculators_layer(config: LayerConfig, kind: str, layers: int) -> dict[str, Any]:

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PretrainedConfig
-from transformers.utils import logging
 
 from redrafter.checkpoints.drafters import NORM_ROWS, check_fits_base
 from redrafter.checkpoints.merged import Defaults
-from redrafter.checkpoints.models import auto_class, load_config
+from redrafter.checkpoints.models import load_config
 from redrafter.drafting.drafter_config import AnyDrafterConfig, DrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel, check_draft_ids
 from redrafter.drafting.drafter_types import drafter_class, make_drafter
@@ -25,11 +24,10 @@ from redrafter.files.checkpoint_kind import (
     check_source,
     config_errors,
     kind_of,
-    load_error,
     read_json,
 )
 from redrafter.files.dtype_names import dtype_name
-from redrafter.files.gguf_file import GgufHeader, find_gguf, find_parts, read_header, read_rows
+from redrafter.files.gguf_file import GgufModel, dequantize, find_gguf, find_parts, read_gguf, shape_of
 from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE
 from redrafter.files.hub import find_model_file
 from redrafter.files.stored_tensors import read_pickle
@@ -59,8 +57,8 @@ class SourceBase:
         tensors: Tensors by Hugging Face's names; empty for a quantised TensorRT-LLM checkpoint.
         trtllm_config: `config.json` of a TensorRT-LLM checkpoint; None for a Hugging Face model.
         ranks: Tensors of each rank of a TensorRT-LLM checkpoint, without its drafter's.
-        gguf: Header of a GGUF file, whose tensors have llama.cpp's names and layout, and are read as float32; None for
-            any other model.
+        gguf: The model of a GGUF file, whose tensors have llama.cpp's names and layout, and are read as float32; None
+            for any other model.
     """
 
     directory: Path
@@ -68,7 +66,7 @@ class SourceBase:
     tensors: dict[str, StoredTensor]
     trtllm_config: dict[str, Any] | None = None
     ranks: Sequence[dict[str, StoredTensor]] = ()
-    gguf: GgufHeader | None = None
+    gguf: GgufModel | None = None
 
     def files(self) -> dict[str, Path]:
         """Return the files of a Hugging Face model's directory that belong to the model, by their relative names."""
@@ -147,52 +145,16 @@ def open_base(directory: Path) -> SourceBase:
     if kind not in ("model", "merged checkpoint"):
         raise CheckpointError(f"{directory} is a {kind}, not a model")
     if (file := find_gguf(directory)) is not None:
-        hf_config, header = load_config(file), read_header(file)
+        hf_config, model = load_config(file), read_gguf(file)
         tensors = {
-            x.name: StoredTensor(x.name, empty(x.shape, torch.float32), partial(read_rows, x, 0, x.shape[0]))
-            for x in header.tensors
+            x.name: StoredTensor(x.name, empty(shape_of(x), torch.float32), partial(dequantize, x))
+            for x in model.tensors
         }
-        return SourceBase(directory, hf_config, tensors, gguf=header)
+        return SourceBase(directory, hf_config, tensors, gguf=model)
     with config_errors(directory, "model"):
         # Conversion needs no code of the model.
         hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     return SourceBase(directory, hf_config, open_directory(directory))
-
-
-def check_whole(base: SourceBase) -> None:
-    """Raise `CheckpointError` if a model's files lack weights of its class, or have them in other shapes.
-
-    transformers alone knows by which names a class finds its weights, so it loads tensors without memory. Models whose
-    code comes with them, quantised ones, and those in other formats are not checked.
-    """
-    directory, config = base.directory, base.config
-    other = base.trtllm_config is not None or base.gguf is not None or hasattr(config, "auto_map")
-    if other or base.quantization_method is not None:
-        return
-    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()  # it reports what is missing, in a table
-    logging.disable_progress_bar()
-    try:
-        with torch.device("meta"):
-            kind: Any = type(auto_class(directory, trust_remote_code=False, kwargs={}).from_config(config))
-        _, found = kind.from_pretrained(
-            None,
-            config=config,
-            state_dict={name: x.meta for name, x in base.tensors.items()},
-            device_map={"": "meta"},
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    except Exception as error:
-        raise load_error("model", directory, error) from error
-    finally:
-        logging.set_verbosity(verbosity)
-        if bar:
-            logging.enable_progress_bar()
-    for name in sorted(found["missing_keys"]):
-        raise CheckpointError(f"{directory} has no tensor {name}, which its config asks for")
-    for name, shape, wanted in sorted(found["mismatched_keys"]):
-        raise CheckpointError(f"{directory} has {name} of shape {tuple(shape)} instead of {tuple(wanted)}")
 
 
 @dataclass(frozen=True)
@@ -238,13 +200,12 @@ def is_pair(kind: str) -> bool:
     return kind in ("merged checkpoint", "TensorRT-LLM ReDrafter checkpoint")
 
 
-def open_drafter(directory: Path, recurrence: str | None = None, *, whole: bool = False) -> SourceDrafter:
+def open_drafter(directory: Path, recurrence: str | None = None) -> SourceDrafter:
     """Read the config of a drafter and the headers of its weights.
 
     Args:
         directory: Where it is.
         recurrence: That of a TensorRT-LLM checkpoint's drafter, which the checkpoint does not hold.
-        whole: Whether to read the weights of another project's drafter into memory too, and need no file later.
 
     Raises:
         CheckpointError: When a tensor or file is missing, is not expected or has another shape; it is named.
@@ -266,7 +227,7 @@ def open_drafter(directory: Path, recurrence: str | None = None, *, whole: bool 
         own = read_own(directory)
         config, tensors = own.config, own.tensors
     elif (theirs := FORMATS.get(kind)) is not None:
-        content, stored = read_json(directory / "config.json"), _open_tensors(directory, whole=whole)
+        content, stored = read_json(directory / "config.json"), _open_tensors(directory)
         refuse_unread(content, stored, directory)
         content, stored = read_quantized(content, stored, directory)
         config = theirs.to_redrafter_config(content, stored, directory)
@@ -278,7 +239,9 @@ def open_drafter(directory: Path, recurrence: str | None = None, *, whole: bool 
         trtllm_config = trtllm.read_config(directory)
         config = trtllm.to_drafter_config(trtllm_config, recurrence, directory)
         defaults = trtllm.to_defaults(trtllm_config)
-        tensors = trtllm.join_drafter(trtllm.open_ranks(directory, trtllm_config), config.vocab_size)
+        ranks = trtllm.open_ranks(directory, trtllm_config)
+        names = (name.removeprefix(source_name("")) for name in ranks[0] if name.startswith(source_name("")))
+        tensors = trtllm.join(ranks, trtllm.drafter_rules(names), config.vocab_size)
     else:
         raise CheckpointError(f"{directory} is a {kind}, not a drafter, and holds none")
     drafter = SourceDrafter(directory, kind, config, tensors, defaults)
@@ -307,7 +270,7 @@ def load_foreign(name: str | Path) -> DrafterModel | None:
     if not directory.is_dir():
         patterns = ["*.json", "*.safetensors", *PICKLE_FILES]
         directory = Path(snapshot_download(str(name), allow_patterns=patterns))
-    return open_drafter(directory, whole=True).load()
+    return open_drafter(directory).load()
 
 
 def _check_tensors(drafter: SourceDrafter, source_name: Callable[[str], str]) -> None:
@@ -333,13 +296,10 @@ def _check_tensors(drafter: SourceDrafter, source_name: Callable[[str], str]) ->
     check_draft_ids(ids, config.draft_vocab_size, config.vocab_size, directory)
 
 
-def _open_tensors(directory: Path, *, whole: bool = False) -> dict[str, StoredTensor]:
-    """Return the tensors of a directory's safetensors files, or of its pickle if there are none.
-
-    With `whole` they are read into memory at once.
-    """
+def _open_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a directory's safetensors files, or of its pickle if there are none."""
     has_safetensors = (directory / INDEX_FILE).exists() or (directory / WEIGHTS_FILE).exists()
     file = next((directory / name for name in PICKLE_FILES if (directory / name).is_file()), None)
     if file is None or has_safetensors:
-        return open_directory(directory, whole=whole)
-    return {name: memory_tensor(name, tensor) for name, tensor in read_pickle(file, mapped=not whole).items()}
+        return open_directory(directory)
+    return {name: memory_tensor(name, tensor) for name, tensor in read_pickle(file, mapped=True).items()}

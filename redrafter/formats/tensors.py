@@ -17,7 +17,7 @@ from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import config_errors
 from redrafter.files.dtype_names import SAFETENSORS_CODES, SAFETENSORS_DTYPES, dtype_name
 from redrafter.files.headers import Header, read_file_headers, read_headers
-from redrafter.files.stored_tensors import map_tensor, read_directory
+from redrafter.files.stored_tensors import map_tensor
 
 WRITE_BYTES = 32 << 20  # written at once, between two calls of `progress`
 MAX_FILE_BYTES = 5 << 30  # of a file of a model's weights
@@ -55,13 +55,8 @@ class StoredTensor:
 Tensors = Mapping[str, StoredTensor]
 
 
-def open_directory(directory: Path, *, whole: bool = False) -> dict[str, StoredTensor]:
-    """Return the tensors of a directory that `save_pretrained` wrote: of one file, or of several and an index.
-
-    With `whole` they are read into memory at once, as `read_directory` reads them.
-    """
-    if whole:
-        return {name: memory_tensor(name, tensor) for name, tensor in read_directory(directory).items()}
+def open_directory(directory: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a directory that `save_pretrained` wrote: of one file, or of several and an index."""
     return _stored_tensors(read_headers(directory))
 
 

@@ -9,10 +9,10 @@ ranks hold the same key head. `mlp.fc` is the gate projection, and `mlp.gate` is
 The backend that read these checkpoints was removed in 2026, so the format does not change any more.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
@@ -46,15 +46,17 @@ _ARCHITECTURES = {
 _FIRST_PAIRS = "ReDrafterForCausalLM"  # written by TensorRT-LLM's first converter, for Llama only
 
 # Types of the keys that are used here.
-_REQUIRED = ("architecture", "dtype", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-_TYPES = {
-    str: ("architecture", "base_model_architecture", "dtype"),
-    int: (
-        *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-        *("intermediate_size", "head_size", "redrafter_num_beams", "redrafter_draft_len_per_beam"),
-    ),
-    dict: ("mapping", "quantization", "rotary_scaling", DRAFTER_CONFIG_KEY, BASE_CONFIG_KEY),
-    bool: ("redrafter_greedy_search",),
+_NAMES, _NUMBERS = ("architecture", "dtype"), ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+_REQUIRED: dict[str, type] = dict.fromkeys(_NAMES, str) | dict.fromkeys(_NUMBERS, int)
+_TYPES = _REQUIRED | {
+    "base_model_architecture": str,
+    "num_key_value_heads": int,
+    "intermediate_size": int,
+    "head_size": int,
+    "redrafter_num_beams": int,
+    "redrafter_draft_len_per_beam": int,
+    "redrafter_greedy_search": bool,
+    **dict.fromkeys(("mapping", "quantization", "rotary_scaling", DRAFTER_CONFIG_KEY, BASE_CONFIG_KEY), dict),
 }
 _TYPE_NAMES = {int: "a positive integer", str: "a string", dict: "an object", bool: "true or false"}
 # Keys of a drafter's config, and TensorRT-LLM's.
@@ -66,11 +68,13 @@ _DRAFTER_KEYS = {
     "rnn": "redrafter_is_rnn",
 }
 # Keys of Hugging Face's config, and TensorRT-LLM's; some have a value where TensorRT-LLM's config has none.
-_SAME_KEYS = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("intermediate_size", "hidden_act", "max_position_embeddings"),
-)
-_BASE_KEYS = {key: key for key in _SAME_KEYS} | {"rms_norm_eps": "norm_epsilon"}
+_BASE_KEYS = {key: key for key in _NUMBERS} | {
+    "num_key_value_heads": "num_key_value_heads",
+    "intermediate_size": "intermediate_size",
+    "hidden_act": "hidden_act",
+    "max_position_embeddings": "max_position_embeddings",
+    "rms_norm_eps": "norm_epsilon",
+}
 _LEFT_OUT = ("transformers_version", "_name_or_path")  # of configs that are kept for the way back
 _BASE_DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 2048, "norm_epsilon": 1e-5}
 
@@ -95,12 +99,11 @@ def read_config(directory: Path) -> dict[str, Any]:
     """Read the config.json of a checkpoint, and check the types of the keys that are used here."""
     file = directory / "config.json"
     config = read_json(file)
-    for kind, keys in _TYPES.items():
-        for key in keys:
-            value = config.get(key)
-            fits = type(value) is kind and (type(value) is not int or 0 < value < 2**31)
-            if not fits and (value is not None or key in _REQUIRED):
-                raise CheckpointError(f"{file}: {key} must be {_TYPE_NAMES[kind]}, got {value!r}")
+    for key, kind in _TYPES.items():
+        value = config.get(key)
+        fits = type(value) is kind and (type(value) is not int or 0 < value < 2**31)
+        if not fits and (value is not None or key in _REQUIRED):
+            raise CheckpointError(f"{file}: {key} must be {_TYPE_NAMES[kind]}, got {value!r}")
     mapping = config.get("mapping") or {}
     for key in ("tp_size", "pp_size"):
         # Bounded before a loop over ranks: the number comes from a file.
@@ -159,9 +162,9 @@ def to_defaults(config: Mapping[str, Any]) -> Defaults:
 
 
 def to_pair_config(
-    config: DrafterConfig, defaults: Defaults, base: Mapping[str, Any], directory: Path
+    config: DrafterConfig, names: Iterable[str], defaults: Defaults, base: Mapping[str, Any], directory: Path
 ) -> dict[str, Any]:
-    """Return TensorRT-LLM's config of a base with its drafter.
+    """Return TensorRT-LLM's config of a base with its drafter, whose tensors have these names.
 
     A `greedy_search` of None becomes true, as in TensorRT-LLM's script.
     """
@@ -184,11 +187,8 @@ def to_pair_config(
     quantization = dict(pair.get("quantization") or {})
     # The drafter is not quantized, so TensorRT-LLM must leave its layers alone.
     if quantization.get("exclude_modules") is not None:
-        modules = ["drafter", "drafter.layers", "drafter.lm_head"]
-        modules += ["drafter.rnn_u", "drafter.rnn_w"] if config.rnn else []
-        modules += ["drafter.input_proj"] if config.exit_dim != 2 * config.hidden_size else []
-        for layer in range(config.num_draft_layers):
-            modules += [f"drafter.layers.{layer}", f"drafter.layers.{layer}.linear"]
+        paths = ((DRAFTER_PREFIX + name).split(".")[:-1] for name in names)
+        modules = (module for path in paths for module in accumulate(path, "{}.{}".format))
         quantization["exclude_modules"] = [*dict.fromkeys([*quantization["exclude_modules"], *modules])]
         pair["quantization"] = quantization
     return pair
@@ -291,106 +291,96 @@ def check_tp(tp: int, sizes: Mapping[str, int]) -> None:
             )
 
 
-def split_base(tensors: Tensors, config: PretrainedConfig, rank: int, tp: int) -> dict[str, StoredTensor]:
-    """Return one rank's part of a base, by TensorRT-LLM's names."""
+class Rule(NamedTuple):
+    """How a tensor of the ranks is made of ours: one, or the query, key and value that they hold as one tensor."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    dim: int | None  # by which ranks split it; None where each has it whole
+    heads: tuple[int, ...] = ()  # of query, key and value, by which these are split
+
+
+def base_rules(layers: int, heads: int, key_heads: int, embedding_dim: int | None = None) -> Iterator[Rule]:
+    """Yield the rules of a base; `embedding_dim` is the dimension by which its embedding table is split."""
+    rows = [(theirs, ours, embedding_dim if f"{ours}.weight" == EMBEDDING else dim) for theirs, ours, dim in _TABLES]
+    for i in range(layers):
+        rows += [(f"transformer.layers.{i}.{theirs}", f"model.layers.{i}.{ours}", dim) for theirs, ours, dim in _LAYERS]
+    for (theirs, ours, dim), kind in product(rows, ("weight", "bias")):
+        name = f"{theirs}.{kind}"
+        if ours.endswith("self_attn"):
+            yield Rule(name, tuple(f"{ours}.{x}_proj.{kind}" for x in "qkv"), dim, (heads, key_heads, key_heads))
+        else:
+            # A layer that is split by columns has its whole bias on each rank.
+            yield Rule(name, (f"{ours}.{kind}",), None if kind == "bias" and dim == 1 else dim)
+
+
+def drafter_rules(names: Iterable[str]) -> Iterator[Rule]:
+    """Yield the rules of a drafter with tensors of these names, which are ours."""
+    return (Rule(DRAFTER_PREFIX + name, (name,), None if name == UNUSED_NORM else 0) for name in names)
+
+
+def split(tensors: Tensors, rules: Iterable[Rule], rank: int, tp: int) -> dict[str, StoredTensor]:
+    """Return one rank's part of tensors, by TensorRT-LLM's names."""
     part = {}
-    for trtllm_name, hf_names, dim in _rules_of(config.num_hidden_layers):
-        if hf_names[0] not in tensors:
+    for theirs, ours, dim, heads in rules:
+        if ours[0] not in tensors:
             continue  # a bias that the model does not have, or a tied head
-        # TensorRT-LLM fuses the three projections per rank: each rank's heads of q, k and v in a row.
-        if len(hf_names) == 1:
-            part[trtllm_name] = _split(tensors[hf_names[0]], dim, rank, tp)
-            continue
-        shares = []
-        key_heads = config.num_key_value_heads
-        for name, heads in zip(hf_names, (config.num_attention_heads, key_heads, key_heads), strict=True):
-            # With fewer key heads than ranks, neighbouring ranks get the same head.
-            width, first = tensors[name].shape[0] // heads, rank * heads // tp
-            shares.append(_narrow(tensors[name], 0, first * width, max(heads // tp, 1) * width))
-        part[trtllm_name] = concat(shares, 0)
+        whole = [tensors[name] for name in ours]
+        if heads:
+            shares = [_heads_of_rank(*each, rank, tp) for each in zip(whole, heads, strict=True)]
+        elif dim is None:
+            shares = whole
+        else:
+            share = -(-whole[0].shape[dim] // tp)
+            padded = pad_rows(whole[0], share * tp) if dim == 0 else whole[0]
+            shares = [_narrow(padded, dim, rank * share, share)]
+        part[theirs] = concat(shares, 0)
     return part
+
+
+def _heads_of_rank(tensor: StoredTensor, heads: int, rank: int, tp: int) -> StoredTensor:
+    # With fewer key heads than ranks, neighbouring ranks get the same head.
+    width = tensor.shape[0] // heads
+    return _narrow(tensor, 0, rank * heads // tp * width, max(heads // tp, 1) * width)
+
+
+def join(ranks: Sequence[Tensors], rules: Iterable[Rule], vocabulary: int) -> dict[str, StoredTensor]:
+    """Return the tensors that `split` has split, without the padding of heads and tables to a multiple of the ranks."""
+    joined: dict[str, StoredTensor] = {}
+    tp = len(ranks)
+    for theirs, ours, dim, heads in rules:
+        if theirs not in ranks[0]:
+            continue
+        parts, start = [rank[theirs] for rank in ranks], 0
+        if not heads:
+            whole = parts[0] if dim is None else concat(parts, dim)
+            padded = ours[0] in (LM_HEAD, EMBEDDING) and vocabulary < whole.shape[0] <= -(-vocabulary // tp) * tp
+            joined[ours[0]] = _narrow(whole, 0, 0, vocabulary) if padded else whole
+            continue
+        counts = [max(count // tp, 1) for count in heads]
+        width = parts[0].shape[0] // sum(counts)
+        for name, count, every in zip(ours, counts, heads, strict=True):
+            held = parts[:: max(tp // every, 1)]  # one rank for each key head
+            joined[name] = concat([_narrow(x, 0, start * width, count * width) for x in held], 0)
+            start += count
+    return joined
 
 
 def join_base(ranks: Sequence[Tensors], config: Mapping[str, Any], directory: Path) -> dict[str, StoredTensor]:
     """Return the base's tensors by Hugging Face's names, put together from all ranks."""
-    base: dict[str, StoredTensor] = {}
-    rules, heads = list(_rules_of(config["num_hidden_layers"])), config["num_attention_heads"]
-    key_heads, tp = config.get("num_key_value_heads") or heads, len(ranks)
+    heads, tp = config["num_attention_heads"], len(ranks)
+    key_heads = config.get("num_key_value_heads") or heads
     if heads % tp or (key_heads % tp and tp % key_heads):
         raise CheckpointError(f"{directory} has {heads} heads and {key_heads} key heads, which {tp} ranks cannot share")
     sharding = config.get("embedding_sharding_dim", 0)
     if sharding not in (0, 1):
         raise CheckpointError(f"{directory}: embedding_sharding_dim is 0 or 1, not {sharding!r}")
+    parallel = sharding if config.get("use_parallel_embedding") else None
+    rules = list(base_rules(config["num_hidden_layers"], heads, key_heads, parallel))
     # A tensor that is not read would be lost silently.
-    if unknown := sorted(ranks[0].keys() - {name for name, *_ in rules}):
+    if unknown := sorted(ranks[0].keys() - {rule.theirs for rule in rules}):
         raise UnsupportedError(f"{directory} has {unknown[0]}, which is no tensor of a Llama or Qwen2")
-    for trtllm_name, hf_names, dim in rules:
-        if trtllm_name not in ranks[0]:
-            continue
-        parts = [rank[trtllm_name] for rank in ranks]
-        if len(hf_names) > 1:
-            rank_heads, rank_key_heads = heads // tp, max(key_heads // tp, 1)
-            width = parts[0].shape[0] // (rank_heads + 2 * rank_key_heads)
-            holders = parts[:: max(tp // key_heads, 1)]  # one rank for each key head
-            start = 0
-            for name, count, held in zip(
-                hf_names, (rank_heads, rank_key_heads, rank_key_heads), (parts, holders, holders), strict=True
-            ):
-                base[name] = concat([_narrow(x, 0, start * width, count * width) for x in held], 0)
-                start += count
-            continue
-        if hf_names[0] == EMBEDDING and config.get("use_parallel_embedding"):
-            dim = sharding
-        base[hf_names[0]] = _join(hf_names[0], parts, dim, config["vocab_size"])
-    return base
-
-
-def split_drafter(tensors: Tensors, rank: int, tp: int) -> dict[str, StoredTensor]:
-    """Return one rank's part of a drafter, by TensorRT-LLM's names."""
-    return {DRAFTER_PREFIX + name: _split(x, _drafter_rule(name), rank, tp) for name, x in tensors.items()}
-
-
-def join_drafter(ranks: Sequence[Tensors], vocabulary: int) -> dict[str, StoredTensor]:
-    """Return the drafter's tensors by this project's names, put together from all ranks.
-
-    `vocabulary` is the number of the head's rows without padding.
-    """
-    names = [name.removeprefix(DRAFTER_PREFIX) for name in ranks[0] if name.startswith(DRAFTER_PREFIX)]
-    parts = {name: [rank[DRAFTER_PREFIX + name] for rank in ranks] for name in names}
-    return {name: _join(name, parts[name], _drafter_rule(name), vocabulary) for name in names}
-
-
-def _drafter_rule(name: str) -> int | None:
-    return None if name == UNUSED_NORM else 0
-
-
-def _rules_of(layers: int) -> Iterator[tuple[str, tuple[str, ...], int | None]]:
-    """Yield their name of each tensor of a base with `layers` layers, ours of it or of its parts, and its split."""
-    rows = [*_TABLES]
-    for i in range(layers):
-        rows += [(f"transformer.layers.{i}.{theirs}", f"model.layers.{i}.{ours}", dim) for theirs, ours, dim in _LAYERS]
-    for (theirs, ours, dim), kind in product(rows, ("weight", "bias")):
-        parts = [f"{ours}.{x}_proj" for x in "qkv"] if ours.endswith("self_attn") else [ours]
-        # A layer that is split by columns has its whole bias on each rank.
-        yield (
-            f"{theirs}.{kind}",
-            tuple(f"{part}.{kind}" for part in parts),
-            None if kind == "bias" and dim == 1 else dim,
-        )
-
-
-def _split(whole: StoredTensor, dim: int | None, rank: int, tp: int) -> StoredTensor:
-    if dim is None:
-        return whole
-    share = -(-whole.shape[dim] // tp)
-    return _narrow(pad_rows(whole, share * tp) if dim == 0 else whole, dim, rank * share, share)
-
-
-def _join(name: str, parts: Sequence[StoredTensor], dim: int | None, vocabulary: int) -> StoredTensor:
-    """Return the tensor that `_split` has split, without the padding of heads and embedding tables."""
-    whole, tp = parts[0] if dim is None else concat(parts, dim), len(parts)
-    padded = name in (LM_HEAD, EMBEDDING) and vocabulary < whole.shape[0] <= -(-vocabulary // tp) * tp
-    return _narrow(whole, 0, 0, vocabulary) if padded else whole
+    return join(ranks, rules, config["vocab_size"])
 
 
 def _narrow(tensor: StoredTensor, dim: int, first: int, length: int) -> StoredTensor:

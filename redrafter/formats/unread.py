@@ -1,4 +1,4 @@
-"""Drafters of others that are recognised and cannot be computed here, each with the reason and what to use instead."""
+"""Drafters of others that are recognised and cannot be computed here, and what to use instead."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -14,32 +14,19 @@ _BLOCK = "use a DFlash, DFlash2 or DSpark drafter of the same base"
 
 
 # The kinds that are refused, by their names, which configs have in lower case without hyphens: a pattern of tensors
-# that only this kind has; what its drafts need and this library does not compute; and what the user can do.
+# that only this kind has, and what the user can do.
 UNREAD = {
-    "P-EAGLE": (
-        r"mask_hidden",
-        "several decoder layers over all committed tokens, and one pass over masks with a learnt hidden state "
-        "(mask_hidden), where EAGLE-3 heads here have one layer and draft token by token",
-        _HEAD,
-    ),
-    "LiLiCorr": (
-        r"(.*\.)?(lilicorr|correlator|factor_input_proj)\..*",
-        "a transformer that scores each candidate of a block's position against those of the next",
-        _BLOCK,
-    ),
-    "Domino": (
-        r"(.*\.)?(prefix_gru|embed_proj)\..*",
-        "a GRU over the embeddings of drafted tokens (prefix_gru), which corrects the logits of a block",
-        _BLOCK,
-    ),
-    "XPress": (
-        r"refiner_head\..*",
-        "a refiner that reads the whole block and is applied several times to all of its positions",
-        _BLOCK,
-    ),
+    # Several decoder layers over all committed tokens, and one pass over masks with a learnt hidden state.
+    "P-EAGLE": (r"mask_hidden", _HEAD),
+    # A transformer that scores each candidate of a block's position with those of the next.
+    "LiLiCorr": (r"(.*\.)?(lilicorr|correlator|factor_input_proj)\..*", _BLOCK),
+    # A GRU over the embeddings of drafted tokens, which corrects the logits of a block.
+    "Domino": (r"(.*\.)?(prefix_gru|embed_proj)\..*", _BLOCK),
+    # A refiner that reads the whole block and is applied several times to all of its positions.
+    "XPress": (r"refiner_head\..*", _BLOCK),
+    # An MTP layer apart from its base's checkpoint.
     "MTP": (
         r"mtp_layers\..*",
-        "an MTP layer within its base's checkpoint, where this one is apart",
         "merge it with `speculators stitch-mtp DRAFTER BASE`, and give what this writes as the model",
     ),
 }
@@ -51,11 +38,9 @@ def refuse_unread(config: Mapping[str, Any], tensors: Collection[str], directory
     projectors = [part.get("projector_type") for part in (config, settings) if isinstance(part, Mapping)]
     fields = (kind, config.get("model_type"), *projectors, *(config.get("architectures") or ()))
     named = " ".join(map(str, fields)).lower()
-    for name, (pattern, needs, instead) in UNREAD.items():
+    for name, (pattern, instead) in UNREAD.items():
         if name.lower().replace("-", "") in named or any(map(re.compile(pattern).fullmatch, tensors)):
-            raise UnsupportedError(
-                f"{directory} is a drafter of the kind {name}, which is not read: it needs {needs}; {instead}"
-            )
+            raise UnsupportedError(f"{directory} is a drafter of the kind {name}, which is not read: {instead}")
     if kind is not None and kind not in READ_SPECULATORS:
         raise UnsupportedError(
             f"{directory} is a speculator of the type {kind}; of speculators' types, {', '.join(READ_SPECULATORS)} are "

@@ -84,7 +84,7 @@ def test_info_names_what_it_is_and_who_loads_it_the_command(write, drafter, kind
 IDS = {"target_layer_ids": [0, 1]}
 CONFIGS: list[tuple[Callable[..., Path], dict, str]] = [
     (speculators_dir, {"speculators_model_type": "medusa"}, "type medusa; of speculators' types, eagle3, dflash,"),
-    (speculators_dir, {"speculators_model_type": "peagle"}, "of the kind P-EAGLE, which is not read: it needs several"),
+    (speculators_dir, {"speculators_model_type": "peagle"}, "of the kind P-EAGLE, which is not read: train a head"),
     (speculators_dir, {"speculators_model_type": "mtp"}, "with `speculators stitch-mtp DRAFTER BASE`"),
     (block_speculators, {"speculators_model_type": "xpress"}, "of the kind XPress"),
     (block_speculators, {"projector_type": "domino"}, "of the kind Domino"),

@@ -282,12 +282,12 @@ def on_layers(architecture, *layers, only_lora=False):
 MORE_THAN_LORA = [
     ({"peft_type": "LOHA"}, "a LOHA adapter, and only LORA"),
     ({"bias": "lora_only"}, "bias='lora_only'"),
-    ({"use_dora": True}, "use_dora=True, DoRA, which is more than LoRA on linear layers; merge it"),
-    ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\], whole layers"),
-    ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "such as fused experts"),
-    ({"trainable_token_indices": [5]}, "rows of the embedding"),
+    ({"use_dora": True}, "use_dora=True, which is more than LoRA on linear layers; merge it"),
+    ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\], which"),
+    ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters="),
+    ({"trainable_token_indices": [5]}, "trainable_token_indices="),
     ({"init_lora_weights": "pissa"}, "changes the model's own weights"),
-    ({"lora_bias": True}, "biases of LoRA's own"),
+    ({"lora_bias": True}, "lora_bias=True"),
     ({"some_newer_field": {"a": 1}}, "some_newer_field="),
 ]
 OTHER_LAYERS = [
