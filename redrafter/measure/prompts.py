@@ -49,8 +49,9 @@ def read_prompts(name: str | None) -> list[Row]:
 
 def check_prompts(name: str) -> None:
     """Raise `ArgumentError` or `CheckpointError` if the file or dataset of prompts does not exist."""
-    if _is_text(name) and not os.path.isfile(name):
-        raise ArgumentError(f"cannot read prompts from {name}: there is no such file")
+    if (_is_text(name) or name.isdecimal()) and not os.path.isfile(name):
+        hint = f"; --num-prompts {name} measures the first {name}" if name.isdecimal() else ""
+        raise ArgumentError(f"cannot read prompts from {name}: there is no such file{hint}")
     check_data(name)
 
 

@@ -193,6 +193,7 @@ def test_each_length_counts_what_a_replay_of_its_prompts_counts(boxed, tmp_path)
         ("--model ./gone", "./gone is not a directory"),
         ("--prompts gone.jsonl", "gone.jsonl cannot be read"),
         ("--prompts gone.txt", "cannot read prompts from gone.txt"),
+        ("--prompts 4", "there is no such file; --num-prompts 4 measures the first 4"),
         ("--prompts bad.jsonl", "bad.jsonl:2: not JSON"),
         ("--prompts train.jsonl", "train.jsonl holds no prompts: rows of the split train are left out"),
         ("--prompts long.txt --new-tokens 1000", "long.txt: no prompt of 1 to 24 tokens"),
