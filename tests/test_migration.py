@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from redrafter.cli import build_parser, measure_options
+from redrafter.cli import measure_options
+from redrafter.cli.commands import build_parser
 from redrafter.convert import config as convert_config
 from redrafter.serve import command as serve_command
 from redrafter.serve.config import ServeOptions, read_config

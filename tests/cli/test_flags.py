@@ -10,7 +10,8 @@ import pytest
 from helpers.command_line import byte_tokenizer, fails
 from redrafter.app.foreign_flags import ALIASES, REPEATED, UNNEEDED
 from redrafter.app.parser import Parser
-from redrafter.cli import SCRIPTS, build_parser, main, measure_options
+from redrafter.cli import SCRIPTS, main, measure_options
+from redrafter.cli.commands import build_parser
 from redrafter.convert import config as convert_config
 from redrafter.convert.convert_checkpoint import main as convert
 from redrafter.errors import did_you_mean
