@@ -131,28 +131,27 @@ def add_shortlist(drafter: SourceDrafter, size: int, rank: int) -> SourceDrafter
     return replace(drafter, config=config, tensors=drafter.tensors | added)
 
 
-def plan_drafter(drafter: SourceDrafter, base: SourceBase | None, config: ConvertConfig) -> ConversionPlan:
-    """Plan a drafter directory of this project."""
-    return _plan_drafter(drafter, base, config.dtype, drafter.fill(config.defaults).shape)
-
-
-def _plan_drafter(
-    drafter: SourceDrafter, base: SourceBase | None, dtype: str | None, shape: TreeShape
+def plan_drafter(
+    drafter: SourceDrafter, base: SourceBase | None, config: ConvertConfig, shape: TreeShape | None = None
 ) -> ConversionPlan:
-    """Plan a drafter directory with `shape` as search defaults; fields that are None keep the config's values."""
+    """Plan a drafter directory of this project.
+
+    `shape` has the search defaults to write, where None keeps the drafter's value; without it they are `config`'s.
+    """
+    shape = shape or drafter.fill(config.defaults).shape
     drafter = _without_copies(drafter, base)
-    config = _config_with_base(drafter.config, base)
-    config.draft_beams = shape.num_beams or config.draft_beams
-    config.draft_len_per_beam = shape.draft_len_per_beam or config.draft_len_per_beam
-    tensors = _cast_floats(drafter.tensors, dtype)
-    config.dtype = replace(drafter, tensors=tensors).dtype
-    config.architectures = [drafter_kinds()[config.model_type].class_name]
+    written = _config_with_base(drafter.config, base)
+    written.draft_beams = shape.num_beams or written.draft_beams
+    written.draft_len_per_beam = shape.draft_len_per_beam or written.draft_len_per_beam
+    tensors = _cast_floats(drafter.tensors, config.dtype)
+    written.dtype = replace(drafter, tensors=tensors).dtype
+    written.architectures = [drafter_kinds()[written.model_type].class_name]
     # Model card and training record; those of other projects' drafters describe their own formats.
     ours = drafter.kind in ("drafter", "merged checkpoint")
     documents = [drafter.directory / name for name in (CARD_FILE, "training.json")] if ours else []
     copies = {file.name: file for file in documents if file.is_file()}
-    card = {} if CARD_FILE in copies else {CARD_FILE: _make_card(drafter, config, base)}
-    return ConversionPlan({WEIGHTS_FILE: tensors}, copies, card | {"config.json": _config_text(config)})
+    card = {} if CARD_FILE in copies else {CARD_FILE: _make_card(drafter, written, base)}
+    return ConversionPlan({WEIGHTS_FILE: tensors}, copies, card | {"config.json": _config_text(written)})
 
 
 def plan_apple(drafter: SourceDrafter, base: SourceBase | None, config: ConvertConfig) -> ConversionPlan:
@@ -200,14 +199,7 @@ def plan_speculators(drafter: SourceDrafter, base: SourceBase | None, config: Co
 def plan_merged(drafter: SourceDrafter, base: SourceBase | None, config: ConvertConfig) -> ConversionPlan:
     """Plan a merged checkpoint: a base and its drafter in one directory, for `ReDrafter.from_pretrained`."""
     base, notes = _required(base, "redrafter"), tuple[str, ...]()
-    part = _plan_drafter(drafter, base, config.dtype, TreeShape())
-    if drafter.kind in ("drafter", "merged checkpoint") and (
-        part.texts["config.json"] == _config_text(drafter.config)
-        and all(tensor is drafter.tensors[name] for name, tensor in part.weights[WEIGHTS_FILE].items())
-    ):
-        # Nothing changes, so link the drafter's own files instead of rewriting its tensors.
-        files = sorted(file for file in drafter.directory.iterdir() if file.is_file())
-        part = ConversionPlan(copies={file.name: file for file in files})
+    part = plan_drafter(drafter, base, config, TreeShape())
     weights = {f"{DRAFTER_FOLDER}/{name}": tensors for name, tensors in part.weights.items()}
     copies = {f"{DRAFTER_FOLDER}/{name}": file for name, file in part.copies.items()}
     texts = {f"{DRAFTER_FOLDER}/{name}": text for name, text in part.texts.items() if name != CARD_FILE}
