@@ -1,7 +1,10 @@
 """The environment of all tests, and the fixtures that many of them use."""
 
+import atexit
 import logging
 import os
+import shutil
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import combinations
@@ -12,7 +15,11 @@ from zlib import crc32
 import pytest
 import torch
 
-os.environ["REDRAFTER_HOME"] = os.devnull  # no measurements of this machine's own
+if torch.cuda.is_available():
+    os.environ["REDRAFTER_HOME"] = os.devnull  # kernels stay in Triton's own cache from run to run
+elif "PYTEST_XDIST_WORKER" not in os.environ:  # one folder for a run, so that a model of files is self-tested once
+    os.environ["REDRAFTER_HOME"] = tempfile.mkdtemp(prefix="redrafter-tests-")
+    atexit.register(shutil.rmtree, os.environ["REDRAFTER_HOME"], ignore_errors=True)
 os.environ["HF_HUB_OFFLINE"] = "1"  # what is not on this machine is missed at once
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which torch puts off

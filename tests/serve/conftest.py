@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,6 @@ def notes(monkeypatch: pytest.MonkeyPatch, search_again: None) -> Path:
 
 @pytest.fixture(scope="session")
 def pair() -> tuple:
-    os.environ.pop("REDRAFTER_HOME", None)
     return ReDrafter.from_pretrained(boxed_pair()), AutoTokenizer.from_pretrained(boxed_pair())
 
 
