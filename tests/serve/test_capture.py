@@ -50,7 +50,7 @@ def rows_of(folder) -> list:
     return list(read_rows([folder]))
 
 
-def until(true, seconds=10.0) -> None:
+def until(true, seconds=120.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "it did not come"

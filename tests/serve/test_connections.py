@@ -205,7 +205,7 @@ def test_a_client_that_leaves_is_noticed_whatever_follows_its_request(at_once, l
             time.sleep(0.02)
             assert DONE == ["/slow"]
             connection.close()
-            assert soon(lambda: DONE == ["/slow", "left"] and not opened, 5), following[:80]
+            assert soon(lambda: DONE == ["/slow", "left"] and not opened), following[:80]
     assert not [record for record in caplog.records if record.exc_info]
 
 

