@@ -172,9 +172,8 @@ def test_a_seed_draws_the_same_tokens_twice_and_in_any_batch(llama):
     same_alone(engine, ids, mask, together, seed=[5, 6, 7, 8], **arguments)
 
 
-@ON_BOTH_CACHES
-def test_a_node_budget_cuts_a_sampled_chain(models, on):
-    engine = on(DraftTarget.from_pretrained(*models, draft_len=4, node_budget=3, acceptance="rejection"))
+def test_a_node_budget_cuts_a_sampled_chain(models):
+    engine = paged(DraftTarget.from_pretrained(*models, draft_len=4, node_budget=3, acceptance="rejection"))
     drawn, stats = draw(engine, 2_000, batch=50)
     assert_drawn_from(drawn, law(models[0]))
     assert all(call_stats.drafted == 2 * call_stats.steps for call_stats in stats)

@@ -72,15 +72,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("saves", "more"),
     [
-        [],
-        ["--recurrence", "gated", "--steps", "9", "--context-window", "8"],
-        ["--drafter", "WHOLE", "--lora-rank", "2"],
-        ["--optimizer", "muon"],
+        (0, []),
+        (3, []),
+        (1, ["--recurrence", "gated", "--steps", "9", "--context-window", "8"]),
+        (3, ["--drafter", "WHOLE", "--lora-rank", "2"]),
+        (1, ["--optimizer", "muon"]),
     ],
 )
-@pytest.mark.parametrize("saves", [0, 1, 3])
 def test_a_training_that_goes_on_ends_bit_for_bit_where_it_would_have(
     tmp_path, monkeypatch, capsys, whole, more, saves
 ):
