@@ -191,14 +191,11 @@ def test_an_fp8_drafter_drafts_about_what_it_did():
     assert float((first - second).std() / first.std()) < 0.1
 
 
-@pytest.mark.parametrize("argument", ["quantization", "draft_quantization"])
-@pytest.mark.parametrize("engine", [ReDrafter, DraftTarget])
-@pytest.mark.parametrize("name", ["int4", "fp8_dynamic"])
-def test_unknown_quantisations_are_refused_before_anything_is_loaded(engine, argument, name):
-    with pytest.raises(
-        ArgumentError, match=f"{argument} must be 'fp8', which rounds inputs too, or None, got '{name}'"
-    ):
-        engine.from_pretrained("nowhere", "nowhere", **{argument: name})
+def test_unknown_quantisations_are_refused_before_anything_is_loaded():
+    for engine in (ReDrafter, DraftTarget):
+        for argument in ("quantization", "draft_quantization"):
+            with pytest.raises(ArgumentError, match=f"{argument} must be 'fp8', .* got 'int4'"):
+                engine.from_pretrained("nowhere", "nowhere", **{argument: "int4"})
 
 
 def test_what_is_loaded_is_not_quantised(checkpoint):

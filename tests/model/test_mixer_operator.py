@@ -15,6 +15,7 @@ from redrafter.scheduler.paged_memory import prepare
 NEW = 16
 
 
+@pytest.mark.variant  # compiles a model
 @pytest.mark.parametrize("architecture", ["lfm2", "mamba2", "qwen3_next"])
 def test_one_compiled_forward_serves_all_trees(architecture, monkeypatch):
     # What stands for the kernels on a CPU cannot be traced, but the reference can.

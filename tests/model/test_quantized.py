@@ -197,48 +197,36 @@ INT8_PARTS = {"_default": None, "re:.*mlp.*": ao(INT8, granularity=[TENSOR, ROW]
 
 OWN = {
     "per token": inputs(dynamic=True, strategy="token"),
-    "per group": inputs(dynamic=True, strategy="group", group_size=128),
     "group unnamed": inputs(dynamic=True, group_size=128),
     "static": inputs(dynamic=False, strategy="tensor"),
-    "static unnamed": inputs(),
     "local": inputs(dynamic="local", strategy="tensor_group", group_size=16),
     "no activations": groups(input_activations=None, output_activations=None),
     "preset": {"quant_method": "compressed-tensors", "config_groups": {"FP8_DYNAMIC": ["Linear"]}},
     "static keys": keys(dynamic=False, strategy="tensor"),
     "ao fp8 rows": ao(FP8, granularity=[ROW, ROW]),
     "ao int8": ao(INT8),
-    "ao int8 rows": ao(INT8, granularity=ROW),
     "ao int8 weights per tensor": ao(INT8, granularity=[ROW, TENSOR]),
-    "ao weights": ao("Float8WeightOnlyConfig", granularity=TENSOR),
     "ao static": ao("Int8StaticActivationInt8WeightConfig", granularity=TENSOR),
-    "ao int4": ao("Float8DynamicActivationInt4WeightConfig"),
     "ao nvfp4 static": ao(NVFP4, use_dynamic_per_tensor_scale=False),
     "bnb 4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False},
     "bnb 8 without outliers": {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 0.0},
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-    "fbgemm": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
-    "gptq": {"quant_method": "gptq", "bits": 4},
     "unknown": {"quant_method": "of tomorrow", "dynamic": True},
-    "bnb 8 without outliers, an object": BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0),
 }
 TOKENS_SHARE = "compressed-tensors, dynamic per-{}"
 AO_SHARES, BNB = "torchao, {} with dynamic per-tensor activations", "bitsandbytes, LLM.int8(), whose outlier columns"
 OUTPUTS = {"dynamic": True, "strategy": "tensor"}
 SHARED = {  # config -> what it is called
-    "per tensor": (inputs(dynamic=True, strategy="tensor"), TOKENS_SHARE.format("tensor activations")),
     "strategy unnamed": (inputs(dynamic=True), TOKENS_SHARE.format("tensor activations")),
     "outputs": (
         groups(input_activations=None, output_activations=OUTPUTS),
         TOKENS_SHARE.format("tensor activations"),
     ),
-    "keys per tensor": (keys(dynamic=True), TOKENS_SHARE.format("tensor keys and values")),
     "keys per token": (keys(dynamic=True, strategy="token"), TOKENS_SHARE.format("token keys and values")),
     "ao fp8 unnamed": (ao(FP8), AO_SHARES.format(FP8)),
-    "ao fp8 tensor": (ao(FP8, granularity=[TENSOR, TENSOR]), AO_SHARES.format(FP8)),
     "ao int8 tensor": (ao(INT8, granularity=TENSOR), AO_SHARES.format(INT8)),
     "ao nvfp4": (ao(NVFP4), AO_SHARES.format(NVFP4)),
     "ao by layer": (ao("FqnToConfig", fqn_to_config=INT8_PARTS), AO_SHARES.format(INT8)),
-    "bnb 8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, f"{BNB} are found over all tokens"),
     "bnb 8 unnamed": ({"load_in_8bit": True}, f"{BNB} are found over all tokens"),
     "bnb 8, an object": (BitsAndBytesConfig(load_in_8bit=True), f"{BNB} are found over all tokens"),
 }
@@ -265,12 +253,6 @@ def test_scales_that_tokens_share_are_named(name):
     outer.get_text_config = lambda decoder: config_with(settings)  # of a model that also sees
     assert is_quantized(outer)
     assert shared_scales(outer) == called
-
-
-def test_a_model_that_is_not_quantised_has_nothing_to_tell():
-    model = tiny_model("llama")
-    assert not is_quantized(model.config)
-    assert shared_scales(model.config) is None
 
 
 def test_torchao_s_own_names_and_defaults_are_those_read_here():

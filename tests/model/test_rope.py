@@ -189,6 +189,7 @@ def test_rope_that_is_not_understood_ends_texts_where_it_would_change():
     assert (target.rope, target.context) == (None, AT)
 
 
+@pytest.mark.variant  # compiles a model
 def test_one_compiled_forward_gives_all_tokens_their_frequencies(monkeypatch):
     # What stands for the kernels on a CPU cannot be traced, but the reference can.
     monkeypatch.setattr("redrafter.attention.tree_attention._operator", lambda plan, device: tree_attention)

@@ -52,7 +52,7 @@ def gemma3n():
     return tiny_model("gemma3n_text", num_kv_shared_layers=0, activation_sparsity_pattern=[0.0] * 5, **own)
 
 
-BERT_LIKE = ("bert", "megatron-bert", "rembert", "roc_bert", "electra", "ernie", "roberta", "xlm-roberta", "roformer")
+BERT_LIKE = ("bert", "rembert", "electra", "roberta", "roformer")
 MODELS = {
     "openai-gpt": lambda: tiny_model("openai-gpt"),
     "xlnet": lambda: hf.XLNetLMHeadModel(hf.XLNetConfig(d_model=32, n_layer=2, n_head=4, d_inner=48, **TOKENS)),
@@ -77,7 +77,7 @@ MODELS = {
     "falcon alibi": lambda: tiny_model("falcon", alibi=True),
     "mpt": lambda: tiny_model("mpt"),
 }
-BOUND = {"ctrl", "whisper", "opt-350m", "opt", "gemma3n", "bert decoder", "electra decoder", "ernie decoder"}
+BOUND = {"ctrl", "whisper", "opt-350m", "opt", "gemma3n", "bert decoder", "electra decoder"}
 BOUND |= {"bloom", "falcon", "falcon alibi", "mpt"}
 REASONS = {  # the others say something of their own
     "openai-gpt": "OpenAIGPTLMHeadModel keeps no keys and values of past tokens",
@@ -88,10 +88,7 @@ REASONS = {  # the others say something of their own
     "kosmos-2": "Kosmos2ForConditionalGeneration cannot be a target: .*pixel_values",
     "xmod": "XmodForCausalLM cannot be a target: .*language",
     **{name: r"is not a decoder: .*; load it with is_decoder=True" for name in BERT_LIKE},
-    **{
-        f"{name} decoder": "keeps past tokens in its EncoderDecoderCache"
-        for name in ("megatron-bert", "rembert", "roc_bert")
-    },
+    "rembert decoder": "keeps past tokens in its EncoderDecoderCache",
 }
 
 
