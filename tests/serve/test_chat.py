@@ -56,42 +56,23 @@ def talk(**message: Any) -> dict[str, Any]:
         (COMPLETION, {"stop": ["a", 5]}, 400, "stop.1: Input should be a valid string"),
         (COMPLETION, {"suffix": "b"}, 400, "suffix is not supported: write it into prompt"),
         (COMPLETION, {"thinking_token_budget": 4}, 400, "thinking_token_budget is not supported: chats have thoughts"),
-        (COMPLETION, {"stop": 5}, 400, "stop: Input should be a text or a list of texts"),
-        (COMPLETION, {"stop": ""}, 400, "stop: String should have at least 1 character"),
-        (COMPLETION, {"stop": ["a", "b" * 1001]}, 400, "stop.1: String should have at most 1000 characters"),
         (COMPLETION, {"prompt": 5}, 400, "prompt: Input should be a text, a list of texts, a list of token ids or a"),
-        (COMPLETION, {"prompt": ["a", 5]}, 400, "prompt.1: Input should be a valid string"),
-        (COMPLETION, {"prompt": [1, -2]}, 400, "prompt.1: Input should be greater than or equal to 0"),
-        (COMPLETION, {"prompt": [1, "a"]}, 400, "prompt.1: Input should be a valid integer"),
         (COMPLETION, {"prompt": [[1], [2.5]]}, 400, "prompt.1.0: Input should be a valid integer"),
         (COMPLETION, {"prompt": ["a"] * 1025}, 400, "prompt: List should have at most 1024 items"),
-        (COMPLETION, {"structured_outputs": {"json": 5}}, 400, "structured_outputs.json: Input should be a schema"),
         (CHAT, talk(content=5), 400, "messages.0.content: Input should be a text or a list of parts"),
         (CHAT, talk(content=[{"type": "text"}]), 400, "messages.0.content.0.text: Field required"),
-        (CHAT, talk(content=["a"]), 400, "messages.0.content.0: Input should be a part of text or an image"),
         (CHAT, talk(content=[TEXT, IMAGE]), 400, "messages.0.content.1.image_url.url is not supported: this server f"),
         (CHAT, talk(content=[AUDIO]), 400, "messages.0.content.0 is not supported: input_audio cannot be read"),
         (CHAT, talk(role="function"), 400, "messages.0.role: Input should be 'system', 'developer', 'user'"),
-        (CHAT, {"tools": [TOOL], "tool_choice": "any"}, 400, "tool_choice: Input should be 'none', 'auto' or 'requi"),
         (CHAT, {"tools": [TOOL], "tool_choice": 5}, 400, "tool_choice: Input should be 'none', 'auto', 'required' or"),
         (CHAT, {"tools": [TOOL], "tool_choice": TOOL | {"function": {}}}, 400, "tool_choice.function.name: Field req"),
-        (CHAT, {"tool_choice": "required"}, 400, "tool_choice needs tools"),
-        (CHAT, {"tools": [TOOL | {"type": "custom"}]}, 400, "tools.0.type: Input should be 'function'"),
         (CHAT, {"response_format": FORM}, 400, "response_format.json_schema.schema: Input should be a schema"),
         (CHAT, {"functions": []}, 400, "functions is not supported: give tools"),
-        (CHAT, {"function_call": "auto"}, 400, "function_call is not supported: give tool_choice"),
         (CHAT, {"chat_template": "{{ x }}"}, 400, "chat_template is not supported: the server's own is used"),
-        (CHAT, {"prediction": {"type": "content"}}, 400, "prediction is not supported"),
         (CHAT, {"guided_json": {}}, 400, "guided_json is not supported: give structured_outputs.json"),
-        (COMPLETION, {"guided_choice": ["a"]}, 400, "guided_choice is not supported: give structured_outputs.choice"),
-        (COMPLETION, {"response_format": FORM}, 400, "response_format is not supported: give structured_outputs.json"),
-        (CHAT, {"max_new_tokens": 5}, 400, "max_new_tokens is not supported: give max_tokens"),
         (CHAT, {"stop_sequences": ["a"]}, 400, "stop_sequences is not supported: give stop"),
-        (CHAT, {"structured_outputs": {"grammar": "x"}}, 400, "structured_outputs.grammar is not supported"),
         ("responses", {"max_tokens": 5}, 400, "max_tokens is not supported: give max_output_tokens"),
         (CHAT, {"modalities": ["audio"]}, 400, "modalities.0: Input should be 'text'"),
-        (CHAT, {"store": True}, 400, "store: Input should be False"),
-        (CHAT, talk(refusal="no"), 400, "messages.0.refusal is not supported: give it as content"),
         (CHAT, talk(annotations=[{}]), 400, "messages.0.annotations: List should have at most 0 items"),
         (CHAT, CONTINUE | {"add_generation_prompt": True}, 400, "continue_final_message goes on with a message: leave"),
         (CHAT, CONTINUE, 400, "continue_final_message needs a last message of the assistant"),
@@ -106,36 +87,18 @@ def test_an_error_names_the_field_and_the_real_reason(path, body, status, says):
 
 
 IMAGES = ("https://a.example/cat.png", "data:text/plain;base64,aGk=", "data:image/png;base64,%%%", 5)
-BLOCKS = (
-    {"type": "url", "url": IMAGES[0]},
-    {"type": "base64", "media_type": "image/svg+xml", "data": "AAAA"},
-    {"type": "base64", "media_type": "image/png", "data": "AAAA"},
-)
 
 
 @pytest.mark.parametrize(
-    ("path", "field", "role", "part"),
+    ("path", "field", "part"),
     [
-        *(("chat/completions", "messages", "user", {"type": "image_url", "image_url": {"url": at}}) for at in IMAGES),
-        (
-            "chat/completions",
-            "messages",
-            "assistant",
-            {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}},
-        ),
-        (
-            "chat/completions",
-            "messages",
-            "user",
-            {"type": "image_url", "image_url": {"url": IMAGES[0], "detail": "high"}},
-        ),
-        *(("responses", "input", "user", {"type": "input_image", "image_url": at}) for at in IMAGES),
-        ("responses", "input", "user", {"type": "input_image", "file_id": "f"}),
-        *(("messages", "messages", "user", {"type": "image", "source": source}) for source in BLOCKS),
+        *(("chat/completions", "messages", {"type": "image_url", "image_url": {"url": at}}) for at in IMAGES),
+        ("responses", "input", {"type": "input_image", "image_url": IMAGES[0]}),
+        ("messages", "messages", {"type": "image", "source": {"type": "url", "url": IMAGES[0]}}),
     ],
 )
-def test_an_image_of_any_form_has_one_answer_where_the_model_takes_none(url, path, field, role, part):
-    body = {field: [{"role": role, "content": [part]}], "max_tokens": 1, "model": None}
+def test_an_image_of_any_form_has_one_answer_where_the_model_takes_none(url, path, field, part):
+    body = {field: [{"role": "user", "content": [part]}], "max_tokens": 1, "model": None}
     if path == "responses":
         body["max_output_tokens"] = body.pop("max_tokens")
     answer = httpx.post(f"{url}/v1/{path}", json=body, timeout=300)

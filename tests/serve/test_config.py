@@ -105,17 +105,10 @@ def test_every_option_may_stand_in_a_file(capsys, tmp_path):
     [
         ("[]", "must hold a JSON object, got a list"),
         ('{"runtime": 3}', "c.json: runtime must hold a JSON object, got a number"),
-        (" ", "c.json is empty; it must hold a JSON object"),
         ("{", "neither JSON nor JSON5"),
-        ("[" * 9_000, "neither JSON nor JSON5"),
         ('{"max_batch_sise": 3}', "max_batch_sise is not an option of this command; did you mean max_batch_size?"),
-        ('{"enable-kv-cache-reusee": 3}', "did you mean enable_kv_cache_reuse?"),
         ('{"no-speculate": true}', 'no-speculate is not an option of this command; write "speculate": false'),
-        ('{"max_batch_size": "3"}', 'must be a whole number, got "3"'),
-        ('{"max_batch_size": true}', "must be a whole number, got true"),
         ('{"dtype": "int8"}', "must be one of auto, float32"),
-        ('{"api_key": "secret"}', "api_key must be a list of strings"),
-        ('{"max_batch_size": 0}', "--max-batch-size must be from 1"),
         ('{"port": 70000}', "--port must be from 0"),
     ],
 )

@@ -203,8 +203,7 @@ ROUTES = {
 }
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("part", ["step", "prefill"])
+@pytest.mark.parametrize(("part", "stream"), [("prefill", False), ("step", True)])
 @pytest.mark.parametrize("path", ROUTES)
 def test_no_route_tells_the_text_of_an_error_within_the_engine(url, monkeypatch, path, part, stream):
     begun = threading.Event()

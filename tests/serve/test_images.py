@@ -151,39 +151,6 @@ def test_a_message_reads_images_of_the_user_and_of_results(served):
     assert claude.messages.create(messages=talk, **settings).content[0].text == expected.choices[0].message.content
 
 
-@pytest.mark.parametrize(
-    ("source", "says"),
-    [
-        ({"type": "url", "url": "https://example.com/cat.png"}, "fetches nothing"),
-        ({"type": "base64", "media_type": "image/png", "data": "AAAA"}, "image"),
-        ({"type": "base64", "media_type": "image/png", "data": "\u00e9 no base64"}, "base64"),
-        ({"type": "base64", "media_type": "image/svg+xml", "data": "AAAA"}, "media_type"),
-        ({"type": "base64", "media_type": "image/png"}, "data: Field required"),
-    ],
-)
-def test_a_message_refuses_other_images(served, source, says):
-    message = {"role": "user", "content": [{"type": "image", "source": source}]}
-    answer = served.program.post("/v1/messages", {"messages": [message], "max_tokens": 1})
-    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
-    assert says in answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("role", "part", "says"),
-    [
-        ("user", {"image_url": "https://example.com/cat.png"}, "fetches nothing"),
-        ("user", {"file_id": "file-1"}, "send the image itself"),
-        ("user", {"image_url": "data:image/png;base64,AAAA"}, "image"),
-        ("assistant", {"image_url": data_url(picture(2))}, "messages of the user alone"),
-    ],
-)
-def test_a_response_refuses_other_images(served, role, part, says):
-    message = {"role": role, "content": [{"type": "input_image"} | part]}
-    answer = served.program.post("/v1/responses", {"model": served.name, "input": [message]})
-    assert answer.status_code == 400
-    assert says in answer.json()["error"]["message"]
-
-
 def test_a_sampled_answer_is_the_one_of_its_seed(served):
     image = picture(4)
     answer = served.ask(image_part(image), text_part("Go on"), temperature=1, seed=7, n=2)

@@ -5,9 +5,7 @@ import asyncio
 import json
 import random
 import re
-from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -18,12 +16,8 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 
-from helpers.dflash import checked_blocks
-from helpers.engine_in_thread import serving
-from helpers.mtp import add_mtp, checked_layers
 from helpers.processes import soon
 from helpers.serving import Address, Program
-from redrafter.app.options import LoadOptions
 from redrafter.cache.paged import KVCachePool
 from redrafter.chat.messages import describe_tools
 from redrafter.serve.answers.lark import LarkWriter
@@ -31,9 +25,6 @@ from redrafter.serve.answers.reader import ChatReader
 from redrafter.serve.protocol.answers import ChatAnswer, CompletionAnswer
 from redrafter.serve.protocol.requests import ChatRequest
 from redrafter.serve.request_grammar import forced_tools
-from redrafter.train.config import TrainConfig
-from redrafter.train.init_drafter import new_drafter
-from redrafter.train.loop import train
 
 STORY = (
     "The old man looked at the sea and said that no ship would come today because the wind had turned in the night; "
@@ -290,47 +281,3 @@ def test_rows_that_are_put_back_write_the_same(alone):
     check_all(program, alone, [ask(number) for number in range(64)])
     assert gauge(program, "num_preemptions_total") > 0
     assert program.end() == 0
-
-
-def published_mtp(alone: Alone, place: Path) -> LoadOptions:
-    """Write the base with an MTP layer of random weights, and draft from nothing else: few of its drafts are right."""
-    alone.engine.model.save_pretrained(place)
-    alone.tokenizer.save_pretrained(place)
-    add_mtp(alone.engine.model, place)
-    return LoadOptions(model=str(place), draft_from_text=False)
-
-
-def published_blocks(form: str, alone: Alone, place: Path) -> LoadOptions:
-    """Write a drafter of blocks that was trained for seconds on what the base writes after parts of the story."""
-    story, new = torch.tensor(alone.tokenizer(STORY).input_ids).unfold(0, 16, 2), {"max_new_tokens": 32}
-    texts = alone.engine.generate(story, do_sample=True, seed=1, min_new_tokens=32, **new)
-    config = TrainConfig(form=form, num_layers=2, draft_len=4, steps=60, lr=3e-3, cpu=True)
-    drafter, order = new_drafter(alone.engine.model, config), torch.Generator().manual_seed(0)
-    mask = torch.ones(16, texts.shape[1], dtype=torch.bool)
-    batches = ((texts[torch.randint(len(texts), (16,), generator=order)], mask) for _ in range(60))
-    train(alone.engine.model, drafter, batches, config, log=lambda _: None)
-    drafter.save_pretrained(place)
-    return LoadOptions(drafter=str(place))
-
-
-BLOCK_FORMS = ("dflash", "dspark", "dflash2")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("publish", "checked", "least"),
-    [
-        (published_mtp, checked_layers, 1),  # 20 of 10,700 drafts
-        *((partial(published_blocks, form), checked_blocks, 50) for form in BLOCK_FORMS),  # 101 to 133 of 10,000
-    ],
-    ids=["MTP", *BLOCK_FORMS],
-)
-def test_published_drafters_write_the_same_and_follow_each_text(publish, checked, least, alone, tmp_path, monkeypatch):
-    """No text shows what a drafter reads of its row: some searches are compared with a recomputation."""
-    monkeypatch.setattr("helpers.searches.EVERY", 12)
-    load = replace(publish(alone, tmp_path), num_beams=3, draft_len_per_beam=3, node_budget=10)
-    with checked(), serving(load, max_batch_size=64, served_model_name="boxed") as server:
-        check_all(server, alone, [ask(number) for number in range(64)])
-        drafted, accepted = (gauge(server, f"spec_decode_num_{kind}_tokens_total") for kind in ("draft", "accepted"))
-        assert drafted > 5000
-        assert accepted >= least

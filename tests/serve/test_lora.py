@@ -32,7 +32,7 @@ from redrafter.serve.protocol.requests import CompletionRequest
 from redrafter.serve.routes.app import create_app
 from redrafter.serve.server import Server
 
-LONG = "The old man looked at the sea and the sea looked at the old man, and neither of the two said a word. " * 3
+LONG = "The old man looked at the sea and the sea looked at the old man, and neither of the two said a word."
 
 
 @pytest.fixture(scope="module")
@@ -150,15 +150,7 @@ def test_adapters_are_loaded_and_unloaded_while_the_server_runs(http, expected, 
             404,
             "No adapter found for '/nowhere': the server's log has the reason",
         ),
-        (
-            "load",
-            {"lora_name": "x", "lora_path": "/"},
-            404,
-            "No adapter found for '/': the server's log has the reason",
-        ),
         ("load", {"lora_name": "boxed", "lora_path": "/"}, 400, "has already been loaded"),
-        ("load", {"lora_name": "x", "lora_path": "/", "rank": 3}, 400, "rank is not supported"),
-        ("unload", {}, 400, "'lora_name' needs to be provided"),
         ("unload", {"lora_name": "x"}, 404, "The lora adapter 'x' cannot be found."),
     ],
 )

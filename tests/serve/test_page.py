@@ -6,7 +6,6 @@ import random
 import re
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -40,41 +39,6 @@ def test_the_page_may_load_nothing_else(path, url):
     elsewhere = r"src=|href=\"(?!data:)|@import|url\(|https?://(?!www\.w3\.org/2000/svg)"
     assert not re.search(elsewhere, answer.text)
     assert path not in httpx.get(f"{url}/openapi.json", timeout=300).json()["paths"]
-
-
-def test_the_page_names_the_default_temperature(url):
-    entry = httpx.get(f"{url}/v1/models", timeout=300).json()["data"][0]
-    assert entry["default_temperature"] == 1
-    html = files("redrafter.serve.routes").joinpath("page.html").read_text(encoding="utf-8")
-    assert "`${temperature} (default)`" in html
-    assert "model's\"" not in html
-
-
-@pytest.mark.parametrize("scheme", [0, 1])
-def test_drafts_differ_by_more_than_a_colour_and_all_text_can_be_read(scheme):
-    html = files("redrafter.serve.routes").joinpath("page.html").read_text(encoding="utf-8")
-    colours = dict(re.findall(r"--([\w-]+): (#\w+)", re.findall(r":root \{(.*?)\}", html, re.DOTALL)[scheme]))
-    assert re.search(r"\.draft \{[^}]*text-decoration: underline [^}]*var\(--accent\)", html)
-    grounds = ("paper", "raised", "said", "draft")
-    assert all(contrast(colours["ink"], colours[ground]) >= 4.5 for ground in grounds)
-    assert all(contrast(colours["accent"], colours[ground]) >= 4.5 for ground in grounds)  # links, and what underlines
-    assert all(contrast(colours["soft"], colours[ground]) >= 4.5 for ground in grounds[:3])
-    assert all(contrast(colours["field"], colours[ground]) >= 3 for ground in grounds[:2])
-    assert contrast(colours["on-accent"], colours["accent"]) >= 4.5
-    assert contrast(colours["wrong"], colours["paper"]) >= 4.5
-
-
-def contrast(one: str, other: str) -> float:
-    """Return the contrast of two colours as WCAG defines it, from 1 to 21."""
-    dark, light = sorted(map(luminance, (one, other)))
-    return (light + 0.05) / (dark + 0.05)
-
-
-def luminance(colour: str) -> float:
-    digits = colour.removeprefix("#") if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
-    parts = [int(digits[place : place + 2], 16) / 255 for place in (0, 2, 4)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
 class Stub:

@@ -183,39 +183,6 @@ def test_a_response_format_is_kept_to(client):
         client.chat.completions.create(model="boxed", messages=talk, response_format=broken)
 
 
-TOOLS = [
-    {"type": "function", "function": {"name": name, "description": name, "parameters": SCHEMA}}
-    for name in ("find_person", "find_dog")
-]
-FIND = [{"role": "user", "content": "Find Anna, who is 30."}]
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize(
-    ("choice", "names"),
-    [("required", ("find_person", "find_dog")), (TOOLS[1] | {"function": {"name": "find_dog"}}, ("find_dog",))],
-    ids=["any", "named"],
-)
-def test_tools_are_called(client, choice, names, streamed):
-    settings = {"messages": FIND, "tools": TOOLS, "tool_choice": choice, "max_tokens": 80, "seed": 2}
-    answer = client.chat.completions.create(model="boxed", **settings, stream=streamed)
-    if streamed:
-        parts = [part.choices[0] for part in answer]
-        call, *more = [call for part in parts for call in part.delta.tool_calls or ()]
-        assert call.id
-        assert call.type == "function"
-        assert call.function.arguments == ""
-        assert len(more) > 1
-        assert all((piece.index, piece.id, piece.function.name) == (0, None, None) for piece in more)
-        call.function.arguments = "".join(piece.function.arguments for piece in more)
-        finish = parts[-1].finish_reason
-    else:
-        [call], finish = answer.choices[0].message.tool_calls, answer.choices[0].finish_reason
-    assert finish == "tool_calls"
-    assert call.function.name in names
-    assert set(json.loads(call.function.arguments)) == {"name", "age"}
-
-
 def test_a_body_that_never_comes_holds_nobody_up(monkeypatch):
     from redrafter.serve.network import guards
     from redrafter.serve.routes import app

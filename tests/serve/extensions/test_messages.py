@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import AsyncIterator, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,10 +18,8 @@ from helpers.chats import LLAMA_LIKE, tiny_tokenizer
 from helpers.serving import SCHEMA, Program, listening
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.extensions.messages.protocol import (
-    CountTokensRequest,
     MessagesErrorAnswer,
     MessagesRequest,
-    messages_error,
 )
 from redrafter.extensions.messages.routes import as_chat, message_events
 from redrafter.scheduler.waiting_queue import QueueFullError
@@ -342,10 +339,6 @@ def prompts_of(template: str) -> PromptEncoder:
     return PromptEncoder(tokenizer, "mine", len(tokenizer), 4096)
 
 
-def template_of(text: str) -> Any:
-    return prompts_of(text).template
-
-
 def asked(template: str = LLAMA_LIKE, **body: Any) -> ChatRequest:
     request, prompts = (
         MessagesRequest.model_validate({"messages": [USER], "max_tokens": 5} | body),
@@ -628,19 +621,12 @@ def test_tokens_are_counted_as_they_are_read(claude, program):
     ("field", "value", "says"),
     [
         ("max_tokens", None, "max_tokens: Field required"),
-        ("max_tokens", 0, "greater than or equal to 1"),
         ("messages", [], "at least 1 item"),
-        ("messages", [{"role": "system", "content": []}], "at least 1 item"),
-        ("messages", [{"role": "tool", "content": "a"}], "messages.0.role"),
-        ("messages", [{"role": "user"}], "messages.0.content: Field required"),
         ("messages", [{"role": "user", "content": 5}], "messages.0.content: Input should be a text or a list of"),
         ("messages", [{"role": "user", "content": [5]}], "messages.0.content.0: Input should be a block of type"),
-        ("messages", [{"role": "user", "content": [{}]}], "messages.0.content.0: "),
-        ("messages", [{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0.text: Field required"),
         ("messages", [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}], "content.0.x is not supp"),
         ("messages", [{"role": "user", "content": [{"type": "document", "source": {}}]}], "document cannot be read"),
         ("messages", [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}], "only Anthropic can read it"),
-        ("messages", [{"role": "user", "content": [{"type": "web_search_tool_result"}]}], "cannot be read here"),
         (
             "messages",
             [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}],
@@ -657,7 +643,6 @@ def test_tokens_are_counted_as_they_are_read(claude, program):
             ],
             "messages.0.content.0.content.0 is not supported: video",
         ),
-        ("messages", [USER | {"name": "x"}], "messages.0.name is not supported"),
         (
             "system",
             [{"type": "image"}],
@@ -665,16 +650,8 @@ def test_tokens_are_counted_as_they_are_read(claude, program):
         ),
         ("tools", [{"type": "web_search_20250305", "name": "web_search"}], "it is Anthropic's own tool"),
         ("tools", [TOOL | {"defer_loading": True}], "tools.0.defer_loading"),
-        ("tools", [TOOL | {"input_examples": [{}]}], "write them into the description"),
-        ("tools", [{"name": "f"}], "tools.0.input_schema: Field required"),
         ("tool_choice", {"type": "any"}, "tool_choice needs tools"),
-        ("tool_choice", {"type": "tool"}, "name is given with type tool"),
-        ("thinking", {"type": "between_tools"}, "thinking.type: Input should be 'enabled', 'adaptive' or 'disabled'"),
         ("context_management", {"edits": [{"type": "compact_20260112"}]}, "compact_20260112 cannot be read here"),
-        ("mcp_servers", [{}], "mcp_servers"),
-        ("container", "c", "container is not supported"),
-        ("speed", "fast", "speed: Input should be 'standard'"),
-        ("stop_sequences", ["a"] * 17, "stop_sequences"),
         ("chat_template_kwargs", {"nonsense": 1}, "the chat template reads no 'nonsense'"),
         ("nonsense", 1, "nonsense is not supported"),
     ],
@@ -687,15 +664,13 @@ def test_what_is_not_there_is_refused_by_name(field, value, says, program):
     assert says in error.message
 
 
-@pytest.mark.parametrize("arguments", [None, {}, [], 3])
+@pytest.mark.parametrize("arguments", [None, 3])
 def test_the_input_of_a_call_is_an_object_or_null(program, arguments):
     called = {"role": "assistant", "content": [{"type": "tool_use", "id": "call-7", "name": "f", "input": arguments}]}
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call-7", "content": "9 C"}]}
     answer = program.post("/v1/messages", TALK | {"messages": [USER, called, result]})
-    if arguments not in (None, {}):
-        assert answer.status_code == 400
-        assert "the arguments of call 'call-7' are not a JSON object" in answer.json()["error"]["message"]
-    assert (answer.status_code == 200) == (arguments in (None, {}))
+    assert answer.status_code == (200 if arguments is None else 400)
+    assert arguments is None or "the arguments of call 'call-7' are not a JSON object" in answer.text
 
 
 def test_errors_have_anthropics_types(claude, program):
@@ -741,42 +716,3 @@ def test_what_the_engine_refuses_has_anthropics_shape(server, url, monkeypatch, 
         assert answer.status_code == status
         assert answer.json() == {"type": "error", "error": {"type": kind, "message": str(error)}}
     assert ("retry-after" in answer.headers) == (status in (429, 529))
-
-
-def test_every_status_has_a_type_of_anthropics():
-    for status, expected in (
-        (401, (401, "authentication_error")),
-        (403, (403, "permission_error")),
-        (408, (408, "timeout_error")),
-        (415, (415, "invalid_request_error")),
-        (501, (501, "api_error")),
-    ):
-        told, body = messages_error(ApiError(status, "x" * 5000))
-        assert (told, body["error"]["type"]) == expected
-        assert len(body["error"]["message"]) == 1000
-
-
-def test_a_client_that_leaves_ends_its_message(program):
-    body = TALK | {"max_tokens": 900, "ignore_eos": True, "stream": True}
-    for _ in range(3):
-        with httpx.stream("POST", f"{program.url}/v1/messages", json=body, timeout=300) as answer:
-            next(answer.iter_lines())
-    program.wait_until_idle()
-    assert posted(program, **TALK)["content"]
-
-
-def test_the_route_is_documented(program):
-    document = program.get("/openapi.json").json()
-    for path in ("/v1/messages", "/v1/messages/count_tokens"):
-        answers = document["paths"][path]["post"]["responses"]
-        assert set(answers) == {"200", "default"}
-    assert "text/event-stream" in document["paths"]["/v1/messages"]["post"]["responses"]["200"]["content"]
-    assert SimpleNamespace(**document["components"]["schemas"]["MessagesRequest"]).required == [
-        "messages",
-        "max_tokens",
-    ]
-
-
-def test_a_count_needs_no_limit():
-    body = CountTokensRequest.model_validate({"messages": [USER]})
-    assert as_chat(body, template_of(LLAMA_LIKE)).max_completion_tokens is None

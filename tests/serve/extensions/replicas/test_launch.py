@@ -14,7 +14,7 @@ import yaml
 from helpers.fake_ray import Deployment, FakeRay
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.cli import main
-from redrafter.errors import ArgumentError, MissingDependencyError, ReDrafterError
+from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.extensions.replicas.options import ReplicaOptions
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.network.api_keys import ApiKeys
@@ -174,19 +174,3 @@ def test_the_examples_give_options_that_exist(file, monkeypatch, tmp_path):
     (tmp_path / "keys").write_text("secret\n")
     command = application["args"]["command"].replace("/models/my-merged ", "")
     app({"command": command.replace("/etc/redrafter", str(tmp_path))})
-
-
-def test_ray_is_needed_at_once_and_not_for_help():
-    assert "--ray [N]" in _help()
-
-
-def _help() -> str:
-    from redrafter.serve.command import build_parser
-
-    return build_parser().format_help()
-
-
-def test_missing_ray_is_a_missing_dependency(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingDependencyError):
-        serve()
