@@ -25,7 +25,7 @@ from redrafter.errors import ArgumentError, first_line
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.gguf_file import is_gguf
 from redrafter.measure.decode import RepeatedRuns, Run
-from redrafter.measure.differences import ROUNDS_INSIDE, Difference, find_differences, first_difference
+from redrafter.measure.differences import ROUNDS_INSIDE, describe_differences, find_differences, first_difference
 from redrafter.measure.prompts import ROW_SUFFIXES, encode, read_prompts
 from redrafter.measure.record import conditions, describe_stats
 from redrafter.parallel.launched import launched_processes
@@ -105,7 +105,7 @@ def run_checked(args: argparse.Namespace) -> int:
         plain = pair.run_batch(ids, replace(options, speculate=False), streamer=streamer, **extra | seeds)
         # Rejection sampling preserves the distribution, not the tokens.
         exact = not (pair.engine.rejection_sampling and options.sampling)
-        comparison = compare_runs([speculative], [plain], exact=exact)
+        comparison = compare_runs([speculative], [plain], dtype_name(pair.engine.target.dtype), exact=exact)
         if (difference := comparison["first_difference"]) is not None:
             row, _ = difference
             arguments = pair.arguments(options) | {
@@ -115,8 +115,9 @@ def run_checked(args: argparse.Namespace) -> int:
             if isinstance(temperatures := arguments.get("temperature"), list):
                 arguments["temperature"] = temperatures[row]
             texts_of_row = [plain.tokens[row]], [[speculative.tokens[row]]]
-            [judged] = find_differences(pair.engine, arguments, [ids[row // copies]], *texts_of_row)
-            print(_describe_cause(judged, dtype_name(pair.engine.target.dtype)), file=sys.stderr)
+            decode = pair.tokenizer.decode
+            [judged] = find_differences(pair.engine, arguments, [ids[row // copies]], *texts_of_row, decode)
+            print(*describe_differences([replace(judged, prompt=row)], pair.method), sep="\n", file=sys.stderr)
             comparison |= {"near_tie": judged.near_tie, "margin": judged.margin}
             if pair.engine.target.rounding:
                 print(f"redrafter: note: {pair.name} {ROUNDS_INSIDE}", file=sys.stderr)
@@ -140,8 +141,11 @@ def run_checked(args: argparse.Namespace) -> int:
     return 0
 
 
-def compare_runs(drafted: Sequence[Run], plain: Sequence[Run], *, exact: bool) -> dict[str, Any]:
-    """Print and return a comparison with plain runs of the same prompts, of tokens only if drafts promise the same."""
+def compare_runs(drafted: Sequence[Run], plain: Sequence[Run], dtype: str, *, exact: bool) -> dict[str, Any]:
+    """Print and return a comparison of runs with drafts and without, of a model in `dtype`, on the same prompts.
+
+    Tokens are compared if drafts promise `exact` ones.
+    """
     ours, theirs = RepeatedRuns([[*drafted]]), RepeatedRuns([[*plain]])
     found = map(first_difference, ours.texts(), theirs.texts()) if exact else ()
     difference = next(((row, index) for row, index in enumerate(found) if index is not None), None)
@@ -149,6 +153,8 @@ def compare_runs(drafted: Sequence[Run], plain: Sequence[Run], *, exact: bool) -
     verdict = "the same tokens" if exact else "tokens not compared"
     if difference is not None:
         verdict = f"OTHER TOKENS from token {difference[1]} of row {difference[0]} on"
+        # A forward over several tokens rounds differently from one over a single token.
+        verdict += "" if dtype == "float32" else f" ({dtype} decides near-ties; --dtype float32 does not)"
     print(
         f"plain: {sum(run.count for run in plain)} tokens in {seconds:.2f} s, {speed:.1f} tokens/s; "
         f"{verdict}; {speedup:.2f}x as fast with speculation",
@@ -161,17 +167,6 @@ def compare_runs(drafted: Sequence[Run], plain: Sequence[Run], *, exact: bool) -
         "plain_tokens_per_second": speed,
         "speedup": speedup,
     }
-
-
-def _describe_cause(difference: Difference, dtype: str) -> str:
-    """Return why the tokens of a difference may differ, for a model in `dtype`, and which modes are exact."""
-    if difference.margin is None:
-        return "one of the two tokens is not possible in plain decoding: please report it"
-    margin = f"the two tokens are {difference.margin:.2g} apart in logits"
-    if not difference.near_tie:
-        return f"{margin}, and rounding explains {difference.tolerance or 0.0:.2g}: please report it"
-    exact = "" if dtype == "float32" else "; --dtype float32 or --batch-invariant is exact"
-    return f"{margin}, a near-tie of {dtype}{exact}"
 
 
 def _as_turn(row: Row) -> Row:

@@ -124,14 +124,13 @@ def test_compare_tells_where_tokens_differ(generate, monkeypatch):
     monkeypatch.setattr(Pair, "run_batch", broken)
     _, err = generate("Zürich", "--compare")
     assert "OTHER TOKENS from token 7 of row 0 on" in err
-    assert re.search(
-        r"\nthe two tokens are [\d.]+ apart in logits, and rounding explains 0.0001: please report it\n", err
-    )
+    assert re.search(r"\n  OTHER TOKENS in prompt 1 at new token 8: .+; rounding explains 0.0001\n    plain ", err)
     monkeypatch.setattr("redrafter.measure.differences.tolerance", lambda *_: 1e9)
     document = json.loads(generate("Zürich", "--compare", "--json", "--dtype", "bfloat16")[0])
     assert document["compare"]["near_tie"] is True
     _, err = generate("Zürich", "--compare", "--dtype", "bfloat16")
-    assert "in logits, a near-tie of bfloat16; --dtype float32 or --batch-invariant is exact\n" in err
+    assert "(bfloat16 decides near-ties; --dtype float32 does not)" in err
+    assert "  near-tie in prompt 1 at new token 8: " in err
 
 
 def test_a_seed_gives_the_same_text_with_and_without_speculation(generate):
