@@ -87,9 +87,7 @@ def convert(
     output = check_output(config)
     # Everything is checked before the first byte is written.
     plan = plan_conversion(config)
-    plan.check_space(output)
-    total = plan.bytes_to_write(output)
-    with tqdm(total=total, unit="B", unit_scale=True, disable=None if show_progress else True) as bar:
+    with tqdm(total=plan.size, unit="B", unit_scale=True, disable=None if show_progress else True) as bar:
         write_folder(output, lambda folder: plan.write(folder, bar.update))
     for note in plan.notes:
         log(note)

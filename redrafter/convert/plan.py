@@ -18,7 +18,7 @@ from redrafter.convert.config import ConvertConfig
 from redrafter.drafting.dflash_config import DFlashConfig
 from redrafter.drafting.drafter_config import AnyDrafterConfig, DrafterConfig, EagleConfig
 from redrafter.drafting.shortlist import low_rank_factors
-from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
+from redrafter.errors import ArgumentError, MismatchError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
 from redrafter.files.drafter_kinds import drafter_kinds
 from redrafter.files.dtype_names import dtype_name
@@ -30,7 +30,6 @@ from redrafter.formats.sources import SourceBase, SourceDrafter
 from redrafter.formats.tensors import StoredTensor, cast, memory_tensor, split_into_files, write_safetensors
 from redrafter.tree.sizes import TreeShape
 
-MIN_FREE_BYTES = 64 << 20  # of the disk, after the conversion
 DRAFTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = (  # and others that belong with a tokenizer
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
@@ -57,23 +56,11 @@ class ConversionPlan:
     notes: tuple[str, ...] = ()
     copy: bool = False
 
-    def bytes_to_write(self, output: Path) -> int:
-        """Return the bytes of weights and copies that will be written to a directory, without hard links."""
-        # Hard links work only within one file system.
-        disk = _existing_parent(output).stat().st_dev
-        linked = lambda file: not self.copy and _is_weights(file) and file.resolve().stat().st_dev == disk  # noqa: E731
+    @property
+    def size(self) -> int:
+        """Bytes of all weights and copies, hard links included."""
         written = sum(tensor.meta.nbytes for tensors in self.weights.values() for tensor in tensors.values())
-        return written + sum(file.stat().st_size for file in self.copies.values() if not linked(file))
-
-    def check_space(self, output: Path) -> None:
-        """Raise `CheckpointError` if the disk of the output directory has too little free space."""
-        parent = _existing_parent(output)
-        need, free = self.bytes_to_write(output), shutil.disk_usage(parent).free
-        if need + MIN_FREE_BYTES > free:
-            raise CheckpointError(
-                f"{output} will take {need / 1e9:.1f} GB, and {parent} has {free / 1e9:.1f} GB free; make room or name "
-                "another directory"
-            )
+        return written + sum(file.stat().st_size for file in self.copies.values())
 
     def write(self, folder: Path, progress: Callable[[int], object]) -> None:
         """Write all files into a new directory; `progress` is called with the number of bytes of each block."""
@@ -98,6 +85,7 @@ class ConversionPlan:
 
 def link_or_copy(source: Path, destination: Path, progress: Callable[[int], object], copy: bool) -> None:
     """Create a hard link to a file of weights, or copy the file if `copy` is set or links are not supported."""
+    progress(source.stat().st_size)
     # Small files are copied, since users edit them and a link would change the source too.
     if not copy and _is_weights(source):
         try:
@@ -106,11 +94,6 @@ def link_or_copy(source: Path, destination: Path, progress: Callable[[int], obje
         except OSError:
             pass  # another file system, or no hard links: copy below
     shutil.copyfile(source, destination)
-    progress(source.stat().st_size)
-
-
-def _existing_parent(path: Path) -> Path:
-    return next(parent for parent in path.absolute().parents if parent.exists())
 
 
 def _is_weights(file: Path) -> bool:

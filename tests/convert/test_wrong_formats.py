@@ -85,14 +85,6 @@ def test_numbers_that_are_too_large_are_refused_and_nothing_is_left(tmp_path, ca
     assert [path.name for path in tmp_path.iterdir()] == ["apple"]
 
 
-def test_a_full_disk_is_seen_before(pair, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda place: type("Usage", (), {"free": 70_000_000})())
-    monkeypatch.setattr("redrafter.convert.plan.ConversionPlan.bytes_to_write", lambda self, output: 10_000_000_000)
-    message = refused(capsys, **pair, output=tmp_path / "o")
-    assert "will take 10.0 GB" in message
-    assert "0.1 GB free" in message
-
-
 def test_a_dry_run_shows_the_map_and_writes_nothing(pair, tmp_path, capsys):
     before = sorted(tmp_path.rglob("*"))
     convert(None, **pair, to="trtllm", tp_size=2, dry_run=True)
