@@ -68,11 +68,8 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Tensors, directory: 
     if unknown := sorted(key for key in settings if key not in _KNOWN):
         raise UnsupportedError(f"{where} has dflash_config.{unknown[0]}={settings[unknown[0]]!r}, which is not read")
 
-    def value(name: str, default: Any = None) -> Any:
-        # Publishers write the same fields at either level.
-        found = settings.get(name, config.get(name))
-        return default if found is None else found
-
+    # Publishers write the same fields at either level.
+    values = {name: x for level in (config, settings) for name, x in level.items() if x is not None}
     layer = layer_config(config.get("transformer_layer_config", config), directory, LAYER_TYPES)
     kinds = getattr(layer, "layer_types", None) or ()
     sliding = [number for number, kind in enumerate(kinds) if kind == "sliding_attention"]
@@ -82,27 +79,30 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Tensors, directory: 
     # A drafter without a head uses the base's, which has all ids.
     draft_vocab_size = config.get("draft_vocab_size") or layer.vocab_size if has(HEAD) else None
     whole = draft_vocab_size in (None, layer.vocab_size)
-    has_part = {field: any(part in name for name in tensors) for field, part in _PARTS.items()}
-    fields = {field: value(name) for field, name in _FIELDS.items() if has_part.get(field, True)}
-    fields["vocab_size"] = getattr(layer, "vocab_size", None) or value("vocab_size")
-    for field in ("vocab_size", "block_size", "mask_token_id", *_PARTS):
-        if field in fields and fields[field] is None:
+    of_parts = {field: part for field, part in _PARTS.items() if any(part in name for name in tensors)}
+    read = {field: name for field, name in _FIELDS.items() if field not in _PARTS or field in of_parts}
+    fields = {field: values[name] for field, name in read.items() if name in values}
+    fields["vocab_size"] = getattr(layer, "vocab_size", None) or values.get("vocab_size")
+    for field in ("vocab_size", "block_size", "mask_token_id", *of_parts):
+        if fields.get(field) is None:
             raise CheckpointError(f"{where} has no {field}, neither at the top nor in dflash_config")
     verifier = as_dict(as_dict(config.get("speculators_config")).get("verifier"))
     return DFlashConfig(
         hidden_size=layer.hidden_size,
         num_layers=layer.num_hidden_layers,
-        target_layers=_target_layers(value, layer.num_hidden_layers, config, directory),
-        sample_from_anchor=bool(value("sample_from_anchor", value("shift_label", _is_dspark(config, tensors)))),
+        target_layers=_target_layers(values, layer.num_hidden_layers, directory),
+        sample_from_anchor=bool(
+            values.get("sample_from_anchor", values.get("shift_label", _is_dspark(config, tensors)))
+        ),
         sliding_layers=sliding,
         sliding_window=window if sliding else None,
-        causal=_causal(value, config, has_part["conv_kernel_size"]),
+        causal=_causal(values, "conv_kernel_size" in of_parts),
         own_embedding=has(EMBEDDING),
         own_head=has(HEAD),
         draft_vocab_size=None if whole else draft_vocab_size,
         base_model=verifier.get("name_or_path"),
         **layer_fields(layer),
-        **{field: x for field, x in fields.items() if x is not None},
+        **fields,
     )
 
 
@@ -112,22 +112,22 @@ def _is_dspark(config: Mapping[str, Any], tensors: Tensors) -> bool:
     return MARKOV in tensors or any("dspark" in str(name).lower() for name in names)
 
 
-def _causal(value: Any, config: Mapping[str, Any], convolved: bool) -> str:
+def _causal(values: Mapping[str, Any], convolved: bool) -> str:
     """Return in which layers positions see no later ones of their block, as the format has it."""
-    causal = value("is_causal", value("causal"))
+    causal = values.get("is_causal", values.get("causal"))
     if causal is not None:
         return "all" if causal else "none"
-    if SPECULATORS_KEY in config:
-        later = config.get("sliding_window_non_causal", config[SPECULATORS_KEY] == "dflash2")
+    if SPECULATORS_KEY in values:
+        later = values.get("sliding_window_non_causal", values[SPECULATORS_KEY] == "dflash2")
         return "none" if later else "sliding"
     return "sliding" if convolved else "none"
 
 
-def _target_layers(value: Any, layers: int, config: Mapping[str, Any], directory: Path) -> list[int]:
+def _target_layers(values: Mapping[str, Any], layers: int, directory: Path) -> list[int]:
     """Return the target's layers whose outputs are read; those that z-lab's code chooses where none are named."""
-    if SPECULATORS_KEY in config:
-        return written_layers(config.get(SPECULATORS_LAYERS), directory, SPECULATORS_LAYERS)
-    ids, count = value("target_layer_ids"), value("num_target_layers")
+    if SPECULATORS_KEY in values:
+        return written_layers(values.get(SPECULATORS_LAYERS), directory, SPECULATORS_LAYERS)
+    ids, count = values.get("target_layer_ids"), values.get("num_target_layers")
     # The default of DFlash's own code: evenly spaced layers, without the first and the last ones.
     if ids is None and type(count) is int:
         last = max(layers - 1, 1)
