@@ -234,11 +234,6 @@ def pad_drafter(
         head_parts = (1, r)
         _connect(padded.head_proj, drafter.head_proj, head_parts, exit_parts)
     _connect(padded.lm_head, drafter.lm_head, (1, drafter.lm_head.out_features), head_parts)
-    if drafter.shortlist is not None:
-        assert padded.shortlist is not None
-        ranks = (1, config.head_shortlist_rank)
-        _connect(padded.shortlist.proj, drafter.shortlist.proj, ranks, head_parts)
-        _connect(padded.shortlist.head, drafter.shortlist.head, (1, drafter.lm_head.out_features), ranks)
     return padded
 
 

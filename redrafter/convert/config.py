@@ -15,7 +15,7 @@ from redrafter.app.parser import Parser
 from redrafter.app.paths import check_paths
 from redrafter.app.program import import_libraries, run_command
 from redrafter.checkpoints.merged import Defaults
-from redrafter.drafting.recurrent_form import RECURRENCES, SHORTLIST_RANK, check_shortlist_rank
+from redrafter.drafting.recurrent_form import RECURRENCES
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.files.atomic_folder import check_output_folder
 from redrafter.files.checkpoint_kind import kind_of
@@ -32,8 +32,6 @@ OUTPUT_KINDS = {  # the output formats, and the results of `kind_of` for each
 _OPTION_FORMATS = {  # output formats that support an option, for options that not all formats support
     "base_model_checkpoint_dir": ("redrafter", "trtllm", "drafter", "speculators"),
     "copy": ("redrafter",),
-    "head_shortlist": ("redrafter", "drafter"),
-    "head_shortlist_rank": ("redrafter", "drafter"),
     "node_budget": ("redrafter",),
     "redrafter_draft_len_per_beam": ("redrafter", "trtllm", "drafter", "speculators"),
     "redrafter_greedy_search": ("redrafter", "trtllm"),
@@ -111,14 +109,6 @@ class ConvertConfig:
         "recurrence that a TensorRT-LLM checkpoint's drafter was trained with (default: apple, as in public trainers)",
         choices=tuple(name for name in RECURRENCES if name != "gated"),
     )
-    head_shortlist: int | None = option(
-        None,
-        "give a recurrent drafter a head of two stages, without training: rough scores made of its head propose this "
-        "many ids for each beam, 128 to 512, and the head scores only those (default: as in the source)",
-        type=int,
-        metavar="C",
-    )
-    head_shortlist_rank: int = option(SHORTLIST_RANK, "rank of those rough scores")
     tokenizer_dir: str | None = option(
         None,
         "directory of a tokenizer, for a base that has none, such as TensorRT-LLM's",
@@ -136,7 +126,6 @@ class ConvertConfig:
             raise ArgumentError("--output-dir is required, unless --dry-run is given")
         if self.tp_size is not None and not 1 <= self.tp_size <= 4096:
             raise ArgumentError(f"--tp-size must be from 1 to 4096, got {self.tp_size}")
-        check_shortlist_rank(self.head_shortlist, self.head_shortlist_rank)
         for item in fields(self):
             value = vars(self)[item.name]
             if value == "":

@@ -19,7 +19,7 @@ from redrafter.app.paths import check_paths
 from redrafter.app.program import print_message
 from redrafter.checkpoints.drafters import check_beams
 from redrafter.convert.config import ConvertConfig, check_output, main
-from redrafter.convert.plan import OUTPUT_PLANNERS, ConversionPlan, add_shortlist, notes_on
+from redrafter.convert.plan import OUTPUT_PLANNERS, ConversionPlan, notes_on
 from redrafter.files.atomic_folder import write_folder
 from redrafter.formats.sources import is_pair, open_base, open_drafter
 from redrafter.tree.sizes import TreeShape
@@ -65,8 +65,6 @@ def plan_conversion(config: ConvertConfig) -> ConversionPlan:
     base = None if config.base_model_checkpoint_dir is None else Path(config.base_model_checkpoint_dir)
     directory = Path(config.drafter_model_dir or config.base_model_checkpoint_dir or "")
     drafter = open_drafter(directory, config.recurrence)
-    if config.head_shortlist is not None:
-        drafter = add_shortlist(drafter, config.head_shortlist, config.head_shortlist_rank)
     if base is None and config.to in ("redrafter", "trtllm") and is_pair(drafter.kind):
         base = directory
     check_paths(config)

@@ -17,7 +17,6 @@ from redrafter.checkpoints.drafters import draft_length_warning
 from redrafter.convert.config import ConvertConfig
 from redrafter.drafting.dflash_config import DFlashConfig
 from redrafter.drafting.drafter_config import AnyDrafterConfig, DrafterConfig, EagleConfig
-from redrafter.drafting.shortlist import low_rank_factors
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
 from redrafter.files.drafter_kinds import drafter_kinds
@@ -27,7 +26,7 @@ from redrafter.files.hub import CARD_FILE
 from redrafter.formats import apple, dflash, eagle, trtllm
 from redrafter.formats.model_card import make_header, make_introduction
 from redrafter.formats.sources import SourceBase, SourceDrafter
-from redrafter.formats.tensors import StoredTensor, cast, memory_tensor, split_into_files, write_safetensors
+from redrafter.formats.tensors import StoredTensor, cast, split_into_files, write_safetensors
 from redrafter.tree.sizes import TreeShape
 
 DRAFTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -98,20 +97,6 @@ def link_or_copy(source: Path, destination: Path, progress: Callable[[int], obje
 
 def _is_weights(file: Path) -> bool:
     return file.suffix in (".safetensors", ".bin", ".pt", ".gguf")
-
-
-def add_shortlist(drafter: SourceDrafter, size: int, rank: int) -> SourceDrafter:
-    """Add a first stage to a recurrent drafter's head: a factorization of rank `rank` that proposes `size` ids."""
-    config, head = deepcopy(drafter.config), drafter.tensors.get("lm_head.weight")
-    if not isinstance(config, DrafterConfig) or head is None:
-        raise UnsupportedError(f"--head-shortlist is for recurrent drafters, and this is a {config.kind}: leave it out")
-    if not 1 <= rank <= head.shape[1]:
-        raise ArgumentError(f"--head-shortlist-rank must be from 1 to the head's width {head.shape[1]}, got {rank}")
-    config.head_shortlist, config.head_shortlist_rank = size, rank
-    config.check()
-    rough = zip(("proj", "head"), low_rank_factors(head.read(), rank), strict=True)
-    added = {f"shortlist.{name}.weight": memory_tensor(head.name, weight.contiguous()) for name, weight in rough}
-    return replace(drafter, config=config, tensors=drafter.tensors | added)
 
 
 def plan_drafter(

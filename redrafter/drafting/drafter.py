@@ -22,13 +22,12 @@ from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.drafting.drafter_model import compile_once, drafter_layer, for_any_tokens, layer_bytes, partial_linear
 from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.proposer import SearchProposer, State
-from redrafter.drafting.shortlist import Shortlist
 from redrafter.drafting.text_drafters import GivenTexts, ReadAt, TrainableDrafter
 from redrafter.kernels.linear_operators import has_thin_kernel, residual_layer
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
-from redrafter.tree.beam_search import Candidates, Expand, PartOfScores
+from redrafter.tree.beam_search import Expand, PartOfScores
 
 TABLE_SHARE = 1 / 32  # maximum share of a GPU's memory for the table of the cell's products with embeddings
 TABULATED_AT_ONCE = 8192  # ids
@@ -72,7 +71,6 @@ class RecurrentDrafter(TrainableDrafter):
 
     Attributes:
         context: Attention to the committed tokens; None without one.
-        shortlist: First stage that proposes the ids for the head; None if the head scores all.
         embedded: The cell's product with the embedding of every id, `[V, D]`, or `[V, 2D]` in a gated cell, after
             `tabulate`; None before.
     """
@@ -89,9 +87,7 @@ class RecurrentDrafter(TrainableDrafter):
         self.layers = nn.ModuleList(_Residual(exit_dim) for _ in range(config.num_draft_layers))
         rank = config.head_rank or exit_dim
         self.head_proj = nn.Linear(exit_dim, rank, bias=False) if config.head_rank else None
-        vocabulary, shortlist_rank = config.num_draft_ids, config.head_shortlist_rank
-        self.lm_head: nn.Linear = nn.Linear(rank, vocabulary, bias=False)
-        self.shortlist = Shortlist(rank, shortlist_rank, vocabulary) if config.head_shortlist else None
+        self.lm_head: nn.Linear = nn.Linear(rank, config.num_draft_ids, bias=False)
         self.fuse = nn.Linear(self.feature_size, hidden) if config.target_layers else None
         if config.rnn and config.recurrence == "gated":
             self.rnn_gate = nn.Linear(3 * hidden, 2 * hidden)
@@ -121,8 +117,7 @@ class RecurrentDrafter(TrainableDrafter):
 
         An existing table is recomputed from the current weights.
         """
-        if self.shortlist is None:
-            super().prepare(target)
+        super().prepare(target)
         wanted = self.embedded is not None
         if target.device.type == "cuda" and self.config.rnn and not wanted:
             memory = torch.cuda.get_device_properties(target.device).total_memory
@@ -159,8 +154,7 @@ class RecurrentDrafter(TrainableDrafter):
     def draft_bytes(self, depth: int) -> int:
         """Return the bytes of the weights that a draft of `depth` search steps reads.
 
-        The first step does not read the recurrence's weights for the state, as it has none. For a head in two stages,
-        the rows of one sequence's candidates are counted, with the config's number of beams.
+        The first step does not read the recurrence's weights for the state, as it has none.
         """
         config, first = self.config, self.first_product
         gated = config.rnn and config.recurrence == "gated"
@@ -176,16 +170,11 @@ class RecurrentDrafter(TrainableDrafter):
         unread = layer_bytes(self.rnn_u, with_bias=config.recurrence == "trtllm") if elman else 0
         unread += layer_bytes(self.rnn_gate, 1 / 3, with_bias=False) if gated else 0
         whole = sum(weight.nbytes for weight in self.parameters()) - never
-        gathered = 0
         if self.int8_head is None:
             whole -= self.unread_head_bytes
         if self.int8_head is not None:
             whole += self.int8_head.num_bytes - layer_bytes(self.lm_head)
-        if config.head_shortlist is not None:
-            whole -= layer_bytes(self.lm_head)
-            rows = config.head_shortlist * (1 + (depth - 1) * config.draft_beams)  # the first step has one beam
-            gathered = rows * self.lm_head.weight[0].nbytes
-        return depth * (whole - once - looked_up) + once - unread + gathered
+        return depth * (whole - once - looked_up) + once - unread
 
     @property
     def feature_size(self) -> int:
@@ -320,11 +309,6 @@ class RecurrentDrafter(TrainableDrafter):
             head_inputs.append(x)
         return torch.stack(head_inputs, dim=1)
 
-    def trained_heads(self, x: Tensor) -> list[tuple[Tensor | None, ...]]:
-        """Return the head, and the rough scores before it, whose loss does not change the states."""
-        rough = self.shortlist
-        return super().trained_heads(x) + ([] if rough is None else [(rough.proj(x.detach()), rough.head.weight)])
-
     def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
         """Return about how many bytes `unroll` keeps."""
         config, positions = self.config, rows * length
@@ -381,7 +365,6 @@ class RecurrentProposer(SearchProposer[ContextWindow | None]):
     def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: ContextWindow | None) -> Expand:
         """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""
         drafter, carried = self.drafter, None  # [B, w, D], the recurrent state of each beam
-        count = max(drafter.config.head_shortlist or 0, self.beams)
         start = drafter.begin(drafter.fuse_hidden(state.hidden)[:, None])
         advance = _advance_compiled if self.compiled else _advance
         windows: list[ContextWindow | None] = [context] * self.depth
@@ -389,14 +372,10 @@ class RecurrentProposer(SearchProposer[ContextWindow | None]):
             steps = torch.arange(self.depth, device=context.length.device)
             windows = [context._replace(length=length) for length in context.length + steps[:, None]]
 
-        def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor | Candidates | PartOfScores:
+        def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor | PartOfScores:
             nonlocal carried
-            out, carried = advance(drafter, self.target.embedding, tokens, sources, carried, start, windows[k])
-            if drafter.shortlist is None:
-                return drafter.draft_scores(out, sampler, noise, k)
-            return drafter.shortlist.choose(
-                out, drafter.lm_head, count, sampler=sampler, noise=noise, step=k, names=drafter.draft_ids
-            )
+            logits, carried = advance(drafter, self.target.embedding, tokens, sources, carried, start, windows[k])
+            return drafter.draft_scores(logits, sampler, noise, k)
 
         return expand
 
@@ -422,16 +401,15 @@ def _advance(
         window: Entries of the committed tokens, with a `length` that counts the drafts too; None to read none.
 
     Returns:
-        Logits `[B, w, V']`, or with a shortlist the head's inputs `[B, w, R]`; and the new states `[B, w, D]`.
+        Logits `[B, w, V']` and the new states `[B, w, D]`.
     """
     if carried is not None:
         # Beams are chosen again at each step, so each takes the state of the beam that it continues.
         carried = carried.gather(1, sources[:, :, None].expand(-1, -1, carried.shape[-1]))
     context = drafter.context
     read = None if window is None or context is None else partial(context, window=window)
-    step_made = drafter.step if drafter.shortlist is None else drafter.advance
     embedded = None if drafter.embedded is None else drafter.embedded[tokens]
-    return step_made(embedding(tokens), carried, start, read, embedded)
+    return drafter.step(embedding(tokens), carried, start, read, embedded)
 
 
 def _remember(

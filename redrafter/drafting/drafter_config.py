@@ -12,7 +12,6 @@ from redrafter.drafting.recurrent_form import (
     CONTEXT_HEADS,
     CONTEXT_KV_HEADS,
     RECURRENCES,
-    SHORTLIST_RANK,
 )
 from redrafter.errors import ArgumentError, MismatchError
 from redrafter.files.drafter_kinds import drafter_kinds
@@ -148,9 +147,6 @@ class DrafterConfig(AnyDrafterConfig):
         context_kv_heads: Its key and value heads, which divide the query heads.
         context_head_dim: Width of a head.
         head_rank: Rank of the head's weight, which makes it smaller by E / head_rank; None for full rank.
-        head_shortlist: Number of ids that rough scores propose for each beam at each step, the only ones that the head
-            scores; a search with more beams gets as many. None for a head that scores all ids.
-        head_shortlist_rank: Rank of the rough scores.
         source_config: Other fields of Apple's config, kept for converting back.
     """
 
@@ -167,8 +163,6 @@ class DrafterConfig(AnyDrafterConfig):
     context_kv_heads: int = CONTEXT_KV_HEADS
     context_head_dim: int = CONTEXT_HEAD_DIM
     head_rank: int | None = None
-    head_shortlist: int | None = None
-    head_shortlist_rank: int = SHORTLIST_RANK
     source_config: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: object) -> None:

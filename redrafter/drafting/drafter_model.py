@@ -29,6 +29,9 @@ from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.beam_search import PartOfScores
 
+# Of Apple's checkpoints, and of heads in two stages, which earlier versions could make of the whole head that follows.
+UNUSED_TENSORS = ("emb_norm.weight", "shortlist.")
+
 
 class FusedParts(nn.Module):
     """Products that are computed as one where the engine has fused their weights."""
@@ -205,8 +208,8 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         model, info = loaded
         model.config.name_or_path = model.name_or_path = str(name)
         wrong = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys")}
-        # Apple's checkpoints contain this tensor, which no drafter uses.
-        wrong["unexpected_keys"] = [key for key in wrong["unexpected_keys"] if key != "emb_norm.weight"]
+        unexpected = wrong["unexpected_keys"]
+        wrong["unexpected_keys"] = [key for key in unexpected if not key.startswith(UNUSED_TENSORS)]
         wrong["mismatched_keys"] = [
             f"{key} of shape {tuple(saved)} instead of {tuple(expected)}"
             for key, saved, expected in sorted(info["mismatched_keys"])

@@ -84,7 +84,7 @@ def check_published_form(config: AnyDrafterConfig, format_name: str, recurrences
     keeping = "--to redrafter or --to drafter keeps it"
     if not isinstance(config, DrafterConfig):
         raise UnsupportedError(f"{format_name} cannot hold {config.kind}s; {keeping}")
-    for name in ("recurrence", "target_layers", "context_window", "head_rank", "head_shortlist", "draft_vocab_size"):
+    for name in ("recurrence", "target_layers", "context_window", "head_rank", "draft_vocab_size"):
         value = getattr(config, name)
         if (config.rnn and value not in recurrences) if name == "recurrence" else value not in (None, (), []):
             raise UnsupportedError(

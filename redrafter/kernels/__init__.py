@@ -7,14 +7,10 @@ from importlib.util import find_spec
 
 __all__ = [
     "MAX_ROUNDED_WIDTH",
-    "MAX_SEARCHED",
     "MAX_THIN_TOKENS",
     "MAX_WIDENED_TOKENS",
     "TRITON",
     "accept_drafts",
-    "best_candidates",
-    "best_of_parts",
-    "candidate_scores",
     "commit",
     "find_ancestors",
     "float8_product",
@@ -69,6 +65,5 @@ if TRITON:
         share_parts,
     )
     from redrafter.kernels.sample import gumbel, sample_tokens
-    from redrafter.kernels.shortlist import MAX_SEARCHED, best_candidates, best_of_parts, candidate_scores
     from redrafter.kernels.token_order import new_slots, token_order
     from redrafter.kernels.tree import find_ancestors, hold_best, top_continuations

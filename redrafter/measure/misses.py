@@ -22,7 +22,6 @@ from redrafter.measure.replay import (
 from redrafter.measure.table import format_table
 from redrafter.model.target import Target
 from redrafter.model.teacher import Teacher
-from redrafter.tree.beam_search import Candidates
 from redrafter.tree.sizes import TreeShape
 
 # Lower bounds of groups of drafts, by the base's probability of its own token and by the tokens before a draft.
@@ -217,8 +216,6 @@ def _ranks(drafter: ReplayableDrafter, target: Target, at: Positions) -> Tensor:
     expand = proposer.scores(at.state, at.sampler, at.noise, at.context)
     for k in range(depth):
         scores = expand(k, tokens[:, k : k + 1].clamp(min=0), torch.zeros_like(tokens[:, :1]))
-        if isinstance(scores, Candidates):
-            scores = scores.spread(drafter.lm_head.out_features)
         assert isinstance(scores, Tensor), "an evaluation runs in one process"
         own = scores[:, 0].gather(1, label[:, k + 1].clamp(min=0)[:, None])
         ranks.append((scores[:, 0] > own).sum(dim=1).where(label[:, k + 1] >= 0, -1))

@@ -24,31 +24,6 @@ from redrafter.tree.token_tree import Tree, chain, eligible_scores, keep_best, s
 CPU_NODE_BUDGET = 12  # nodes; on a CPU each costs arithmetic. Best or nearly for the boxed pair, see docs/benchmarks.md
 
 
-class Candidates(NamedTuple):
-    """Scores of a few ids of each beam, where no other id can follow it: the C candidates alone are normalised.
-
-    Attributes:
-        scores: Unnormalised log-probabilities, `[B, w, C]`.
-        ids: The proposer's id of each score, `[B, w, C]` int64.
-    """
-
-    scores: Tensor
-    ids: Tensor
-
-    def spread(self, vocabulary: int) -> Tensor:
-        """Return the scores of all ids, `[B, w, V']`; -inf for ids that are not candidates."""
-        everywhere = self.scores.new_full((*self.scores.shape[:-1], vocabulary), -torch.inf)
-        return everywhere.scatter_(-1, self.ids, self.scores)
-
-    def best(self, total: Tensor, width: int, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Select the best pairs of a beam and a candidate, with the arguments and result of `top_continuations`."""
-        if kernels.TRITON and self.scores.is_cuda and self.scores[0].numel() <= kernels.MAX_SEARCHED:
-            return kernels.best_candidates(self.scores.float(), self.ids, total, width, ids)
-        score, source, place = top_continuations(self.scores, total, width, None)
-        token = self.ids.flatten(1).gather(1, source * self.ids.shape[-1] + place)
-        return score, source, token if ids is None else ids[token]
-
-
 class PartOfScores(NamedTuple):
     """Scores of the ids that this rank has scored, where ranks divide the proposer's ids.
 
@@ -86,12 +61,11 @@ class PartOfScores(NamedTuple):
         return score, pair // (size * width), token if ids is None else ids[token]
 
 
-Expand = Callable[[int, Tensor, Tensor], Tensor | Candidates | PartOfScores]
+Expand = Callable[[int, Tensor, Tensor], Tensor | PartOfScores]
 """Scores the next tokens of every beam: `expand(k, tokens [B, w], sources [B, w]) -> scores [B, w, V']`.
 
 `k` is the search step, `tokens` the last token of each beam, and `sources` the beam of the previous step that each one
-continues. The scores are unnormalised log-probabilities, of all ids, of candidates, or of a rank's part of
-the ids.
+continues. The scores are unnormalised log-probabilities, of all ids or of a rank's part of the ids.
 """
 
 
@@ -129,7 +103,7 @@ def beam_search(
     tokens, sources, scores = [token], [source], [score]
     for k in range(depth if beams > 1 else min(depth, nodes - 1)):  # a chain drafts no node to be cut
         found = expand(k, token, source)
-        if isinstance(found, Candidates | PartOfScores):
+        if isinstance(found, PartOfScores):
             score, source, token = found.best(score, beams, ids)  # [B, W] each
         else:
             score, source, token = top_continuations(found, score, beams, ids)  # [B, W] each

@@ -90,7 +90,7 @@ DRAFTERS = [
     {},
     {"rnn": False, "num_draft_layers": 0},
     {"exit_dim": 24, "recurrence": "trtllm", "num_draft_layers": 1},
-    {"recurrence": "apple", "head_rank": 12, "head_shortlist": 8, "head_shortlist_rank": 6},
+    {"recurrence": "apple", "head_rank": 12},
     {"recurrence": "gated", "target_layers": [0, 2]},
     {"recurrence": "gated", "target_layers": [1], "head_rank": 12, "exit_dim": 24, "draft_vocab_size": 20},
 ]
@@ -127,9 +127,6 @@ def test_a_padded_drafter_drafts_the_same(pair, changes, dtype):
             logits.append(out)
         torch.testing.assert_close(logits[1], logits[0])
         torch.testing.assert_close(states[1][:, :HIDDEN], states[0])
-    if drafter.shortlist is not None:
-        x = torch.randn(3, rank, dtype=dtype)
-        torch.testing.assert_close(padded.shortlist(F.pad(x, (0, 2 * rank))), drafter.shortlist(x))
 
 
 def test_a_head_can_be_padded_to_a_rank_of_its_own():

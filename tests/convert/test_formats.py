@@ -2,7 +2,6 @@
 
 import json
 import multiprocessing
-import re
 import shutil
 import subprocess
 import sys
@@ -31,7 +30,6 @@ from helpers.conversion import (
 )
 from helpers.models import HIDDEN, VOCAB, tiny_drafter, tiny_model
 from redrafter import RecurrentDrafter, ReDrafter
-from redrafter.cli import main
 
 FORMS = [
     {"exit_dim": exit_dim, "layers": layers, "rnn": rnn}
@@ -310,28 +308,6 @@ def test_the_base_of_a_drafter_is_remembered_and_another_one_refused_in_every_fo
         assert "made for another base" in message
 
 
-def test_a_trained_head_gets_a_first_stage_of_its_singular_vectors(bases, tmp_path, capsys):
-    tiny_drafter(draft_vocab_size=40, context_window=4, head_rank=12).save_pretrained(tmp_path / "drafter")
-    asked = {"drafter": tmp_path / "drafter", "head_shortlist": 6, "head_shortlist_rank": 5}
-    before, made = weights(tmp_path / "drafter"), convert(tmp_path / "two", **asked, to="drafter")
-    after = weights(made)
-    u, s, v = torch.linalg.svd(before["lm_head.weight"])
-    product = after["shortlist.head.weight"] @ after["shortlist.proj.weight"]
-    torch.testing.assert_close(product, (u[:, :5] * s[:5]) @ v[:5])
-    assert same(before, {name: x for name, x in after.items() if not name.startswith("shortlist")})
-    assert RecurrentDrafter.from_pretrained(made).config.head_shortlist == 6
-    merged = convert(tmp_path / "merged", base=bases / "llama", **asked)
-    assert same(weights(merged / "drafter"), after)
-    capsys.readouterr()
-    assert main(["info", str(made)]) == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"head shortlist +6\n", shown)
-    assert re.search(r"head shortlist rank +5\n", shown)
-    bad = asked | {"head_shortlist_rank": 13}
-    message = refused(capsys, **bad, to="drafter", output=tmp_path / "out")
-    assert message.strip().endswith("--head-shortlist-rank must be from 1 to the head's width 12, got 13")
-
-
 @pytest.mark.parametrize("to", ["apple", "trtllm"])
 @pytest.mark.parametrize(
     ("change", "says"),
@@ -340,7 +316,6 @@ def test_a_trained_head_gets_a_first_stage_of_its_singular_vectors(bases, tmp_pa
         ({"target_layers": (0,)}, "target_layers=[0]"),
         ({"context_window": 8}, "context_window=8; --to redrafter or --to drafter keeps it"),
         ({"head_rank": 8}, "head_rank=8"),
-        ({"head_shortlist": 8}, "head_shortlist=8"),
         ({"draft_vocab_size": 40}, "draft_vocab_size=40"),
     ],
 )

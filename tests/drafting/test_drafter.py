@@ -110,7 +110,7 @@ def test_a_step_is_what_advance_makes_and_then_the_head(form):
     assert logits.shape == (3, drafter.config.draft_vocab_size or VOCAB)
 
 
-@pytest.mark.parametrize("form", ["published", "gated", "all", "two_stage"])
+@pytest.mark.parametrize("form", ["published", "gated", "all"])
 def test_a_draft_with_a_table_of_products_is_that_without_until_training(form):
     drafter, target = random_drafter(**FORMS[form]).eval(), Target(tiny_model("llama"))
     proposer = drafter.proposer(target, 3, 3, 10, None, False)
@@ -218,9 +218,10 @@ def test_what_is_wrong_with_a_checkpoint_is_named(tmp_path, break_it, named):
         RecurrentDrafter.from_pretrained(tmp_path)
 
 
-def test_a_norm_that_some_trainers_leave_unused_is_passed_over(tmp_path):
+@pytest.mark.parametrize("name", ["emb_norm.weight", "shortlist.head.weight"])
+def test_tensors_of_some_trainers_and_of_earlier_versions_are_left_unused(tmp_path, name):
     tiny_drafter().save_pretrained(tmp_path)
-    change_weights(lambda w: w | {"emb_norm.weight": torch.zeros(HIDDEN)})(tmp_path)
+    change_weights(lambda w: w | {name: torch.zeros(HIDDEN)})(tmp_path)
     RecurrentDrafter.from_pretrained(tmp_path)
 
 

@@ -68,22 +68,6 @@ def search_part(beams: int, vocab: int, part: int) -> Callable[[], object]:
     return lambda: kernels.top_continuations(scores, torch.zeros(1, beams), beams, None, **shared)
 
 
-def choose_candidates(
-    beams: int, count: int, width: int, weight: torch.dtype = torch.bfloat16, vocab: int = 128_256
-) -> Callable[[], object]:
-    rough, x, ids = torch.zeros(1, beams, vocab), torch.zeros(1, beams, width).bfloat16(), torch.arange(vocab)
-    head, scale = torch.zeros(vocab, width, dtype=weight), torch.ones(vocab) if weight == FP8 else None
-    drawn = torch.ones(1), torch.zeros(1, vocab), ids
-
-    def program() -> None:
-        chosen = kernels.best_of_parts(rough, count, *drawn)
-        kernels.best_candidates(
-            kernels.candidate_scores(x, head, scale, chosen, *drawn), chosen, torch.zeros(1, beams), beams, ids
-        )
-
-    return program
-
-
 def multiply(tokens: int, features: int, inner: int = 512, *, widened: bool = False) -> Callable[[], object]:
     x, weight = torch.zeros(tokens, inner, dtype=torch.bfloat16), torch.zeros(features, inner).to(torch.float8_e4m3fn)
     scales = torch.ones(tokens), torch.ones(features)
@@ -146,8 +130,6 @@ PROGRAMS = {
     "search with 32 beams": search(32, 128_256),
     "search with 48 beams": search(48, 128_256),
     "search with 64 beams": search(64, 262_144),
-    "candidates of a head": choose_candidates(5, 128, 4096),
-    "many candidates of an FP8 head": choose_candidates(16, 512, 1024, FP8),
     "acceptance of a token": accept(1, counted=False, limited=False),
     "acceptance of shared nodes": accept(41, counted=True, limited=True),
     "order of the tokens of 512 rows": order(512, 26),
@@ -192,7 +174,7 @@ def main() -> None:
     JITFunction.run = compile_alone
     torch.version.cuda = "13.0"
     gpu = torch.device("cuda")
-    for name in ("cache_tiles", "linear", "float8_matmul", "float8_rounding", "peer_sum", "shortlist"):
+    for name in ("cache_tiles", "linear", "float8_matmul", "float8_rounding", "peer_sum"):
         module = import_module(f"redrafter.kernels.{name}")
         module.supports_dependent_launch = lambda device: True
         module.widening_assembly = lambda narrow, wide, device: widening_assembly(narrow, wide, gpu)

@@ -13,7 +13,6 @@ FORMS: dict[str, dict] = {
     "gated": {"recurrence": "gated"},
     "aux_hidden": {"target_layers": (0, 2)},
     "low_rank": {"head_rank": 8},
-    "two_stage": {"head_shortlist": 4, "head_shortlist_rank": 6, "draft_vocab_size": 40},
     "reduced": {"draft_vocab_size": 40},
     "context": {"context_window": 4, "context_heads": 2, "context_head_dim": 8},
     "all": {

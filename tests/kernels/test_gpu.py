@@ -36,7 +36,6 @@ SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 3}
 PROCESSED = {"do_sample": True, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 3}
 READS_LAYERS = {"recurrence": "gated", "target_layers": (0, 1), "head_rank": 16}
 READS_TEXT = READS_LAYERS | {"context_window": 12, "context_head_dim": 8}
-TWO_STAGES = {"head_shortlist": 8, "head_shortlist_rank": 4}
 NOT_CAPTURED = {"deepseek_v3", "gpt_oss", "jamba", "qwen3_moe"}  # each with a warning that says why
 
 
@@ -245,20 +244,14 @@ def test_drafts_over_pages_are_those_over_copies(name, compile, monkeypatch):
     assert torch.stack(same).mean() > 0.99  # sums of another order may decide a near-tie
 
 
-@pytest.mark.parametrize("form", [{}, {"draft_vocab_size": 60, "recurrence": "gated", "head_rank": 16}], ids=str)
-def test_captured_steps_with_a_head_in_two_stages_write_what_model_generate_writes(form):
-    check(on_gpu("llama", tiny_drafter(**TWO_STAGES, **form), compile=False))
-
-
 @pytest.mark.parametrize(
     "drafter",
     [
         tiny_drafter,
         partial(tiny_drafter, **READS_TEXT),
-        partial(tiny_drafter, **TWO_STAGES),
         partial(random_head, **EAGLE_FORMS["published"]),
     ],
-    ids=["published", "text", "two_stages", "eagle"],
+    ids=["published", "text", "eagle"],
 )
 def test_a_step_neither_waits_nor_allocates(drafter):
     engine = on_gpu("llama", drafter(), compile=False)

@@ -65,8 +65,7 @@ def drafted_logits(drafter: RecurrentDrafter, target: Target, text: Tensor, pend
     return torch.stack(logits)
 
 
-# With a head in two stages a search has logits of candidates alone, which tests/drafting/test_shortlist.py compares.
-@pytest.mark.parametrize("form", [form for form in FORMS if "head_shortlist" not in FORMS[form]])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("pending", [1, 5, LENGTH - DEPTH - 1])
 def test_the_search_computes_the_logits_that_were_trained(target, form, pending):
     drafter = random_drafter(**FORMS[form])
