@@ -5,13 +5,13 @@ stand-ins for modules, other forwards, entries of configs) go through a `ModelPa
 order, and which does not affect the forwards of other threads.
 
 Fused layers, compiled forwards, captured steps and stored keys and values depend on the model's weights, hooks,
-forwards and adapters. So a `ModelWatch` checks these before each call, and a `ModelState` identifies the changes.
+forwards and adapters. So the `ModelState` of the last call is compared with the current one before each call.
 """
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from itertools import chain
 from operator import attrgetter, itemgetter, methodcaller
@@ -29,6 +29,8 @@ CompiledPart: TypeAlias = tuple[nn.Module, str, Any]
 
 # This library manages its own hooks, and transformers' hooks record outputs only for its own calls.
 _KNOWN_HOOKS = ("redrafter.", "transformers.")
+
+_ORIGINAL = "_torchdynamo_orig_callable"  # attribute of compiled functions
 
 
 def in_other_thread(thread: int) -> bool:
@@ -147,92 +149,49 @@ class ModelPatch:
         return guarded
 
 
-@dataclass(frozen=True)
-class ModelState:
-    """The state of a model at one time, to be compared with a later state.
-
-    Attributes:
-        memory: Each parameter and saved buffer, and its address.
-        writes: In-place write count of each of them. Writes through `.data` are not counted by torch.
-        code: Each module, the function that runs when it is called, and the state of its adapters.
-        hooked: Whether any forward hook is called in a forward, except this library's and transformers' own.
-        compiled: The parts that their owner has compiled.
-    """
-
-    memory: list[tuple[int, int]]
-    writes: list[int]
-    code: list[tuple[object, ...]]
-    hooked: bool
-    compiled: list[CompiledPart]
-
-    @classmethod
-    def from_model(cls, model: nn.Module) -> "ModelState":
-        """Return the state of a model now. The caller holds the lock of its forwards, which set hooks on it."""
-        memory = list[tuple[int, int]]()
-        writes = list[int]()
-        compiled = list[CompiledPart]()
-        code: list[tuple[object, ...]] = [_hook_ids(torch_module)]
-        waiting, seen = [model], set[int]()
-        while waiting:  # several times faster than `modules()`
-            module: Any = waiting.pop()
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
-            state, kind = vars(module), type(module)
-            waiting.extend(child for child in state["_modules"].values() if child is not None)
-            hooks = _hook_ids(module) if state["_forward_hooks"] or state["_forward_pre_hooks"] else ()
-            forward = state.get("forward")
-            adapters = _adapters_of(module) if _has_adapters(kind) else None
-            code.append((id(module), kind.forward, forward, hooks, adapters))
-            if state.get("_compiled_call_impl") is not None:
-                compiled.append((module, "_compiled_call_impl", None))
-            if (original := getattr(forward, "_torchdynamo_orig_callable", None)) is not None:
-                compiled.append((module, "forward", original))
-            for tensor in (*state["_parameters"].values(), *_saved_buffers(state)):
-                if tensor is not None:
-                    memory.append((id(tensor), _address(tensor)))
-                    writes.append(count_writes(tensor))
-        return cls(
-            memory=memory,
-            writes=writes,
-            code=code,
-            hooked=bool(code[0]) or any(entry[3] for entry in code[1:]),
-            compiled=compiled,
-        )
-
-
 _TABLES = itemgetter("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks", "training")
 _VERSION: Callable[[Tensor], int] = attrgetter("_version")
 _VALUES = methodcaller("values")  # of any mapping, as accelerate keeps offloaded tensors in one that is no dict
 
 
-class ModelWatch:
-    """Checks, in a fraction of the time of a `ModelState`, whether a new one is needed.
-
-    It checks all inputs of a `ModelState`, in the modules that the model had when the watch was made; the children of
-    these modules show whether they are still the model's. It may report a change that is none, such as a hook of
-    transformers, but never misses one.
+@dataclass(frozen=True)
+class ModelState:
+    """The state of a model at one time, to be compared with a later state.
 
     Attributes:
-        training: Whether any module was in training mode at the last check.
+        modules: Its modules. The children of these, in `code`, show whether they are still the model's.
+        memory: The ids of all parameters and saved buffers, and their addresses.
+        writes: In-place write count of each of them. Writes through `.data` are not counted by torch.
+        code: Classes, children, functions that run when modules are called, hooks, and adapters.
+        calls: What `torch.compile` has set on each module, if anything.
+        hooked: Whether any forward hook is called in a forward, except this library's and transformers' own.
+        training: Whether any module is in training mode; not compared.
     """
 
-    def __init__(self, model: nn.Module):
-        """Record a model's state. The caller holds the lock of its forwards, which set hooks on it."""
-        self._modules = list(model.modules())
-        self._seen = self._look()
+    modules: list[nn.Module] = field(compare=False, repr=False)
+    memory: tuple[list[int], list[int]]
+    writes: list[int]
+    code: tuple[object, ...]
+    calls: list[object]
+    hooked: bool
+    training: bool = field(compare=False)
 
-    def is_unchanged(self) -> bool:
-        """Check again, and return whether nothing has changed since the watch was made."""
-        return self._look() == self._seen
+    @classmethod
+    def from_model(cls, model: nn.Module) -> "ModelState":
+        """Return the state of a model now. The caller holds the lock of its forwards, which set hooks on it."""
+        return cls._of_modules(list(model.modules()))
 
-    def _look(self) -> tuple[object, ...]:
+    def again(self) -> "ModelState":
+        """Return the state of the same modules now, in a fraction of the time that finding them takes."""
+        return self._of_modules(self.modules)
+
+    @classmethod
+    def _of_modules(cls, modules: list[nn.Module]) -> "ModelState":
         # Of 32 layers, there are 400 modules: each loop is one of Python's own functions where there is one, several
         # times faster than statements.
-        states = [module.__dict__ for module in self._modules]
-        kinds: list[Any] = list(map(type, self._modules))
+        states = [module.__dict__ for module in modules]
+        kinds: list[Any] = list(map(type, modules))
         children, parameters, buffers, before, after, training = zip(*map(_TABLES, states), strict=True)
-        self.training = any(training)
         tensors = [x for x in chain.from_iterable(map(_VALUES, filter(None, parameters))) if x is not None]
         if any(buffers):
             tensors += [x for state in states if state["_buffers"] for x in _saved_buffers(state)]
@@ -244,21 +203,36 @@ class ModelWatch:
             writes = list(map(count_writes, tensors))
         kinds_once, adapters = dict.fromkeys(kinds), list[object]()
         if any(map(_has_adapters, kinds_once)):
-            adapters = [_adapters_of(module) for module in self._modules if _has_adapters(type(module))]
-        return (
+            adapters = [_adapters_of(module) for module in modules if _has_adapters(type(module))]
+        hooks = [*map(_hook_ids, filter(None, before)), *map(_hook_ids, filter(None, after)), *_global_hooks()]
+        code = (
             kinds,
             [kind.forward for kind in kinds_once],
             list(map(id, chain.from_iterable(map(_VALUES, filter(None, children))))),
             list(map(len, children)),
-            list(map(id, tensors)),
-            addresses,
-            writes,
-            list(map(tuple, (*filter(None, before), *filter(None, after)))),
-            _hook_ids(torch_module),
             [state.get("forward") for state in states],
-            [state.get("_compiled_call_impl") for state in states],
+            list(filter(None, hooks)),
             adapters,
         )
+        return cls(
+            modules=modules,
+            memory=(list(map(id, tensors)), addresses),
+            writes=writes,
+            code=code,
+            calls=[state.get("_compiled_call_impl") for state in states],
+            hooked=any(hooks),
+            training=any(training),
+        )
+
+    @property
+    def compiled(self) -> list[CompiledPart]:
+        """The parts that their owner has compiled."""
+        calls = zip(self.modules, self.calls, strict=True)
+        parts: list[CompiledPart] = [
+            (module, "_compiled_call_impl", None) for module, call in calls if call is not None
+        ]
+        forwards = ((module, getattr(vars(module).get("forward"), _ORIGINAL, None)) for module in self.modules)
+        return parts + [(module, "forward", original) for module, original in forwards if original is not None]
 
 
 def _saved_buffers(state: dict[str, Any]) -> list[Tensor]:
@@ -287,24 +261,26 @@ def count_writes(tensor: Tensor) -> int:
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a module calls a forward hook that is neither this library's nor transformers'."""
-    return bool(_hook_ids(module) or _hook_ids(torch_module))
+    own = _hook_ids(module._forward_pre_hooks), _hook_ids(module._forward_hooks)
+    return any((*own, *_global_hooks()))
 
 
 def hooked_module(model: nn.Module) -> str:
     """Name the first module with a forward hook, of a hooked model."""
-    names = (
-        f"its {name}" if name else type(model).__name__ for name, module in model.named_modules() if _hook_ids(module)
-    )
-    return next(names, "every module")
+    of_all = any(_global_hooks())
+    names = (f"its {name}" if name else type(model).__name__ for name, x in model.named_modules() if has_hooks(x))
+    return "every module" if of_all else next(names)
 
 
-def _hook_ids(owner: object) -> tuple[int, ...]:
-    """Return the ids of the forward hooks of a module, or of all modules where `owner` is torch's own file of them."""
-    prefix = "_global" if owner is torch_module else ""
-    hooks = {**vars(owner)[f"{prefix}_forward_pre_hooks"], **vars(owner)[f"{prefix}_forward_hooks"]}
-    return tuple(
-        key for key, hook in hooks.items() if not (getattr(hook, "__module__", "") or "").startswith(_KNOWN_HOOKS)
-    )
+def _hook_ids(hooks: dict[int, Callable[..., object]]) -> list[int]:
+    """Return the ids of the forward hooks in a module's table, without this library's and transformers' own."""
+    return [key for key, x in hooks.items() if not (getattr(x, "__module__", "") or "").startswith(_KNOWN_HOOKS)]
+
+
+def _global_hooks() -> tuple[list[int], list[int]]:
+    """Return the ids of the hooks that all modules call, before and after their forwards."""
+    before, after = itemgetter("_global_forward_pre_hooks", "_global_forward_hooks")(vars(torch_module))
+    return _hook_ids(before), _hook_ids(after)
 
 
 def _address(tensor: Tensor) -> int:

@@ -35,7 +35,7 @@ from redrafter.model.images import ImageReader, image_arguments, token_type_argu
 from redrafter.model.linear_layers import has_float8_layers, is_quantized, warn_of_rounding
 from redrafter.model.lora import AdapterSlots
 from redrafter.model.passed_tests import NONE_PASSED, PassedTests
-from redrafter.model.patch import MODEL_ERRORS, ModelPatch, ModelState, ModelWatch, hooked_module
+from redrafter.model.patch import MODEL_ERRORS, ModelPatch, ModelState, hooked_module
 from redrafter.model.positions import find_dynamic_rope, find_switching_rope
 from redrafter.model.prompt_reader import PromptReader, ShowLogits
 from redrafter.model.self_test import CacheSupport
@@ -182,16 +182,17 @@ class Target(BoundModel):
                 training mode.
         """
         with self.lock:  # no forward has set anything on the model now
-            if not self._watch.is_unchanged():
+            now = self._state.again()
+            if now != self._state:
                 self._follow()
-            training = self._watch.training
+            training = now.training
         if training:
             check_eval(self.model)
 
     def _follow(self) -> None:
-        """Record changes of the model, if the watch may have missed some."""
+        """Record what has changed since the last call."""
         before, now = self._state, ModelState.from_model(self.model)
-        if now != before:
+        if (now.memory, now.writes, now.code) != (before.memory, before.writes, before.code):
             for what, fact in self._facts().items():
                 if fact != self._bound_as[what]:
                     raise ArgumentError(
@@ -208,7 +209,6 @@ class Target(BoundModel):
     def note_state(self) -> None:
         """Take the model's weights and code as they are now, so that `follow_changes` finds later changes alone."""
         self._state = ModelState.from_model(self.model)
-        self._watch = ModelWatch(self.model)
         self.compiled_parts = self._state.compiled
 
     @property

@@ -10,7 +10,7 @@ from helpers.generation import ON_BOTH_CACHES
 from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from helpers.recurrent import generated_alone, recurrent_model
 from redrafter import ArgumentError, PromptLookup, UnsupportedError
-from redrafter.model.patch import ModelState, ModelWatch
+from redrafter.model.patch import ModelState
 
 IDS, MASK = uneven_batch(rows=3, longest=40)  # longer than a block of the paged cache
 GREEDY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
@@ -237,14 +237,13 @@ def test_a_look_tells_of_every_change(change, inference):
     with torch.inference_mode(inference):
         model = deepcopy(tiny_model("llama"))
         query(model).register_buffer("scale", torch.zeros(1))
-        watch, state = ModelWatch(model), ModelState.from_model(model)
-    assert watch.is_unchanged()
-    assert ModelState.from_model(model) == state
+        state = ModelState.from_model(model)
+    assert state.again() == state == ModelState.from_model(model)
     undo = change(model)
-    assert not watch.is_unchanged()
+    assert state.again() != state
     if undo is not None:
         undo()
-        assert watch.is_unchanged()
+        assert state.again() == state
 
 
 def test_a_look_tells_of_other_adapters_of_peft():
@@ -252,27 +251,23 @@ def test_a_look_tells_of_other_adapters_of_peft():
     lora = peft.LoraConfig(target_modules=["q_proj"], r=2)
     model = peft.get_peft_model(deepcopy(tiny_model("llama")), lora).eval()
     model.add_adapter("other", lora)
-    watch = ModelWatch(model)
+    state = ModelState.from_model(model)
     with model.disable_adapter():
-        assert not watch.is_unchanged()
-    assert watch.is_unchanged()
+        assert state.again() != state
+    assert state.again() == state
     model.set_adapter("other")
-    assert not watch.is_unchanged()
+    assert state.again() != state
 
 
 def test_a_look_passes_over_what_changes_in_forwards_and_sees_one_module_in_training_mode():
     model = deepcopy(tiny_model("llama"))
-    watch = ModelWatch(model)
+    state = ModelState.from_model(model)
     model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 2
     model(IDS)
-    assert watch.is_unchanged()
-    assert not watch.training
-    query(model).train()
-    assert watch.is_unchanged()
-    assert watch.training
-    query(model).eval()
-    assert watch.is_unchanged()
-    assert not watch.training
+    for training in (False, True, False):
+        query(model).train(training)
+        assert state.again() == state
+        assert state.again().training == training
 
 
 ANOTHER = {
