@@ -1,22 +1,22 @@
 """Self-tests that models loaded from files have passed, kept on disk so that the next load need not run them.
 
-A result is found by a digest of everything that may decide it. What is not known to be covered by the digest (a model
-that its owner has loaded or changed, other arguments of loading, code from elsewhere, a GPU) is tested each time.
+A result is found by a digest of what decides it: files, arguments of loading, config, classes, code and versions. What
+the digest may not cover (a model that its owner has loaded or changed, other arguments of loading, code from elsewhere,
+a GPU) is tested each time.
 """
 
 import hashlib
 import json
 import os
-import platform
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+import transformers
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from redrafter.errors import ReDrafterError
 from redrafter.files.atomic_file import write_atomically
@@ -27,7 +27,7 @@ from redrafter.model.linear_layers import is_quantized
 from redrafter.model.patch import ModelState
 from redrafter.model.positions import find_dynamic_rope
 
-MAX_RESULTS = 256  # files that are kept; the ones that were written first are removed
+MAX_MODELS = 256  # whose results are kept: those that were tested last
 # Arguments of loading that the digest covers, by their values. Others, such as a config or a device map, are objects.
 _COVERED = {"attn_implementation": str, "device": object, "dtype": object, "quantization": str, "caller": object}
 _OF_NO_EFFECT = {"trust_remote_code": (False,), "tp_size": (1,)}  # where they have these values
@@ -48,30 +48,37 @@ class PassedTests:
         """Return what a test has found, of these names; None unless it was passed and can be read."""
         if self._digest is None:
             return None
-        try:
-            found = json.loads(self._path(test).read_text(encoding="utf-8"))
-        except (OSError, RuntimeError, ValueError, RecursionError):
+        tests = _read_results().get(self._digest)
+        found = tests.get(test) if isinstance(tests, dict) else None
+        if not isinstance(found, dict) or found.keys() != set(names):
             return None
-        whole = isinstance(found, dict) and found.keys() == set(names)
-        return found if whole and all(isinstance(value, bool) for value in found.values()) else None
+        return found if all(isinstance(value, bool) for value in found.values()) else None
 
     def keep(self, test: str, **found: bool) -> None:
         """Keep what a test has found that was passed. Without a folder to write to, nothing is kept."""
         if self._digest is None:
             return
         with suppress(OSError, RuntimeError, ReDrafterError):
-            path = self._path(test)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(found))
-            newest_first = sorted(path.parent.glob("*.json"), key=lambda file: -file.stat().st_mtime_ns)
-            for old in newest_first[MAX_RESULTS:]:
-                old.unlink(missing_ok=True)
-
-    def _path(self, test: str) -> Path:
-        return home() / "passed-tests" / f"{self._digest}-{test}.json"
+            results = _read_results()
+            tests = results.pop(self._digest, None)
+            results[self._digest] = (tests if isinstance(tests, dict) else {}) | {test: found}
+            _results_file().parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(_results_file(), json.dumps(dict(list(results.items())[-MAX_MODELS:])))
 
 
 NONE_PASSED = PassedTests()
+
+
+def _results_file() -> Path:
+    return home() / "passed-tests.json"
+
+
+def _read_results() -> dict[str, Any]:
+    """Return all results by digest and test, the oldest first; none where the file cannot be read."""
+    with suppress(OSError, RuntimeError, ValueError, RecursionError):
+        results = json.loads(_results_file().read_text(encoding="utf-8"))
+        return results if isinstance(results, dict) else {}
+    return {}
 
 
 def stamps_of_model(name: str | Path, load: Mapping[str, object]) -> list[_Stamp] | None:
@@ -92,9 +99,8 @@ def passed_tests(model: PreTrainedModel, files: list[_Stamp] | None, load: Mappi
     if files is None:
         return NONE_PASSED
     kinds = sorted({type(module) for module in model.modules()}, key=repr)
-    code = {kind.__module__: sys.modules[kind.__module__] for kind in kinds}
     foreign = not all(f"{x.__module__}.".startswith(_OWN_CODE) for kind in kinds for x in (kind, kind.forward))
-    state, tensors = ModelState.from_model(model), model.state_dict()
+    state = ModelState.from_model(model)
     if (
         foreign
         or is_quantized(model.config)
@@ -105,25 +111,15 @@ def passed_tests(model: PreTrainedModel, files: list[_Stamp] | None, load: Mappi
         or find_dynamic_rope(model) is not None  # a self-test leaves longer frequencies on the model
     ):
         return NONE_PASSED
-    attention = model.config._attn_implementation
+    code = {Path(str(sys.modules[kind.__module__].__file__)) for kind in kinds}
     decides = [
         files,
         sorted((key, str(value)) for key, value in load.items() if key != "caller"),
-        repr(model.config),
-        [attention, repr(getattr(ALL_ATTENTION_FUNCTIONS.get(attention), "__qualname__", None))],
-        [(name, str(x.dtype), str(x.device), list(x.shape), list(x.stride())) for name, x in tensors.items()],
-        [(kind.__module__, kind.__qualname__) for kind in kinds],
-        # Functions that a program has put into a model's file come from other modules.
-        [sorted({str(getattr(x, "__module__", "")) for x in vars(module).values()}) for module in code.values()],
-        _stamps(Path(str(module.__file__)) for module in code.values()),
-        _stamps(Path(__file__).parents[1].rglob("*.py")),
-        sorted(
-            {file.name for path in sys.path for file in _listed(path) if file.suffix in (".dist-info", ".egg-info")}
-        ),
-        [sys.version, torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability()],
-        [platform.machine(), _cpu_flags(), str(torch.get_default_dtype())],
-        [torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()],
-        [torch.backends.mkldnn.enabled, torch.backends.mkldnn.is_available()],
+        [repr(model.config), str(model.config._attn_implementation)],
+        [repr(kind) for kind in kinds],
+        _stamps([*code, *Path(__file__).parents[1].rglob("*.py")]),
+        [sys.version, torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability()],
+        [str(torch.get_default_dtype()), torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled],
         sorted((key, value) for key, value in os.environ.items() if key.startswith(_ENVIRONMENT)),
     ]
     return PassedTests(hashlib.sha256(json.dumps(decides).encode()).hexdigest())
@@ -133,13 +129,3 @@ def _stamps(files: Iterable[Path]) -> list[_Stamp]:
     """Return the path, size, time of change, inode and time of its entry of each file, in the order of paths."""
     found = [(str(file.absolute()), file.stat()) for file in files if file.is_file()]
     return sorted((path, x.st_size, x.st_mtime_ns, x.st_ino, x.st_ctime_ns) for path, x in found)
-
-
-def _listed(folder: str) -> list[Path]:
-    with suppress(OSError):
-        return list(Path(folder or ".").iterdir())
-    return []
-
-
-def _cpu_flags() -> list[bool]:
-    return [torch.cpu._is_avx512_bf16_supported(), torch.cpu._is_amx_tile_supported()]  # noqa: SLF001
