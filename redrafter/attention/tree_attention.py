@@ -154,11 +154,6 @@ def tree_attention_reference(inputs: AttentionInputs) -> Tensor:
     return out
 
 
-tree_attention = attention_operator(
-    "tree_attention", tree_attention_reference, kernels.tree_attention if kernels.TRITON else None
-)
-
-
 def gathered_attention(plan: Plan, inputs: AttentionInputs) -> Tensor:
     """Compute the result of `tree_attention` faster on a CPU, with torch's attention over copied keys and values.
 
@@ -177,10 +172,19 @@ def gathered_attention(plan: Plan, inputs: AttentionInputs) -> Tensor:
             rearrange(read_slots(store, part.slots, query.dtype), "b s h d -> b h s d") for store, _ in inputs.sides()
         )
         q = rearrange(part.by_row(query), "b m (h g) d -> b h (g m) d", g=group)
-        mask = part.mask(inputs.window, inputs.chunk_size, query.dtype, group)
+        mask = part.mask(inputs.window, inputs.chunk_size, inputs.first, query.dtype, group)
         attended = attend_to_seen(partial(_attend_rows, inputs, q, mask), k, v, partial(torch.eq, mask[:, 0], 0))
         out[part.tokens] = part.flat(rearrange(attended, "b h (g m) d -> b m (h g) d", g=group))
     return out
+
+
+def _attend_on_host(inputs: AttentionInputs) -> Tensor:
+    return gathered_attention(Plan((), (), inputs.rows), inputs)
+
+
+tree_attention = attention_operator(
+    "tree_attention", tree_attention_reference, kernels.tree_attention if kernels.TRITON else None, _attend_on_host
+)
 
 
 def _attend_rows(inputs: AttentionInputs, query: Tensor, mask: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -177,7 +177,7 @@ class RowsPlan:
         length: Committed tokens of each row, `[B]` int64.
         depth: Depth of each node, `[B, N]` int64.
         ancestors: Whether each new node descends from a node, or is it, `[B, M, N]` bool.
-        masks: Masks created so far, by window, chunk size, dtype and group.
+        masks: Masks created so far, by window, chunk size, first token, dtype and group.
     """
 
     tokens: slice
@@ -187,7 +187,7 @@ class RowsPlan:
     length: Tensor
     depth: Tensor
     ancestors: Tensor
-    masks: dict[tuple[int, int, torch.dtype, int], Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int, int, int, torch.dtype, int], Tensor] = field(default_factory=dict)
 
     def by_row(self, x: Tensor) -> Tensor:
         """Regroup values of the tokens, `[T, ...]`, by row, `[B, M, ...]`; 0 for nodes that a row does not have."""
@@ -201,12 +201,18 @@ class RowsPlan:
         """Return values of the new nodes, `[B, M, ...]`, in the order of the tokens."""
         return x.flatten(0, 1) if self.index is None else x.flatten(0, 1)[self.index]
 
-    def mask(self, window: int, chunk_size: int, dtype: torch.dtype, group: int) -> Tensor:
-        """Return a layer's additive mask `[B, 1, G M, S]`, repeated G times; a window or chunk of 0 is no limit."""
-        key = window, chunk_size, dtype, group
+    def mask(self, window: int, chunk_size: int, first: int, dtype: torch.dtype, group: int) -> Tensor:
+        """Return a layer's additive mask `[B, 1, G M, S]`, repeated G times; a window or chunk of 0 is no limit.
+
+        Of committed tokens, those from `first` on are seen.
+        """
+        key = window, chunk_size, first, dtype, group
         if key not in self.masks:
             kind = AttentionKind(window or None, chunk_size or None)
             seen = TreeSlots(self.length, self.depth, self.ancestors, self.slots.shape[1]).seen(kind)
+            if first:
+                slots = torch.arange(seen.shape[2])
+                seen = seen & ((slots >= first) | (slots >= self.length[:, None]))[:, None]
             self.masks[key] = additive_mask(seen, dtype).repeat(1, 1, group, 1)
         return self.masks[key]
 
@@ -227,8 +233,10 @@ _SCHEMA = (
 )
 
 
-def attention_operator(name: str, reference: Attend, kernel: Attend | None) -> Callable[..., Tensor]:
-    """Make an opaque operator for compilers, from a reference for any device and a kernel for GPUs."""
+def attention_operator(
+    name: str, reference: Attend, kernel: Attend | None, on_host: Attend | None = None
+) -> Callable[..., Tensor]:
+    """Make an opaque operator for compilers, from a reference for any device, a kernel for GPUs and a way for CPUs."""
 
     def gathering(attend: Attend) -> Callable[..., Tensor]:
         return lambda *args, **settings: attend(AttentionInputs.from_arguments(*args, **settings))
@@ -237,8 +245,9 @@ def attention_operator(name: str, reference: Attend, kernel: Attend | None) -> C
     # because each layer needs the one before. With a declaration, the compiler might copy a whole pool.
     operator = torch.library.custom_op(f"redrafter::{name}", gathering(reference), mutates_args=(), schema=_SCHEMA)
     operator.register_fake(gathering(AttentionInputs.new_output))
-    if kernel is not None:
-        operator.register_kernel("cuda")(gathering(kernel))
+    for device, faster in (("cuda", kernel), ("cpu", on_host)):
+        if faster is not None:
+            operator.register_kernel(device)(gathering(faster))
     return operator
 
 

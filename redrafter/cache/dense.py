@@ -13,12 +13,13 @@ from redrafter.attention.mask import AttentionKind
 from redrafter.attention.prompt_attention import Piece, PromptPlan
 from redrafter.cache.kv_cache import KVCache, LayerShape, allocate, states_of
 from redrafter.cache.states import RowStates, StatesOfRows
+from redrafter.kernels.block_size import BLOCK_SIZE
 
 # Names of the cache argument of models: the first since transformers 5.24, which warns of the others; before that the
 # second, or the third for models without attention.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 CACHE_NAME = "past_key_values"  # where a forward's signature names no cache
-WINDOW_STEP_SLOTS = 64  # the window grows in steps of this size, so that shapes seldom change
+WINDOW_STEP_SLOTS = 4 * BLOCK_SIZE  # the window grows in steps of this size, so that shapes seldom change
 
 
 class _Layer(CacheLayerMixin):
@@ -205,6 +206,13 @@ class DenseCache(KVCache, Cache):
             visible = [self.by_row(pool)[:, : self.rows, :window].transpose(2, 3).unbind(0) for pool in self.pools]
             for layer, name, number, index in self._read:
                 setattr(layer, name, visible[number][index])
+
+    @property
+    def table(self) -> Tensor:  # type: ignore[override]
+        """The blocks of each row: its slots are successive, and a multiple of a block's."""
+        blocks = self.capacity // BLOCK_SIZE
+        first = torch.arange(self.rows, dtype=torch.int32, device=self.pools[0].device)[:, None] * blocks
+        return first + torch.arange(blocks, dtype=torch.int32, device=first.device)
 
     def stores(self, layer: int) -> tuple[Tensor, ...]:
         """Return the stores of a layer; see `KVCache.stores`."""

@@ -95,12 +95,14 @@ class KVCache(ABC):
         has_drafter_layer: Whether the last layer stores a drafter's values.
         states: Recurrent states of the rows; None for a model without.
         for_model: The cache object that the model writes to; None if attention writes.
+        table: Blocks of each row in order of position, `[B, M]` int32; 0 where a row has fewer.
     """
 
     window: int
     has_drafter_layer: bool
     states: StatesOfRows | None
     for_model: Cache | None = None
+    table: Tensor
     pools: list[Tensor]  # `[G, slots, heads, dim]` each
     movable: list[Tensor]  # the pools, FP8 ones as bytes, since not every operator that moves data supports FP8
 

@@ -128,7 +128,6 @@ class PagedCache(KVCache):
 
     Attributes:
         pool: The memory of the blocks.
-        table: Blocks of each row in order of position, `[B, M]` int32; 0 where a row has fewer.
     """
 
     def __init__(self, pool: KVCachePool, table: Tensor, rows: Tensor | None = None, copies: StateCopies = NO_COPIES):

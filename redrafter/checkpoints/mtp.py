@@ -14,9 +14,11 @@ from transformers import PretrainedConfig
 from transformers.utils.hub import cached_file
 
 from redrafter.attention.tree_attention import replacement_for
+from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.checkpoints.mtp_layer import FoundLayer, find_layer
 from redrafter.drafting.mtp import MTPConfig, MTPDrafter
-from redrafter.drafting.mtp_attention import ATTENTION_NAME, DraftedEntries, Past
+from redrafter.drafting.mtp_attention import ATTENTION_NAME, Past
+from redrafter.drafting.paged_entries import PagedEntries
 from redrafter.errors import CheckpointError, UnsupportedError, first_line, warn
 from redrafter.files.checkpoint_kind import read_json
 from redrafter.files.gguf_file import SUFFIX
@@ -142,12 +144,13 @@ def _try(drafter: MTPDrafter, target: Target) -> None:
     """Draft once after two tokens; refuse a layer that is called in another way."""
     inputs = torch.zeros(1, 2, target.hidden_size, dtype=target.dtype, device=target.device)
     position = torch.arange(2, device=target.device)[None]
-    seen = position >= 0
     try:
-        shape = drafter.stored_layer(target, False).shape
-        keys, values = (inputs.new_zeros(1, shape.heads, 4, width) for width in (shape.key_dim, shape.value_dim))
+        pool = KVCachePool([drafter.stored_layer(target, False).shape], 2)
+        cache = PagedCache(pool, torch.ones(1, 1, dtype=torch.int32, device=target.device))
+        entries = PagedEntries.from_cache(cache, torch.full_like(position[0, :1], 2))
+        seen = torch.ones(1, 2, 2, dtype=torch.bool, device=target.device)
         with torch.no_grad():
-            drafter.step(inputs, position, seen[:, None].expand(-1, 2, -1), Past(keys, values, seen), DraftedEntries())
+            drafter.step(inputs, position, Past(entries, entries.rows(seen, position), 0))
     except MODEL_ERRORS as error:
         raise UnsupportedError(
             f"layers of {target.name} cannot be an MTP layer here ({first_line(error)}): {_OTHERWISE}"

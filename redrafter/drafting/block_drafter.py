@@ -27,7 +27,7 @@ from redrafter.drafting.dflash_layers import (
     PagedContext,
     ReadLayer,
 )
-from redrafter.drafting.drafter_model import compile_once, drafter_layer, for_any_tokens
+from redrafter.drafting.drafter_model import compile_once, drafter_layer, mark_dynamic
 from redrafter.drafting.paged_entries import PagedEntries, reads_pages
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.drafting.text_drafters import GivenTexts, ReadAt, TrainableDrafter
@@ -84,7 +84,7 @@ class BlockDrafter(TrainableDrafter):
         """Return the layer that the drafter stores: keys and values of all its layers, as heads of one layer."""
         heads = self.config.num_layers * self.config.num_key_value_heads
         rope = rope_of(self.config, target.device)  # of which a compiled function cannot copy anything to the device
-        compute = partial(_remember_compiled if compiled else _remember, self, rope)
+        compute = partial(compile_once(_remember) if compiled else _remember, self, rope)
         return drafter_layer(self, target, heads, self.config.head_dim, compute, compiled=compiled)
 
     def check_search(self, target: Target, depth: int) -> None:
@@ -410,8 +410,7 @@ def _fill_compiled(
     length, layers = context
     if callable(layers):
         return _fill(drafter, table, pending, hidden, context, size)
-    for x in (pending, hidden, length, layers[0].length, layers[0].table):
-        torch._dynamo.maybe_mark_dynamic(x, 0)
+    mark_dynamic(*((x, 0) for x in (pending, hidden, length, layers[0].length, layers[0].table)))
     rope = rope_of(drafter.config, length.device)
     return _compiled_fill()(drafter, table, pending, hidden, length, layers, rope, size)
 
@@ -420,11 +419,3 @@ def _remember(
     drafter: BlockDrafter, rope: tuple[Tensor, float], ids: Tensor, positions: Tensor, hidden: Tensor
 ) -> tuple[Tensor, Tensor]:
     return drafter.remember(drafter.fuse_hidden(hidden), Sines.at(positions, *rope))
-
-
-def _remember_compiled(
-    drafter: BlockDrafter, rope: tuple[Tensor, float], ids: Tensor, positions: Tensor, hidden: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute `_remember`, compiled for any number of tokens."""
-    made: tuple[Tensor, Tensor] = compile_once(_remember)(drafter, rope, *for_any_tokens(ids, positions, hidden))
-    return made

@@ -19,7 +19,7 @@ from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.context_attention import ContextAttention, ContextWindow, PackedContext
 from redrafter.drafting.decoder_parts import fuse_outputs, gated_state
 from redrafter.drafting.drafter_config import DrafterConfig
-from redrafter.drafting.drafter_model import compile_once, drafter_layer, for_any_tokens, layer_bytes, partial_linear
+from redrafter.drafting.drafter_model import compile_once, drafter_layer, layer_bytes, mark_dynamic, partial_linear
 from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.drafting.text_drafters import GivenTexts, ReadAt, TrainableDrafter
@@ -108,7 +108,7 @@ class RecurrentDrafter(TrainableDrafter):
         """Return the layer that the drafter stores for its attention; None without one."""
         if self.context is None:
             return None
-        compute = partial(_remember_compiled if compiled else _remember, self, target.embedding)
+        compute = partial(compile_once(_remember) if compiled else _remember, self, target.embedding)
         heads, width = self.config.context_kv_heads, self.config.context_head_dim
         return drafter_layer(self, target, heads, width, remember=compute, compiled=compiled)
 
@@ -432,17 +432,6 @@ def _advance_compiled(drafter: RecurrentDrafter, embedding: nn.Module, *inputs: 
     pairs = () if window is None else ((window.keys, 3), (window.values, 2), (window.bias, 3))
     by_row = (*start, *(window or ()), tokens, sources, carried)
     by_beam = ((x, 1) for x in (tokens, sources, carried))
-    for x, dim in (*((x, 0) for x in by_row), *by_beam, *pairs):
-        if x is not None:
-            torch._dynamo.maybe_mark_dynamic(x, dim)
+    mark_dynamic(*((x, 0) for x in by_row), *by_beam, *pairs)
     made: tuple[Tensor, Tensor] = compile_once(_advance)(drafter, embedding, tokens, sources, carried, start, window)
-    return made
-
-
-def _remember_compiled(
-    drafter: RecurrentDrafter, embedding: nn.Module, ids: Tensor, positions: Tensor, hidden: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute `_remember`, compiled for any number of tokens."""
-    by_token = for_any_tokens(ids, positions, hidden)
-    made: tuple[Tensor, Tensor] = compile_once(_remember)(drafter, embedding, *by_token)
     return made

@@ -269,28 +269,33 @@ def drafter_layer(
 ) -> DrafterLayer:
     """Return the layer of `heads` keys and values that `remember` computes of every token of a target.
 
-    `carry` and `extra_dim` say what a token leaves for that of the next one, as in `DrafterLayer`. Where both functions
-    are `compiled`, neither is called with one token alone.
+    `carry` and `extra_dim` say what a token leaves for that of the next one, as in `DrafterLayer`. Both functions may
+    be `compiled`.
     """
     if compiled:
-        remember, carry = of_several_tokens(remember), None if carry is None else of_several_tokens(carry)
+        remember, carry = for_any_tokens(remember), None if carry is None else for_any_tokens(carry)
     shape = LayerShape(heads, width, width, target.dtype, target.device, of_drafter=True, extra_dim=extra_dim)
     return DrafterLayer(drafter, shape, remember, carry)
 
 
-def of_several_tokens(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of `[T, ...]` tensors that computes a single token twice.
+def for_any_tokens(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of `[T, ...]` tensors that calls a compiled one, so that one compilation serves any T.
 
-    A size of 1 has code of its own, which took seconds to compile for the first undrafted step of one row.
+    A single token is computed twice: a size of 1 has code of its own, which took seconds to compile for the first
+    undrafted step of one row.
     """
 
-    def compute_several(*by_token: Tensor) -> Any:
-        if len(by_token[0]) > 1:
-            return compute(*by_token)
-        made = compute(*(torch.cat([x, x]) for x in by_token))
+    def compute_marked(*by_token: Tensor) -> Any:
+        single = len(by_token[0]) == 1
+        # Ids and positions may be views of a larger buffer, whose strides a compilation would depend on.
+        given = [torch.cat([x, x]) if single else x.contiguous() if x.dim() == 1 else x for x in by_token]
+        mark_dynamic(*((x, 0) for x in given))
+        made = compute(*given)
+        if not single:
+            return made
         return made[:1] if isinstance(made, Tensor) else tuple(x[:1] for x in made)
 
-    return compute_several
+    return compute_marked
 
 
 def layer_bytes(layer: nn.Linear, share: float = 1, *, with_bias: bool = True) -> int:
@@ -333,10 +338,8 @@ def compile_once(function: Callable[..., Any], **options: Any) -> Callable[..., 
     return torch.compile(function, options=options or None)
 
 
-def for_any_tokens(*by_token: Tensor) -> tuple[Tensor, ...]:
-    """Return what a stored layer computes T tokens from, `[T, ...]`, marked so that one compilation serves any T."""
-    # Ids and positions may be views of a larger buffer, whose strides a compilation would depend on.
-    by_token = tuple(x.contiguous() if x.dim() == 1 else x for x in by_token)
-    for x in by_token:
-        torch._dynamo.maybe_mark_dynamic(x, 0)
-    return by_token
+def mark_dynamic(*sizes: tuple[Tensor | None, int]) -> None:
+    """Mark sizes, each a tensor and one of its dimensions, that vary from call to call of a compiled function."""
+    for x, dim in sizes:
+        if x is not None:
+            torch._dynamo.maybe_mark_dynamic(x, dim)

@@ -1,5 +1,6 @@
 """The proposer that drafts with an EAGLE-3 head."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.decoder_parts import AttentionProducts, GatedMLP, RMSNorm, of_beams
 from redrafter.drafting.drafter_config import EagleConfig
-from redrafter.drafting.drafter_model import compile_once, drafter_layer, for_any_tokens, layer_bytes, partial_linear
+from redrafter.drafting.drafter_model import compile_once, drafter_layer, layer_bytes, mark_dynamic, partial_linear
 from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.paged_entries import PagedEntries, reads_pages, with_themselves
 from redrafter.drafting.proposer import SearchProposer, State
@@ -132,7 +133,8 @@ class EagleDrafter(TrainableDrafter):
     def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer:
         """Return the layer that the head stores: every token's entry, and its term of the entry of the next one."""
         self.midlayer.self_attn.find_frequencies(target.device)
-        finish, carry = (_finish_compiled, _carry_compiled) if compiled else (_finish, _carry)
+        functions: tuple[Callable[..., Any], ...] = _finish, _carry
+        finish, carry = (compile_once(f, combo_kernels=True) if compiled else f for f in functions)
         heads, width = self.config.num_key_value_heads, self.config.head_dim
         return drafter_layer(
             self,
@@ -363,8 +365,11 @@ class EagleProposer(SearchProposer):
         """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""
         head, table = self.drafter, self.target.embedding
         head.midlayer.self_attn.find_frequencies(state.hidden.device)
-        compiled = self.compiled and isinstance(context, PagedPast)
-        fuse, advance = (_fuse_compiled, _advance_compiled) if compiled else (EagleDrafter.fuse_hidden, _advance)
+        fuse: Callable[..., Tensor] = EagleDrafter.fuse_hidden
+        advance: Callable[..., tuple[Tensor, Tensor, Any]] = _advance
+        if self.compiled and isinstance(context, PagedPast):
+            mark_dynamic((state.hidden, 0))
+            fuse, advance = compile_once(fuse, combo_kernels=True), _advance_compiled
         carried = fuse(head, state.hidden)[:, None]  # [B, w, D], the hidden state that each beam reads
         path: Any = None  # the drafts of each beam
         position = context.length - 1 + torch.arange(self.depth, device=context.length.device)[:, None]  # [K, B]
@@ -428,30 +433,6 @@ def _advance_compiled(head: EagleDrafter, table: nn.Module, *inputs: Any) -> tup
     tokens, sources, carried, position, path, past = inputs
     by_row = tokens, sources, carried, position, path, past.length, past.entries.length, past.entries.table
     by_beam = ((x, 1) for x in (tokens, sources, carried, path))
-    for x, dim in (*((x, 0) for x in by_row), *by_beam, (path, 2)):
-        if x is not None:
-            torch._dynamo.maybe_mark_dynamic(x, dim)
+    mark_dynamic(*((x, 0) for x in by_row), *by_beam, (path, 2))
     made: tuple[Tensor, Tensor, Any] = compile_once(_advance, combo_kernels=True)(head, table, *inputs)
-    return made
-
-
-def _fuse_compiled(head: EagleDrafter, hidden: Tensor) -> Tensor:
-    """Fuse hidden states, compiled for any number of rows."""
-    torch._dynamo.maybe_mark_dynamic(hidden, 0)
-    fused: Tensor = compile_once(EagleDrafter.fuse_hidden, combo_kernels=True)(head, hidden)
-    return fused
-
-
-def _carry_compiled(head: EagleDrafter, ids: Tensor, hidden: Tensor) -> Tensor:
-    """Compute `_carry`, compiled for any number of tokens."""
-    made: Tensor = compile_once(_carry, combo_kernels=True)(head, *for_any_tokens(ids, hidden))
-    return made
-
-
-def _finish_compiled(
-    head: EagleDrafter, embedding: nn.Module, ids: Tensor, positions: Tensor, carried: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute `_finish`, compiled for any number of tokens."""
-    by_token = for_any_tokens(ids, positions, carried)
-    made: tuple[Tensor, Tensor] = compile_once(_finish, combo_kernels=True)(head, embedding, *by_token)
     return made

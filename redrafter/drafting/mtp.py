@@ -7,18 +7,16 @@ the token after it, and predicts the token after that one (Gloeckle et al. 2024,
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear
 
-from redrafter.attention.mask import additive_mask
 from redrafter.cache.dense import CACHE_NAME, cache_argument
 from redrafter.cache.kv_cache import KVCache, LayerShape
-from redrafter.cache.paged import PagedCache
 from redrafter.drafting.decoder_parts import of_beams
 from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.drafter_model import (
@@ -26,11 +24,11 @@ from redrafter.drafting.drafter_model import (
     compile_once,
     for_any_tokens,
     layer_bytes,
-    of_several_tokens,
+    mark_dynamic,
 )
 from redrafter.drafting.drafter_types import register_drafter
-from redrafter.drafting.mtp_attention import RUNNING_PAST, DraftedEntries, Made, PagedMTPPast, Past, Recording
-from redrafter.drafting.paged_entries import PagedEntries, reads_pages, with_themselves
+from redrafter.drafting.mtp_attention import RUNNING_PAST, Made, Past, Recording
+from redrafter.drafting.paged_entries import PagedEntries, with_themselves
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.errors import UnsupportedError, first_line, warn
 from redrafter.model.forward_batch import DrafterLayer
@@ -41,10 +39,6 @@ from redrafter.sampling.sampler import Sampler
 from redrafter.tree.token_tree import Tree
 
 PAST = 1024  # entries of the text that a draft attends to, the nearest ones; bounds what a step reads of the cache
-
-
-Advance: TypeAlias = Callable[[int, Tensor, Tensor, Tensor | None], Tensor]
-"""Makes the entries of a level, `advance(k, tokens [B, w], carried [B, w, D], seen [B, w, n + w]) -> [B, w, D]`."""
 
 
 class MTPConfig(AnyDrafterConfig):
@@ -107,7 +101,9 @@ class MTPDrafter(DrafterModel):
         with torch.no_grad():
             keys, values = remember(one, one, hidden)
             if compiled and self._takes_past(target, one, hidden):
-                remember = of_several_tokens(partial(_remember_compiled, self, target.embedding))
+                remember = for_any_tokens(
+                    partial(_run_compiled, self, _remember, MTPDrafter.remember, target.embedding)
+                )
         widths = keys.shape[2], values.shape[2], target.dtype, target.device
         shape = LayerShape(keys.shape[1], *widths, of_drafter=True, extra_dim=self.config.hidden_size)
         return DrafterLayer(self, shape, remember)
@@ -174,7 +170,7 @@ class MTPDrafter(DrafterModel):
         """
         position = (positions - 1).clamp(min=0)  # of the first token of a text nothing is read
         try:
-            self.run_blocks(self.join(self.embed(ids, position, table), before)[None], position[None], None)
+            self.run_blocks(self.join(self.embed(ids, position, table), before)[None], position[None])
         except Made as made:
             keys, values = (x[0].transpose(0, 1).to(before.dtype) for x in made.args)  # [T, H, d]
             return keys, values
@@ -183,60 +179,38 @@ class MTPDrafter(DrafterModel):
             "be an MTP layer here"
         )
 
-    def step(
-        self,
-        inputs: Tensor,
-        position: Tensor,
-        seen: Tensor | None,
-        past: Past | PagedMTPPast,
-        drafted: DraftedEntries | None,
-    ) -> Tensor:
-        """Compute entries of w beams, after n entries of drafts, and store them.
+    def step(self, inputs: Tensor, position: Tensor, past: Past) -> Tensor:
+        """Compute entries of w beams, and store them after those of the text and of earlier drafts.
 
         Args:
             inputs: Inputs of the decoder layer, `[B, w, D]`.
             position: Their positions, `[B, w]` int64.
-            seen: Which entries of drafts each attends to, its own included, `[B, w, n + w]` bool; None where `past`
-                says so.
-            past: Entries of the text to attend to, with room for all entries of drafts.
-            drafted: The entries of drafts, to which w are added; None where these are in a paged cache.
+            past: Where entries are, and which of them the beams see.
 
         Returns:
             The normed output, `[B, w, D]`: what the head reads, and in place of the target's hidden state the next
             entry.
         """
-        mask = None
-        if isinstance(past, Past):
-            assert seen is not None, "copies of entries are attended to under a mask"
-            seen = torch.cat([past.seen[:, None].expand(-1, inputs.shape[1], -1), seen], dim=-1)
-            mask = additive_mask(seen, inputs.dtype)
         token = RUNNING_PAST.set(past)
         try:
-            normed: Tensor = self.norm(self.run_blocks(inputs, position, mask, drafted))
+            normed: Tensor = self.norm(self.run_blocks(inputs, position))
         finally:
             RUNNING_PAST.reset(token)
         return normed
 
     forward = step
 
-    def run_blocks(
-        self,
-        x: Tensor,
-        position: Tensor,
-        mask: Tensor | None,
-        entries: DraftedEntries | None = None,
-        **passed_on: PagedMTPPast | Recording,
-    ) -> Tensor:
+    def run_blocks(self, x: Tensor, position: Tensor, **passed_on: Past | Recording) -> Tensor:
         """Run the decoder layers on their inputs `[B, w, D]` at positions `[B, w]`, and return the output, `[B, w, D]`.
 
-        `mask` and `entries` are what transformers passes to such layers, and `passed_on` reaches their attention.
+        `passed_on` reaches the attention of layers that pass on keyword arguments.
         """
         # Of ropes with sections for images, which text counts alike, older versions of transformers take all three.
         positions = position.expand(3, -1, -1) if hasattr(self.rotary, "mrope_section") else position
         rope = {} if self.rotary is None else {"position_embeddings": self.rotary(x, positions)}
         for block, cache_name in zip(self.blocks, self._cache_names, strict=True):
-            named = {cache_name: entries, **passed_on}
-            output = block(x, attention_mask=mask, position_ids=position, **named, **rope)
+            named = {cache_name: None, **passed_on}
+            output = block(x, attention_mask=None, position_ids=position, **named, **rope)
             x = output[0] if isinstance(output, tuple) else output
         return x
 
@@ -245,8 +219,8 @@ class MTPDrafter(DrafterModel):
 class MTPProposer(SearchProposer):
     """Drafts with an MTP layer; the attributes are those of `SearchProposer`.
 
-    Keys and values of committed tokens are in the target's cache. Those of drafts live as long as the search: in the
-    slots after the committed tokens of a paged cache, or next to copies of the nearest entries.
+    Keys and values of committed tokens are in the target's cache. Those of drafts live as long as the search, in the
+    slots after the committed tokens.
     """
 
     drafter: MTPDrafter
@@ -261,7 +235,7 @@ class MTPProposer(SearchProposer):
     ) -> Tree:
         """Draft a tree by beam search; see `Proposer.propose`."""
         head, rows, carried = self.target.head, len(state.length), state.hidden[:, None]  # [B, w, D], of each beam
-        advance = self._advance_in_pages(cache, state.length) if reads_pages(cache) else self._advance(cache, state)
+        advance = self._advance(cache, state.length)
         seen: Tensor | None = None  # [B, w, n + w], entries of each beam; None in a chain, which sees all
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
@@ -280,33 +254,8 @@ class MTPProposer(SearchProposer):
 
         return self.grow(state, sampler, expand)
 
-    def _advance(self, cache: KVCache, state: State) -> Advance:
-        """Return what makes the entries of a level over copies of the nearest entries of the committed tokens."""
-        layer, entries = self.drafter, DraftedEntries()
-        position, past = self.read_past(cache, state.length)
-
-        def advance(k: int, tokens: Tensor, carried: Tensor, seen: Tensor | None) -> Tensor:
-            if seen is None:
-                seen = state.active.new_ones(len(tokens), 1, k + 1)
-            own = (state.length - 1 + k)[:, None]  # position of the hidden state that the entries read
-            near = replace(past, seen=past.seen & (position > own - PAST))
-            own = own.expand(-1, tokens.shape[1])
-            inputs = layer.join(layer.embed(tokens, own, self.target.embedding), carried)
-            return layer.step(inputs, own.clamp(min=0), seen, near, entries)
-
-        return advance
-
-    def read_past(self, cache: KVCache, length: Tensor) -> tuple[Tensor, Past]:
-        """Return the slots and the entries of the nearest ones of `length` `[B]` int64 committed tokens of each row."""
-        count = min(cache.window - 1, PAST)
-        # The entry of a position is stored with the token after it, which it reads too.
-        slots = (length - count).clamp(min=1)[:, None] + torch.arange(count, device=length.device)  # [B, S]
-        stored = cache.read_drafter_layer(slots)
-        keys, values = (pad(x.transpose(1, 2), (0, 0, 0, self.searched)) for x in stored)
-        return slots, Past(keys, values, slots < length[:, None])
-
-    def _advance_in_pages(self, cache: PagedCache, length: Tensor) -> Advance:
-        """Return what makes the entries of a level in a paged cache, in which those of committed tokens are."""
+    def _advance(self, cache: KVCache, length: Tensor) -> Callable[[int, Tensor, Tensor, Tensor | None], Tensor]:
+        """Return a function of level, tokens `[B, w]`, carried `[B, w, D]` and seen entries that makes new entries."""
         layer, table, count = self.drafter, self.target.embedding, len(length)
         step = _step_compiled if self.compiled and layer.is_compilable else _step
         levels = torch.arange(self.depth, device=length.device)
@@ -322,7 +271,7 @@ class MTPProposer(SearchProposer):
             else:
                 rows = entries.rows(seen, levels[k].expand(count, seen.shape[2]))
             own = position[k][:, None].expand_as(tokens)
-            return step(layer, table, tokens, carried, own, PagedMTPPast(entries, rows, 1 + PAST))
+            return step(layer, table, tokens, carried, own, Past(entries, rows, 1 + PAST))
 
         return advance
 
@@ -330,10 +279,8 @@ class MTPProposer(SearchProposer):
 MTPDrafter.proposer_class = MTPProposer
 
 
-def _step(
-    layer: MTPDrafter, table: nn.Module, tokens: Tensor, carried: Tensor, position: Tensor, past: PagedMTPPast
-) -> Tensor:
-    """Compute entries of w beams of each row in a paged cache.
+def _step(layer: MTPDrafter, table: nn.Module, tokens: Tensor, carried: Tensor, position: Tensor, past: Past) -> Tensor:
+    """Compute entries of w beams of each row.
 
     Args:
         layer: The MTP layer.
@@ -347,15 +294,15 @@ def _step(
         What `MTPDrafter.step` returns, `[B, w, D]`.
     """
     inputs = layer.join(layer.embed(tokens, position, table), carried)
-    return layer.step(inputs, position.clamp(min=0), None, past, None)
+    return layer.step(inputs, position.clamp(min=0), past)
 
 
 def _step_passing_on(
-    layer: MTPDrafter, table: nn.Module, tokens: Tensor, carried: Tensor, position: Tensor, past: PagedMTPPast
+    layer: MTPDrafter, table: nn.Module, tokens: Tensor, carried: Tensor, position: Tensor, past: Past
 ) -> Tensor:
     """Compute `_step` as a compiler can trace it: the layer passes `past` to its attention."""
     inputs = layer.join(layer.embed(tokens, position, table), carried)
-    normed: Tensor = layer.norm(layer.run_blocks(inputs, position.clamp(min=0), None, past=past))
+    normed: Tensor = layer.norm(layer.run_blocks(inputs, position.clamp(min=0), past=past))
     return normed
 
 
@@ -365,7 +312,7 @@ def _remember(
     """Compute the keys and values that an MTP layer stores of tokens, as a compiler can trace it."""
     position, recording = (positions - 1).clamp(min=0), Recording([])
     inputs = layer.join(layer.embed(ids, position, table), before)
-    layer.run_blocks(inputs[None], position[None], None, past=recording)
+    layer.run_blocks(inputs[None], position[None], past=recording)
     if not recording.made:
         raise UnsupportedError("it passes no keyword arguments to its attention")
     keys, values = (x[0].transpose(0, 1).to(before.dtype) for x in recording.made[0])  # [T, H, d]
@@ -387,20 +334,10 @@ def _run_compiled(
 
 
 def _step_compiled(
-    layer: MTPDrafter, table: nn.Module, tokens: Tensor, carried: Tensor, position: Tensor, past: PagedMTPPast
+    layer: MTPDrafter, table: nn.Module, tokens: Tensor, carried: Tensor, position: Tensor, past: Past
 ) -> Tensor:
     """Compute `_step`, compiled for any number of rows and beams."""
     by_token = tokens.reshape(1, -1), carried.reshape(1, -1, carried.shape[-1]), position.reshape(1, -1)
-    for x, dim in (*((x, 1) for x in by_token), *((x, 0) for x in past.rows)):
-        torch._dynamo.maybe_mark_dynamic(x, dim)
+    mark_dynamic(*((x, 1) for x in by_token), *((x, 0) for x in past.rows))
     made: Tensor = _run_compiled(layer, _step_passing_on, _step, table, *by_token, past)
     return made.view(*tokens.shape, -1)
-
-
-def _remember_compiled(
-    layer: MTPDrafter, table: nn.Module, ids: Tensor, positions: Tensor, before: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute `_remember`, compiled for any number of tokens."""
-    by_token = for_any_tokens(ids, positions, before)
-    made: tuple[Tensor, Tensor] = _run_compiled(layer, _remember, MTPDrafter.remember, table, *by_token)
-    return made

@@ -38,11 +38,9 @@ class PagedEntries(NamedTuple):
     sees_later: bool = False
 
     @classmethod
-    def from_cache(
-        cls, cache: PagedCache, length: Tensor, heads: slice = slice(None), first: int = 1, *, sees_later: bool = False
-    ) -> "PagedEntries":
-        """Return the entries of rows with `length` `[B]` int64 committed tokens, of some of the layer's heads."""
-        keys, values = (store[None, :, heads] for store in cache.stores(-1)[:2])
+    def from_cache(cls, cache: KVCache, length: Tensor, first: int = 1, *, sees_later: bool = False) -> "PagedEntries":
+        """Return the entries of rows with `length` `[B]` int64 committed tokens."""
+        keys, values = (store[None] for store in cache.stores(-1)[:2])
         return cls(keys, values, _with_spare(length), _with_spare(cache.table.flatten()), first, sees_later)
 
     def rows(self, seen: Tensor, depth: Tensor | None = None) -> TokenRows:

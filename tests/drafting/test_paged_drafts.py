@@ -29,14 +29,11 @@ from redrafter.kernels.attention_inputs import AttentionInputs
 from redrafter.model.target import Target
 from redrafter.tree.sizes import TreeShape
 
-PROPOSERS = ("block_drafter", "mtp")
-
 
 @pytest.fixture
 def pages(monkeypatch):
-    """Let drafts read entries in blocks; the operator that attends is the reference on a CPU."""
-    for module in PROPOSERS:
-        monkeypatch.setattr(f"redrafter.drafting.{module}.reads_pages", lambda cache: isinstance(cache, PagedCache))
+    """Let drafts of blocks read entries in a paged cache, as those of MTP layers always do."""
+    monkeypatch.setattr("redrafter.drafting.block_drafter.reads_pages", lambda cache: isinstance(cache, PagedCache))
 
 
 @pytest.fixture
@@ -90,18 +87,18 @@ def drafted(engine: ReDrafter, proposer: type) -> list[Tensor]:
 
 @pytest.mark.parametrize("past", [7, 1024])
 @pytest.mark.parametrize("shape", [(1, 3, 4), (3, 3, 5)], ids=["chain", "tree"])
-def test_layers_draft_by_the_kernel_what_they_draft_over_copies(shape, past, kernel, monkeypatch):
+def test_layers_draft_by_the_kernel_what_they_draft_on_a_dense_cache(shape, past, monkeypatch, request):
     monkeypatch.setattr(mtp, "PAST", past)
     target = Target(tiny_model("qwen2"))
     layer = random_mtp(target, FORMS["mimo"])
     engine = ReDrafter(target, layer, TreeShape(*shape), options=DRAFTER_ALONE)
-    copies = drafted(engine, MTPProposer)
-    assert not kernel
+    dense = drafted(engine, MTPProposer)
+    kernel = request.getfixturevalue("kernel")
     pages = drafted(paged(engine), MTPProposer)
     assert kernel
-    assert len(pages) == len(copies) > 1
-    assert all(torch.equal(*trees) for trees in zip(pages, copies, strict=True))
-    assert max(len(tree.unique()) for tree in copies) > 3, "the drafts say nothing"
+    assert len(pages) == len(dense) > 1
+    assert all(torch.equal(*trees) for trees in zip(pages, dense, strict=True))
+    assert max(len(tree.unique()) for tree in dense) > 3, "the drafts say nothing"
 
 
 def test_a_search_has_slots_for_all_entries_that_it_makes():
@@ -160,11 +157,11 @@ def engine_with(name: str) -> tuple[ReDrafter, type]:
 )
 def test_a_compiler_traces_drafts_and_entries_whole(name, compiled):
     engine, proposer = engine_with(name)
-    copies = drafted(engine, proposer)
-    assert set(compiled) == {"_remember"}  # only where drafts read pages, the rest is compiled
+    dense = drafted(engine, proposer)
+    assert name not in DFLASH_FORMS or set(compiled) == {"_remember"}  # over copies of entries, drafts are not compiled
     pages = drafted(paged(engine), proposer)
     assert len(set(compiled)) == 2
-    assert all(torch.equal(*trees) for trees in zip(pages, copies, strict=True))
+    assert all(torch.equal(*trees) for trees in zip(pages, dense, strict=True))
 
 
 @pytest.mark.variant

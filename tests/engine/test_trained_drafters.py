@@ -8,16 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
+from transformers import DynamicCache
 
 from helpers.models import DRAFTER_ALONE
 from helpers.mtp import random_mtp
 from redrafter import EagleConfig, EagleDrafter, ReDrafter, boxed_pair
-from redrafter.cache.kv_cache import LayerShape
 from redrafter.checkpoints.models import load_model
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.drafting.mtp import MTPDrafter
-from redrafter.drafting.mtp_attention import DraftedEntries, Past
 from redrafter.model.target import Target
 from redrafter.model.teacher import Teacher
 from redrafter.train.config import TrainConfig
@@ -83,24 +82,26 @@ def head_loss(head: EagleDrafter, text: Tensor, hidden: Tensor, embedding: Tenso
     return loss
 
 
-def layer_loss(
-    layer: MTPDrafter, shape: LayerShape, head: Tensor, text: Tensor, hidden: Tensor, embedding: Tensor
-) -> Tensor:
+def layer_loss(layer: MTPDrafter, head: Tensor, text: Tensor, hidden: Tensor, embedding: Tensor) -> Tensor:
     """Return the cross-entropy of the drafts after every token, each reading the hidden state of the last draft."""
     rows, tokens = text.shape
     count = tokens - DEPTH - 1
-    entries, carried, loss = DraftedEntries(), hidden[:, :count], torch.zeros(())
+    entries, carried, loss = DynamicCache(), hidden[:, :count], torch.zeros(())
     own = torch.eye(count, dtype=torch.bool).expand(rows, -1, -1)
     seen = own.new_ones(count, count).tril().expand(rows, -1, -1)
+    block, config = layer.blocks[0], layer.blocks[0].self_attn.config
+    ours, config._attn_implementation = config._attn_implementation, "sdpa"  # ours stores entries without gradients
     for k in range(DEPTH):
-        position = (torch.arange(count) + k).expand(rows, -1)
-        # All entries are as of drafts, in room of each step's own: what is read again for gradients must not change.
-        room = (torch.zeros(rows, shape.heads, (k + 1) * count, width) for width in (shape.key_dim, shape.value_dim))
-        past = Past(*room, seen.new_zeros(rows, 0))
-        carried = layer.step(layer.join(embedding[:, k + 1 : k + 1 + count], carried), position, seen, past, entries)
+        position, x = (
+            (torch.arange(count) + k).expand(rows, -1),
+            layer.join(embedding[:, k + 1 : k + 1 + count], carried),
+        )
+        given = {"position_ids": position, "position_embeddings": layer.rotary(x, position), "past_key_values": entries}
+        carried = layer.norm(block(x, attention_mask=seen[:, None], **given))
         logits = linear(carried, head)
         loss = loss + 0.8**k * cross_entropy(logits.flatten(0, 1), text[:, k + 2 : k + 2 + count].flatten())
         seen = torch.cat([seen, own], dim=-1)
+    config._attn_implementation = ours
     return loss
 
 
@@ -127,8 +128,7 @@ def test_a_tree_of_a_trained_layer_is_accepted_more_than_its_chain(target, texts
         for weight in layer.parameters():
             weight.normal_(std=0.05) if weight.dim() > 1 else weight.fill_(1)
     head, held_out = target.head.weight.detach(), texts[TRAIN_TEXTS:, :16]
-    shape = layer.stored_layer(target, False).shape
-    trained(layer, target, texts[:TRAIN_TEXTS], 400, lambda *read: layer_loss(layer, shape, head, *read))
+    trained(layer, target, texts[:TRAIN_TEXTS], 400, lambda *read: layer_loss(layer, head, *read))
     for draws in ({"do_sample": False}, {"do_sample": True, "top_k": 0, "seed": 1}):
         arguments, found = LENGTHS | draws | {"return_dict_in_generate": True}, {}
         for shape in ((1, 4, 5), (3, 4, 13)):

@@ -21,8 +21,10 @@ from helpers.recurrent import generated_alone, recurrent_model
 from helpers.seeing_models import prompts_with_images, tiny_seeing_model
 from helpers.vocabularies import renumbered
 from redrafter import DraftTarget, Engine, ReDrafter
+from redrafter.attention.tree_attention import tree_attention_reference
 from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.engine.options import EngineOptions
+from redrafter.kernels.attention_inputs import AttentionInputs
 from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import CapturedStep, GraphCapturer
 from redrafter.train.config import TrainConfig
@@ -231,8 +233,9 @@ def test_drafts_over_pages_are_those_over_copies(name, compile, monkeypatch):
     for pages in (True, False):
         if not pages:
             monkeypatch.setattr("redrafter.drafting.block_drafter.reads_pages", lambda _: False)
-            monkeypatch.setattr("redrafter.drafting.mtp.reads_pages", lambda _: False)
-        engine = drafting_over_pages(name, (3, 3, 10), compile=compile)
+            reference = lambda *given: tree_attention_reference(AttentionInputs.from_arguments(*given))  # noqa: E731
+            monkeypatch.setattr("redrafter.drafting.paged_entries.tree_attention", reference)
+        engine = drafting_over_pages(name, (3, 3, 10), compile=compile and (pages or name in DFLASH_FORMS))
         with monkeypatch.context() as patch:
             trees = noted(
                 patch, type(engine.proposer), "propose", lambda tree, _, state, *rest: tree.tokens[state.active].cpu()
