@@ -211,7 +211,7 @@ class DenseCache(KVCache, Cache):
     def table(self) -> Tensor:  # type: ignore[override]
         """The blocks of each row: its slots are successive, and a multiple of a block's."""
         blocks = self.capacity // BLOCK_SIZE
-        first = torch.arange(self.rows, dtype=torch.int32, device=self.pools[0].device)[:, None] * blocks
+        first = torch.arange(self.rows, dtype=torch.int32, device=self._shapes[-1].device)[:, None] * blocks
         return first + torch.arange(blocks, dtype=torch.int32, device=first.device)
 
     def stores(self, layer: int) -> tuple[Tensor, ...]:

@@ -260,7 +260,7 @@ class MTPProposer(SearchProposer):
         step = _step_compiled if self.compiled and layer.is_compilable else _step
         levels = torch.arange(self.depth, device=length.device)
         position = length - 1 + levels[:, None]  # [K, B]
-        entries = PagedEntries.from_cache(cache, length)
+        entries = PagedEntries.of_nearest(cache, length, PAST, self.searched)
         # A chain sees all drafts before, as it sees committed tokens.
         one = torch.ones(count, 1, 1, dtype=torch.bool, device=length.device)
         chain, lengths = entries.rows(one, levels[:1].expand(count, 1)), entries.length + levels[:, None]
