@@ -269,7 +269,7 @@ def split_own(arguments: Mapping[str, Any]) -> tuple[dict[str, object], dict[str
             return grammar
         if arguments.get("tokenizer") is None:
             raise ArgumentError("grammar needs the tokenizer: pass tokenizer=tokenizer to generate(), or a Grammar")
-        return Grammar.of(grammar, arguments["tokenizer"])
+        return Grammar(grammar, arguments["tokenizer"])
 
     if (given := arguments.get("grammar")) is not None:
         own["grammar"] = (

@@ -304,7 +304,7 @@ class Engine(Changeable):
             generation_kwargs: Hugging Face's names, with its meanings (`use_cache` has no effect: keys and values are
                 always kept). Also, `temperature` may be a list with one value per output row; `frequency_penalty`,
                 `presence_penalty` and `logit_bias` (a dict from ids) are OpenAI's; `grammar` is a `Grammar` that the
-                output follows or an input of `Grammar.of`, with `tokenizer`, or a list of one or None per output row. A
+                output follows or an input of `Grammar`, with `tokenizer`, or a list of one or None per output row. A
                 vision-language model takes the other outputs of its processor (`pixel_values`, ...).
 
         Returns:

@@ -1,7 +1,7 @@
 """The process of one grammar: it compiles the grammar, then computes masks for the texts that follow it.
 
-`redrafter.sandbox.child` forks it, and it ends when the other end of its socket is closed. A grammar can harm no other
-process: the kernel limits memory and time, and ends this process at the limit.
+`redrafter.sandbox.child` forks it, and it ends when the other end of its connection is closed. A grammar can harm no
+other process: the kernel limits memory and time, and ends this process at the limit.
 """
 
 import json
@@ -10,7 +10,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from typing import Any
 
 import llguidance
@@ -19,7 +20,6 @@ from redrafter.errors import ArgumentError
 from redrafter.grammar import limits
 from redrafter.grammar.source import GrammarSource
 from redrafter.sandbox.child import bounded_work, limit_memory, memory
-from redrafter.sandbox.frames import FrameSocket, receive_frame, send_frame
 
 # White space between the tokens of JSON, unless a schema's own "x-guidance" overrides it. It is bounded, since a model
 # may indent forever otherwise.
@@ -104,7 +104,7 @@ def _to_llguidance(source: GrammarSource) -> str:
         return llguidance.LLMatcher.grammar_from_regex(text)
     if kind == "ebnf":
         text = _ebnf_to_lark(text)
-    return text if kind == "llguidance" else llguidance.LLMatcher.grammar_from_lark(text)
+    return llguidance.LLMatcher.grammar_from_lark(text)
 
 
 def _ebnf_to_lark(text: str) -> str:
@@ -126,23 +126,12 @@ def run_in_deep_thread(work: Callable[[], object], nice: int = 0) -> Any:
 
     `nice` is added to the niceness, on Linux to that thread's alone.
     """
-    result: Future[object] = Future()
-
-    def do_work() -> None:
-        try:
-            os.nice(nice)
-            result.set_result(work())
-        except BaseException as error:
-            result.set_exception(error)
-
     before = threading.stack_size(limits.STACK_BYTES)
     try:
-        thread = threading.Thread(target=do_work)
-        thread.start()
+        with ThreadPoolExecutor(1, initializer=os.nice, initargs=(nice,)) as thread:
+            return thread.submit(work).result()
     finally:
         threading.stack_size(before)
-    thread.join()
-    return result.result()
 
 
 def _error(message: str) -> ArgumentError:
@@ -310,46 +299,42 @@ class GrammarState:
 COMPILE_NICENESS = 10  # of a compilation, so that texts being generated have precedence
 
 
-def prepare(end: bytearray, tokenizer: bytearray) -> Callable[[FrameSocket], None]:
+def prepare(end: int | None, tokenizer: str) -> Callable[[Connection], None]:
     """Read a tokenizer, and return the main function of a process for one grammar over its vocabulary.
 
     Args:
-        end: Id of the tokenizer's EOS token as JSON; null if it has none.
+        end: Id of the tokenizer's EOS token; None if it has none.
         tokenizer: The tokenizer as `tokenizers` writes it to a file.
     """
-    description = json.loads(bytes(tokenizer)) | {"padding": None, "truncation": None}
-    text = json.dumps(description, ensure_ascii=False)
-    vocabulary = llguidance.LLTokenizer(text, eos_token=json.loads(bytes(end)))
+    description = json.loads(tokenizer) | {"padding": None, "truncation": None}
+    vocabulary = llguidance.LLTokenizer(json.dumps(description, ensure_ascii=False), eos_token=end)
     return lambda connection: _follow(connection, vocabulary)
 
 
-def _follow(connection: FrameSocket, vocabulary: object) -> None:
+def _follow(connection: Connection, vocabulary: object) -> None:
     """Compile the grammar that is sent, then answer questions about its texts until the connection is closed.
 
-    The first message is `+` and the size of the compiled grammar in bytes, or `-` and an error message. Then come
-    frames of JSON: the numbers of texts to be dropped, and questions. A question is a text's number, the ids that end
-    it, how many of the tokens sent before are still part of it, the tokens after those up to the root of a tree, the
-    tree's tokens, the index of each one's parent, and how many levels need masks. The answers are a frame of JSON, with
-    whether each text has ended, its error, the nodes that its grammar allows and the size of their masks; and one of
-    all masks. No pickles: a grammar that compromised this process must not reach the program.
+    The first message is `+` and the size of the compiled grammar in bytes, or `-` and an error message. Then come the
+    numbers of texts to be dropped, and questions. A question is a text's number, the ids that end it, how many of the
+    tokens sent before are still part of it, the tokens after those up to the root of a tree, the tree's tokens, the
+    index of each one's parent, and how many levels need masks. The answers are a message of JSON, with whether each
+    text has ended, its error, the nodes that its grammar allows and the size of their masks; and one of all masks.
     """
     held = memory()[1]
     # Before any input of a client is read, so that its grammar is parsed within the limit too.
     limit_memory(limits.MAX_PROCESS_BYTES)
-    source = GrammarSource(*json.loads(receive_frame(connection)))
+    source = GrammarSource(*connection.recv())
     try:
-        with bounded_work(limits.COMPILE_CPU_SECONDS, connection):
+        with bounded_work(limits.COMPILE_CPU_SECONDS):
             grammar = CompiledGrammar(source, vocabulary, COMPILE_NICENESS)
     except ArgumentError as error:
-        return send_frame(connection, b"-", str(error).encode(errors="replace"))
-    send_frame(connection, b"+%d" % (memory()[1] - held))
+        return connection.send_bytes(f"-{error}".encode(errors="replace"))
+    connection.send_bytes(b"+%d" % (memory()[1] - held))
     states: dict[int, GrammarState] = {}
     while True:
-        forgotten, questions = json.loads(receive_frame(connection))
+        forgotten, questions = connection.recv()
         for text in forgotten:
             states.pop(text, None)
-        if not questions:
-            continue
         heads: list[object] = []
         bits: list[bytes] = []
         with bounded_work(limits.step_cpu_seconds(len(questions))):
@@ -364,5 +349,5 @@ def _follow(connection: FrameSocket, vocabulary: object) -> None:
                 masks = state.masks(tokens, parents, levels)
                 heads.append((state.ended, state.error, list(masks), len(next(iter(masks.values()), b""))))
                 bits += masks.values()
-        send_frame(connection, json.dumps(heads).encode())
-        send_frame(connection, *bits)
+        connection.send_bytes(json.dumps(heads).encode())
+        connection.send_bytes(b"".join(bits))

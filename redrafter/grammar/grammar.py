@@ -7,25 +7,25 @@ bounded (`redrafter.grammar.limits`), and only its own texts pay it.
 import json
 import sys
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 from redrafter.errors import ArgumentError, MissingDependencyError, how_to_install
 from redrafter.grammar.limits import COMPILE_CPU_SECONDS, COMPILE_WAIT_SECONDS, MAX_PROCESS_BYTES, step_cpu_seconds
-from redrafter.grammar.source import GrammarSource, checked_text
-from redrafter.sandbox.frames import receive_frame, send_frame
-from redrafter.sandbox.process import NotPreparedError, SandboxedProcess, Zygote, zygote_of
+from redrafter.grammar.source import GrammarSource
+from redrafter.sandbox.process import ForkServer, NotPreparedError, SandboxedProcess, server_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # takes seconds to import, and processes of grammars need none
 
 ANSWER_SLACK_SECONDS = 5.0  # wall-clock time that a process may wait for a processor
 
-_process_numbers, _text_numbers = count(), count()
+_text_numbers = count()
+_asking = threading.Lock()  # held from questions to their answers, which come in the same order
 
 Masks = Mapping[int, bytes | memoryview]  # by node, a bit for each token id that may follow
 Question = tuple[int, list[int], int, list[int], list[int], list[int], int]  # as `redrafter.grammar.child` takes it
@@ -36,23 +36,20 @@ class GrammarProcess(SandboxedProcess):
     """A process that compiles one grammar and follows its texts. It ends with this object, or by `end`.
 
     Attributes:
-        lock: Held from a question to its answer.
-        order: Number by which threads that need several locks sort them.
         memory: Bytes that the compiled grammar takes.
         forgotten: Numbers of dropped texts, which the next question reports to the process.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        """Fork a process from the tokenizer's zygote, which is started if there is none.
+        """Fork a process from the tokenizer's server, which is started if there is none.
 
         Raises:
             MissingDependencyError: llguidance is not installed, or the system is Windows.
             ArgumentError: llguidance cannot read the tokenizer.
             ReDrafterError: No process can be started.
         """
-        super().__init__(lambda: zygote_for(tokenizer))
-        self.forgotten: deque[int] = deque()
-        self.lock, self.order, self.memory = threading.Lock(), next(_process_numbers), 0
+        super().__init__(lambda: server_for(tokenizer))
+        self.memory, self.forgotten = 0, deque[int]()
 
     def compile(self, source: GrammarSource) -> None:
         """Let the process compile a grammar, and wait for it.
@@ -61,17 +58,14 @@ class GrammarProcess(SandboxedProcess):
             ArgumentError: The grammar cannot be compiled.
         """
         try:
-            self.connection.settimeout(COMPILE_WAIT_SECONDS)
-            send_frame(self.connection, json.dumps(source).encode())
-            reply = receive_frame(self.connection)
-        except TimeoutError as error:
-            self.end()
-            raise ArgumentError(f"grammar: too complex: it was not compiled in {COMPILE_WAIT_SECONDS} s") from error
+            self.connection.send(tuple(source))
+            reply = self.receive(COMPILE_WAIT_SECONDS)
         except (EOFError, OSError) as error:
             self.end()
             raise ArgumentError(
-                "grammar: too complex: its compilation ended unfinished; it may take "
-                f"{COMPILE_CPU_SECONDS} s of a processor and {MAX_PROCESS_BYTES >> 20} MB of memory"
+                "grammar: too complex: its compilation was given up; it may take "
+                f"{COMPILE_CPU_SECONDS} s of a processor, {COMPILE_WAIT_SECONDS} s in all, and "
+                f"{MAX_PROCESS_BYTES >> 20} MB of memory"
             ) from error
         if reply[:1] != b"+":
             self.end()
@@ -79,22 +73,18 @@ class GrammarProcess(SandboxedProcess):
         self.memory = max(int(reply[1:]), 0)
 
     def ask(self, questions: Sequence[Question]) -> None:
-        """Send questions; the caller holds the lock until it has called `answers`."""
-        # Popped one by one: other threads append without the lock.
+        """Send questions, whose answers must be received before others are sent."""
+        # Popped one by one: other threads append.
         forgotten = [self.forgotten.popleft() for _ in range(len(self.forgotten))]
-        try:
-            # Twice the processor time, as the process may share a core.
-            self.connection.settimeout(ANSWER_SLACK_SECONDS + 2 * step_cpu_seconds(len(questions)))
-            send_frame(self.connection, json.dumps((forgotten, questions)).encode())
-        except OSError:
-            self.end()
+        with suppress(OSError):  # the process has ended, which `answers` reports
+            self.connection.send((forgotten, questions))
 
-    def answers(self) -> list[Answer] | None:
-        """Receive the answers to the questions; None if the process has ended or took too long."""
-        if self.ended:
-            return None
+    def answers(self, count: int) -> list[Answer] | None:
+        """Receive the answers to `count` questions; None if the process has ended or took too long."""
+        # Twice the processor time, as the process may share a core.
+        seconds = ANSWER_SLACK_SECONDS + 2 * step_cpu_seconds(count)
         try:
-            heads, bits = json.loads(receive_frame(self.connection)), memoryview(receive_frame(self.connection))
+            heads, bits = json.loads(self.receive(seconds)), memoryview(self.receive(seconds))
         except (EOFError, OSError):
             self.end()
             return None
@@ -105,20 +95,9 @@ class GrammarProcess(SandboxedProcess):
             bits = bits[len(nodes) * width :]
         return answers
 
-    def forget(self, text: int) -> None:
-        """Drop a text in the process: now, or with the next question if another thread is asking one."""
-        if not self.owned:
-            return  # this process is a fork; the text is its parent's
-        self.forgotten.append(text)
-        if self.lock.acquire(blocking=False):
-            try:
-                self.ask([])
-            finally:
-                self.lock.release()
 
-
-def zygote_for(tokenizer: "PreTrainedTokenizerBase") -> Zygote:
-    """Return the zygote of a tokenizer, a new one if there is none or it has died."""
+def server_for(tokenizer: "PreTrainedTokenizerBase") -> ForkServer:
+    """Return the fork server of a tokenizer, a new one if there is none or it has died."""
     if sys.platform == "win32":
         raise MissingDependencyError("grammars need Unix sockets, which Windows lacks: use Linux or macOS")
     if find_spec("llguidance") is None:
@@ -126,19 +105,12 @@ def zygote_for(tokenizer: "PreTrainedTokenizerBase") -> Zygote:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise _unreadable("only fast tokenizers are supported")
-
-    def start() -> Zygote:
-        end = json.dumps(tokenizer.eos_token_id).encode()
-        return Zygote("redrafter.grammar.child", [end, backend.to_str().encode()])
-
     try:
-        return zygote_of(tokenizer, start)
+        return server_of(
+            tokenizer, lambda: ForkServer("redrafter.grammar.child", tokenizer.eos_token_id, backend.to_str())
+        )
     except NotPreparedError as error:
-        if not error.missing:
-            raise _unreadable(str(error)) from error
-        raise MissingDependencyError(
-            f"grammars need llguidance, which cannot be imported: {error}; {how_to_install('guided')}"
-        ) from error
+        raise _unreadable(str(error)) from error
 
 
 def _unreadable(why: str) -> ArgumentError:
@@ -148,8 +120,7 @@ def _unreadable(why: str) -> ArgumentError:
 class Grammar:
     """A grammar that generated texts must follow, over the tokens of one tokenizer.
 
-    It never changes, so any number of rows may share it. All constructors raise `ArgumentError` for a grammar that
-    cannot be read, matches no text, or is too large or too complex.
+    It never changes, so any number of rows may share it.
 
     Attributes:
         source: The grammar's notation and text.
@@ -157,62 +128,26 @@ class Grammar:
     """
 
     def __init__(
-        self, source: str | GrammarSource, tokenizer: "PreTrainedTokenizerBase", process: GrammarProcess | None = None
+        self,
+        spec: Mapping[str, object] | str | GrammarSource,
+        tokenizer: "PreTrainedTokenizerBase",
+        process: GrammarProcess | None = None,
     ) -> None:
         """Compile a grammar.
 
         Args:
-            source: The grammar in llguidance's own notation, or a `GrammarSource` in any notation.
+            spec: `{"json_schema": ...}`, `{"json_object": true}`, `{"regex": ...}`, `{"lark": ...}`, `{"ebnf": ...}` or
+                `{"choice": [...]}`, or one of these as JSON, or a `GrammarSource`.
             tokenizer: The tokenizer of the texts; a fast one.
             process: A new process to compile in; None to start one.
+
+        Raises:
+            ArgumentError: The grammar cannot be read, matches no text, or is too large or too complex.
         """
-        if not isinstance(source, GrammarSource):
-            source = GrammarSource("llguidance", checked_text(source))
-        self.source = source
+        self.source = spec if isinstance(spec, GrammarSource) else GrammarSource.from_spec(spec)
         self.process = GrammarProcess(tokenizer) if process is None else process
         self._tokenizer = tokenizer
         self.process.compile(self.source)
-
-    @classmethod
-    def json_schema(cls, schema: Mapping[str, object] | bool | str, tokenizer: "PreTrainedTokenizerBase") -> "Grammar":
-        """Allow JSON that a schema describes; keywords that llguidance does not know are refused."""
-        return cls(GrammarSource.json_schema(schema), tokenizer)
-
-    @classmethod
-    def json_object(cls, tokenizer: "PreTrainedTokenizerBase") -> "Grammar":
-        """Allow any JSON object."""
-        return cls(GrammarSource.from_spec({"json_object": True}), tokenizer)
-
-    @classmethod
-    def regex(cls, pattern: str, tokenizer: "PreTrainedTokenizerBase") -> "Grammar":
-        """Allow texts that a regular expression matches as a whole; it has no look-around and no back-references."""
-        return cls(GrammarSource("regex", checked_text(pattern)), tokenizer)
-
-    @classmethod
-    def lark(cls, text: str, tokenizer: "PreTrainedTokenizerBase") -> "Grammar":
-        """Allow the texts of a context-free grammar in llguidance's variant of Lark, which begins at `start`."""
-        return cls(GrammarSource("lark", checked_text(text)), tokenizer)
-
-    @classmethod
-    def ebnf(cls, text: str, tokenizer: "PreTrainedTokenizerBase") -> "Grammar":
-        """Allow the texts of a context-free grammar in GBNF, llama.cpp's notation, which begins at `root`."""
-        return cls(GrammarSource("ebnf", checked_text(text)), tokenizer)
-
-    @classmethod
-    def choice(cls, texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> "Grammar":
-        """Allow one of several texts."""
-        return cls(GrammarSource.choice(texts), tokenizer)
-
-    @classmethod
-    def of(cls, spec: Mapping[str, object] | str, tokenizer: "PreTrainedTokenizerBase") -> "Grammar":
-        """Make a grammar of any kind.
-
-        Args:
-            spec: `{"json_schema": ...}`, `{"json_object": true}`, `{"regex": ...}`, `{"lark": ...}`, `{"ebnf": ...}` or
-                `{"choice": [...]}`, or one of these as JSON.
-            tokenizer: The tokenizer of the texts; a fast one.
-        """
-        return cls(GrammarSource.from_spec(spec), tokenizer)
 
     def restore(self) -> None:
         """Compile the grammar again if its process has ended, for texts that begin later."""
@@ -262,8 +197,8 @@ class GuidedText:
         self._asked = False
 
     def __del__(self) -> None:
-        if getattr(self, "_asked", False) and not self.process.ended:
-            self.process.forget(self.number)
+        if getattr(self, "_asked", False):
+            self.process.forgotten.append(self.number)
 
     def question(self, tree: TextTree) -> Question:
         """Return the question for the masks of a tree, with the part of the text that is new to the process.
@@ -303,24 +238,21 @@ def compute_masks(requests: Sequence[tuple[GuidedText, TextTree]]) -> list[Masks
 
     All processes receive their questions before any answer is awaited, so they work in parallel.
     """
-    groups: dict[GrammarProcess, list[int]] = {}
+    groups: defaultdict[GrammarProcess, list[int]] = defaultdict(list)
     for index, (text, _) in enumerate(requests):
-        groups.setdefault(text.process, []).append(index)
-    order = sorted(groups, key=lambda process: process.order)  # otherwise two threads could deadlock
+        groups[text.process].append(index)
     masks: list[Masks] = [{}] * len(requests)
-    with ExitStack() as locks:
+    with _asking:
         try:
-            for process in order:
-                locks.enter_context(process.lock)
-                process.ask([requests[index][0].question(requests[index][1]) for index in groups[process]])
-            for process in order:
-                answers = process.answers()
-                for position, index in enumerate(groups[process]):
+            for process, indices in groups.items():
+                process.ask([text.question(tree) for text, tree in map(requests.__getitem__, indices)])
+            for process, indices in groups.items():
+                answers: Sequence[Answer | None] = process.answers(len(indices)) or [None] * len(indices)
+                for index, answer in zip(indices, answers, strict=True):
                     text, tree = requests[index]
-                    answer = None if answers is None else answers[position]
                     masks[index] = text.read_answer(answer, len(tree.tokens))
         except BaseException:  # such as Ctrl-C: an answer that was not read would be taken for a later one
-            for process in order:
+            for process in groups:
                 process.end()
             raise
     return masks

@@ -1,7 +1,6 @@
 """Limits of size, time and memory for one grammar, as a malicious one would take all that it gets."""
 
 MAX_GRAMMAR_CHARS = 1 << 17  # characters; for a schema, of its JSON
-MAX_SCHEMA_DEPTH = 128  # objects and lists within each other
 MAX_EBNF_RULES = 1000  # the EBNF reader's time grows with their square
 MAX_PARSER_ITEMS = 20_000  # for one mask; the time grows with their square, to 0.2 s
 MAX_LEXER_STATES = 60_000  # about 1 kB each

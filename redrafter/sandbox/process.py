@@ -1,56 +1,54 @@
-"""This side: a zygote for each kind of work, restarted if it has died, and the processes that it forks.
+"""This side: a fork server for each kind of work, restarted if it has died, and the processes that it forks.
 
 multiprocessing's forkserver does not serve here: its children inherit only imported modules and import the program's
 main module, so a script without a main guard, or one read from stdin, would fail; and each process of a grammar would
-read the vocabulary again, which takes 2.8 s for 128,000 tokens, where a fork of a zygote that has read it takes 13 ms.
+read the vocabulary again, which takes 2.8 s for 128,000 tokens, where a fork of a server that has read it takes 13 ms.
 """
 
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from redrafter.errors import ReDrafterError
-from redrafter.sandbox.frames import FrameSocket, receive_frame, send_frame
 
-ZYGOTE_PROGRAM = "from redrafter.sandbox.child import main; main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))"
+SERVER_PROGRAM = "from redrafter.sandbox.child import main; main(int(sys.argv[1]), sys.argv[2])"
 # One thread needs one memory arena and one worker. Rust's messages are read as one line, without a backtrace.
-ZYGOTE_ENVIRONMENT = {
+SERVER_ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
     "RAYON_NUM_THREADS": "1",
     "RUST_BACKTRACE": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
-START_TIMEOUT_SECONDS = 120.0  # for a zygote to prepare
-FORK_TIMEOUT_SECONDS = 30.0  # for a zygote to fork
+START_TIMEOUT_SECONDS = 120.0  # for a server to prepare
+FORK_TIMEOUT_SECONDS = 30.0  # for a server to fork
+MAX_ANSWER_BYTES = 1 << 30  # a damaged or hostile length must not allocate more
 
-_zygotes: "WeakKeyDictionary[Any, Zygote]" = WeakKeyDictionary()
+_servers: "WeakKeyDictionary[Any, ForkServer]" = WeakKeyDictionary()
 _starting = threading.Lock()
 
 
 class NotPreparedError(ReDrafterError):
-    """A zygote could not prepare its kind of work; `missing` is true if a package is missing."""
-
-    def __init__(self, message: str, missing: bool = False):
-        super().__init__(message)
-        self.missing = missing
+    """A fork server could not prepare its kind of work."""
 
 
-def start_interpreter(program: str, *words: str, **options: Any) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
-    """Run a program in a fresh interpreter, with options of `Popen`, and return a socket to it and its process.
+def start_interpreter(program: str, *words: str, **options: Any) -> "tuple[Connection, subprocess.Popen[bytes]]":
+    """Run a program in a fresh interpreter, with options of `Popen`, and return a connection to it and its process.
 
-    `sys` is imported; `sys.argv` has the descriptor of the socket's other end, then the words. Modules are found on
+    `sys` is imported; `sys.argv` has the descriptor of the connection's other end, then the words. Modules are found on
     this program's path, not in its working directory.
     """
-    ours, theirs = socket.socketpair()
+    ours, theirs = Pipe()
     with theirs:
         code = f"import sys; sys.path[:] = {[path or os.getcwd() for path in sys.path]!r}; {program}"
         command = [sys.executable, "-c", code, str(theirs.fileno()), *words]
@@ -58,31 +56,41 @@ def start_interpreter(program: str, *words: str, **options: Any) -> "tuple[socke
     return ours, process
 
 
-class Zygote:
+def wait_for_end(connection: Connection, seconds: float | None = None) -> bool:
+    """Wait until either end of a connection is closed or shut down; return False if `seconds` pass before."""
+    watch = select.poll()
+    watch.register(connection, 0)  # no event but the end
+    return bool(watch.poll(None if seconds is None else seconds * 1000))
+
+
+def shut_down(connection: Connection) -> None:
+    """End a connection from any thread: both ends, even where they wait for a message, raise `EOFError`."""
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
+
+
+class ForkServer:
     """A process that has prepared one kind of work and forks a process for each piece of it."""
 
-    def __init__(self, module: str, frames: Sequence[bytes]) -> None:
-        """Start the process, and wait until it has prepared by calling a module's function `prepare` with the frames.
+    def __init__(self, module: str, *arguments: object) -> None:
+        """Start the process, and wait until it has called a module's function `prepare` with the arguments.
 
         Raises `NotPreparedError` if that has failed, and `ReDrafterError` if no process can be started.
         """
         self._control, self._process = start_interpreter(
-            ZYGOTE_PROGRAM, module, str(len(frames)), stdout=subprocess.DEVNULL, env=os.environ | ZYGOTE_ENVIRONMENT
+            SERVER_PROGRAM, module, stdout=subprocess.DEVNULL, env=os.environ | SERVER_ENVIRONMENT
         )
         self._owner, self._sending = os.getpid(), threading.Lock()
         self._finalizer = weakref.finalize(self, _end, self._control, self._process, self._owner)
-        self._control.settimeout(START_TIMEOUT_SECONDS)
         try:
-            for frame in frames:
-                send_frame(self._control, frame)
-            reply = receive_frame(self._control)
-        except (EOFError, OSError) as error:
+            self._control.send(arguments)
+            error = _receive(self._control, START_TIMEOUT_SECONDS).decode()
+        except (EOFError, OSError) as failure:
             self.end()
-            raise ReDrafterError(f"the process of {module} did not start; it says why above") from error
-        if reply:
+            raise ReDrafterError(f"the process of {module} did not start; it says why above") from failure
+        if error:
             self.end()
-            missing = reply.startswith(b"import")
-            raise NotPreparedError(reply[6 if missing else 7 :].decode(), missing)
+            raise NotPreparedError(error)
 
     @property
     def pid(self) -> int:
@@ -94,15 +102,14 @@ class Zygote:
         """Return whether it can fork for this process; impossible for a fork of this process."""
         return self._finalizer.alive and self._owner == os.getpid() and self._process.poll() is None
 
-    def fork(self) -> FrameSocket | None:
-        """Return a connection to a new child; None if the zygote has died or cannot fork."""
-        ours, theirs = FrameSocket.pair()
-        ours.settimeout(FORK_TIMEOUT_SECONDS)
+    def fork(self) -> Connection | None:
+        """Return a connection to a new child; None if the server has died or cannot fork."""
+        ours, theirs = Pipe()
         try:
-            # The zygote reads one connection per message, so two threads must not interleave theirs.
+            # The server reads one connection per message, so two threads must not interleave theirs.
             with theirs, self._sending:
-                socket.send_fds(self._control, [b"+"], [theirs.fileno(), theirs.life.fileno()])
-            receive_frame(ours)
+                send_handle(self._control, theirs.fileno(), self.pid)
+            _receive(ours, FORK_TIMEOUT_SECONDS)
         except (EOFError, OSError):
             ours.close()
             return None
@@ -113,63 +120,53 @@ class Zygote:
         self._finalizer()
 
 
-def zygote_of(key: Any, start: Callable[[], Zygote]) -> Zygote:
-    """Return the zygote of an object, started by `start` if there is none or it has died. It ends with the object."""
+def server_of(key: Any, start: Callable[[], ForkServer]) -> ForkServer:
+    """Return the server of an object, started by `start` if there is none or it has died. It ends with the object."""
     with _starting:
-        zygote = _zygotes.get(key)
-        if zygote is None or not zygote.alive:
-            zygote = _zygotes[key] = start()
-        return zygote
+        server = _servers.get(key)
+        if server is None or not server.alive:
+            server = _servers[key] = start()
+        return server
 
 
 class SandboxedProcess:
     """A process for one piece of work, and the `connection` to it. It ends with this object, or by `end`."""
 
-    def __init__(self, find_zygote: Callable[[], Zygote]) -> None:
-        """Fork from the zygote, which is restarted if it has died."""
-        for _ in range(2):  # a second time if the zygote has died
-            zygote = find_zygote()
-            connection = zygote.fork()
+    def __init__(self, find_server: Callable[[], ForkServer]) -> None:
+        """Fork from the server, which is restarted if it has died."""
+        for _ in range(2):  # a second time if the server has died
+            server = find_server()
+            connection = server.fork()
             if connection is not None:
                 break
-            zygote.end()
+            server.end()
         else:
             raise ReDrafterError("no process can be started: the machine has no room for one")
-        self.connection, self._owner, self.ended = connection, os.getpid(), False
-        weakref.finalize(self, _close, connection, self._owner)
+        self.connection, self._owner = connection, os.getpid()
 
     @property
     def alive(self) -> bool:
         """Return whether this process can query the other one; impossible for a fork of this process."""
-        if self.ended or not self.owned:
-            return False
-        watch = select.poll()
-        watch.register(self.connection, 0)  # no event but the closing of the other end
-        return not watch.poll(0)
+        return self._owner == os.getpid() and not wait_for_end(self.connection, 0.0)
 
-    @property
-    def owned(self) -> bool:
-        """Return whether this process has started it; a process forked from this one has not."""
-        return self._owner == os.getpid()
+    def receive(self, seconds: float) -> bytes:
+        """Return its next message; raises `OSError`, or `EOFError`, if it has ended or takes longer."""
+        return _receive(self.connection, seconds)
 
     def end(self) -> None:
         """End the process, from any thread; a thread that waits for an answer gets none."""
-        self.ended = True
-        if self.owned:
-            with suppress(OSError):
-                self.connection.shutdown(socket.SHUT_RDWR)
+        if self._owner == os.getpid():
+            shut_down(self.connection)
 
 
-def _end(control: socket.socket, process: "subprocess.Popen[bytes]", owner: int) -> None:
+def _receive(connection: Connection, seconds: float) -> bytes:
+    if not connection.poll(seconds):
+        raise TimeoutError
+    return connection.recv_bytes(MAX_ANSWER_BYTES)
+
+
+def _end(control: Connection, process: "subprocess.Popen[bytes]", owner: int) -> None:
     control.close()  # in a fork of the owner, closes only its copy
     if os.getpid() == owner:
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait()
-
-
-def _close(connection: socket.socket, owner: int) -> None:
-    if os.getpid() == owner:  # in a fork of the owner, only its copy is closed
-        with suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
-    connection.close()

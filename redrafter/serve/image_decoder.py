@@ -9,13 +9,13 @@ import io
 import json
 import struct
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 from PIL import Image, ImageOps
 
 from redrafter.errors import first_line
 from redrafter.sandbox.child import bounded_work, limit_memory
-from redrafter.sandbox.frames import FrameSocket, receive_frame, send_frame
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # only the first frame of an animation is read
 MAX_RATIO = 50  # maximum aspect ratio: processors may scale the shorter side up to hundreds of pixels
@@ -30,36 +30,34 @@ class _Refusal(Exception):
     """Raised for a rejected image, with a message and an optional error code."""
 
 
-def prepare(limits: bytearray) -> Callable[[FrameSocket], None]:
-    """Load the decoders, and return the function that serves a process's connection. `limits`: JSON with `pixels`.
+def prepare(pixels: int) -> Callable[[Connection], None]:
+    """Load the decoders, and return the function that serves a process's connection. `pixels`: most of all images.
 
-    The function receives the number of images and each one's base64, and sends the width, height and RGB pixels of
-    each, or `-` and a message with a code as JSON.
+    The function receives each image's base64, and sends the width, height and RGB pixels of each, or `-` and a message
+    with a code as JSON.
     """
-    pixels: int = json.loads(bytes(limits))["pixels"]
     Image.init()
     Image.MAX_IMAGE_PIXELS = None  # replaced by the limits here
 
-    def serve_connection(connection: FrameSocket) -> None:
+    def serve_connection(connection: Connection) -> None:
         limit_memory(BYTES + BYTES_PER_PIXEL * pixels)
-        payloads = [receive_frame(connection) for _ in range(int(receive_frame(connection)))]
+        payloads = connection.recv()
         try:
-            with bounded_work(OPEN_CPU_SECONDS, connection):
+            with bounded_work(OPEN_CPU_SECONDS):
                 # The header alone gives the size, which bounds the time and memory of the decoding below.
                 images = _open(payloads, pixels)
-            seconds = OPEN_CPU_SECONDS + CPU_SECONDS_PER_PIXEL * sum(image.width * image.height for image in images)
-            with bounded_work(seconds, connection):
+            with bounded_work(OPEN_CPU_SECONDS + CPU_SECONDS_PER_PIXEL * sum(x.width * x.height for x in images)):
                 decoded = [_decode(image) for image in images]
         except _Refusal as refusal:
-            return send_frame(connection, b"-", json.dumps(refusal.args).encode())
+            return connection.send_bytes(b"-" + json.dumps(refusal.args).encode())
         for width, height, content in decoded:
-            send_frame(connection, b"+", struct.pack("=II", width, height))
-            send_frame(connection, content)
+            connection.send_bytes(b"+" + struct.pack("=II", width, height))
+            connection.send_bytes(content)
 
     return serve_connection
 
 
-def _open(payloads: Sequence[bytearray], pixels: int) -> list[Any]:
+def _open(payloads: Sequence[str], pixels: int) -> list[Any]:
     images, left = [], pixels
     for payload in payloads:
         try:

@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from redrafter.errors import first_line
-from redrafter.sandbox.frames import receive_frame, send_frame
-from redrafter.sandbox.process import SandboxedProcess, Zygote, zygote_of
+from redrafter.sandbox.process import ForkServer, SandboxedProcess, server_of
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.encoding import ClientTurns, until_thread_is_free
 from redrafter.serve.engine_process.client import Stopped
@@ -85,8 +84,8 @@ class ChatImageReader:
 
     def new_process(self) -> SandboxedProcess:
         """Start a process that decodes the images of one request."""
-        limits = json.dumps({"pixels": self.options.max_image_pixels}).encode()
-        return SandboxedProcess(lambda: zygote_of(self, lambda: Zygote("redrafter.serve.image_decoder", [limits])))
+        pixels = self.options.max_image_pixels
+        return SandboxedProcess(lambda: server_of(self, lambda: ForkServer("redrafter.serve.image_decoder", pixels)))
 
     def close(self) -> None:
         """Kill all processes. Current and later calls raise `Stopped`."""
@@ -141,17 +140,14 @@ class ChatImageReader:
             raise ApiError(400, f"an image is too large: {what}", "messages", "image_too_large")
         images = []
         try:
-            process.connection.settimeout(WAIT_SECONDS)
-            send_frame(process.connection, b"%d" % len(payloads))
-            for payload in payloads:
-                send_frame(process.connection, payload.encode())
+            process.connection.send(payloads)
             for _ in payloads:
-                reply = receive_frame(process.connection)
+                reply = process.receive(WAIT_SECONDS)
                 if reply[:1] == b"-":
-                    message, code = json.loads(bytes(reply[1:]))
+                    message, code = json.loads(reply[1:])
                     raise ApiError(400, message, "messages", code)
                 width, height = struct.unpack("=II", reply[1:])
-                images.append(Image.frombytes("RGB", (width, height), receive_frame(process.connection)))
+                images.append(Image.frombytes("RGB", (width, height), process.receive(WAIT_SECONDS)))
         except (EOFError, OSError) as error:
             if self._closed:
                 raise Stopped from error

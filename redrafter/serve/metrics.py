@@ -129,53 +129,28 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield gauges of the last reported load; the registry calls this."""
-        facts, load = self._engine.facts, self._engine.load
+        load = self._engine.load
         gauge, counter, capture = GaugeMetricFamily, CounterMetricFamily, self._capture
-        invariant = "1 if outputs do not depend on the rest of the batch, bit for bit"
-        weights = "1 if linear layers were quantized to FP8 when the model was loaded"
         preempted = "Preempted sequences, for blocks, for fairness between clients, or for a higher priority"
-        by_format = {"cache_dtype": facts.kv_cache_dtype}
-        for kind, name, help, value, labels in (
-            (gauge, "redrafter:batch_invariant", invariant, facts.batch_invariant, {}),
-            (gauge, "redrafter:fp8_weights", weights, facts.fp8_weights, {}),
-            (gauge, "redrafter:asleep", "1 while the engine is asleep", load.asleep, {}),
-            (counter, "redrafter:drafter_changes", "Changes of the drafter", load.drafter, {}),
-            (gauge, "vllm:cache_config_info", "Format of the KV cache", 1, by_format),
-            (gauge, "vllm:num_requests_running", "Running sequences", load.running, {}),
-            (gauge, "vllm:num_requests_waiting", "Waiting sequences", load.waiting, {}),
-            (
-                gauge,
-                "vllm:kv_cache_usage_perc",
-                "Share of the KV cache's blocks in use",
-                load.cache_usage,
-                {},
-            ),
-            (counter, "vllm:num_preemptions", preempted, load.preempted, {}),
-            (
-                counter,
-                "redrafter:captured_texts",
-                "Sequences captured for training",
-                capture.rows if capture else 0,
-                {},
-            ),
+        for kind, name, help, value in (
+            (gauge, "redrafter:asleep", "1 while the engine is asleep", load.asleep),
+            (counter, "redrafter:drafter_changes", "Changes of the drafter", load.drafter),
+            (gauge, "vllm:num_requests_running", "Running sequences", load.running),
+            (gauge, "vllm:num_requests_waiting", "Waiting sequences", load.waiting),
+            (gauge, "vllm:kv_cache_usage_perc", "Share of the KV cache's blocks in use", load.cache_usage),
+            (counter, "vllm:num_preemptions", preempted, load.preempted),
+            (counter, "redrafter:captured_texts", "Sequences captured for training", capture.rows if capture else 0),
             (
                 counter,
                 "redrafter:lost_captures",
                 "Sequences that could not be captured",
                 capture.lost if capture else 0,
-                {},
             ),
-            (gauge, "redrafter:kv_host_blocks", "KV cache blocks in host memory", load.host_blocks, {}),
-            (
-                counter,
-                "redrafter:kv_host_hits",
-                "Prompt tokens found only in host memory",
-                load.host_hits,
-                {},
-            ),
+            (gauge, "redrafter:kv_host_blocks", "KV cache blocks in host memory", load.host_blocks),
+            (counter, "redrafter:kv_host_hits", "Prompt tokens found only in host memory", load.host_hits),
         ):
-            family = kind(name, help, labels=["model_name", *labels])
-            family.add_metric([self._model, *labels.values()], value)
+            family = kind(name, help, labels=["model_name"])
+            family.add_metric([self._model], value)
             yield family
 
     def _counter(self, name: str, help: str) -> Counter:

@@ -150,7 +150,7 @@ def reference(model, grammars: list[Grammar | None], ends: tuple[int, ...] = (EO
 
 @pytest.mark.parametrize("name", SPECS)
 def test_greedy_text_is_that_of_model_generate_with_one_text_at_a_time(model, engine, name):
-    grammar = Grammar.of(SPECS[name], TOKENIZER)
+    grammar = Grammar(SPECS[name], TOKENIZER)
     expected = reference(model, [grammar] * 3)
     assert torch.equal(engine.generate(**BATCH, **GREEDY, grammar=SPECS[name]), expected)
     assert torch.equal(engine.generate(**BATCH, **GREEDY, grammar=grammar, speculate=False), expected)
@@ -176,7 +176,7 @@ PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.7, "logit_bias": 
 
 @pytest.mark.parametrize("how", [GREEDY, SAMPLED, GREEDY | PENALTIES, SAMPLED | PENALTIES | {"top_k": 9}])
 def test_rows_of_one_batch_have_grammars_of_their_own_or_none(engine, on_blocks, how):
-    grammars = [spec and Grammar.of(spec, TOKENIZER) for spec in MIXED]
+    grammars = [spec and Grammar(spec, TOKENIZER) for spec in MIXED]
     out = engine.generate(**BATCH, **how, grammar=grammars)
     assert torch.equal(engine.generate(**BATCH, **how, grammar=grammars, speculate=False), out)
     assert torch.equal(on_blocks.generate(**BATCH, **how, grammar=MIXED), out)
@@ -207,7 +207,7 @@ def test_drafts_that_follow_the_grammar_are_kept_and_others_never(model):
 
 @pytest.mark.parametrize("ends", [(EOS, OTHER_END), (OTHER_END,), (280,)])
 def test_a_text_ends_with_any_of_its_own_end_tokens_where_the_grammar_may_end(model, engine, ends):
-    grammar = Grammar.regex("[ab]{2}[cd]*", TOKENIZER)
+    grammar = Grammar({"regex": "[ab]{2}[cd]*"}, TOKENIZER)
     how = {**SAMPLED, "eos_token_id": list(ends), "num_return_sequences": 8, "logit_bias": dict.fromkeys(ends, 4.0)}
     out = engine.generate(**BATCH, **how, grammar=grammar)
     assert all(re.fullmatch("[ab]{2}[cd]*", text) for text in texts(out, ends))
@@ -268,7 +268,7 @@ def prefixes_of(written: str, tree: Tree | int, prompt: int = 2, limit: int = 99
 
 
 def test_every_node_that_can_be_reached_is_masked_for_its_own_text():
-    grammar, random = Grammar.regex("(ab|ba|c){0,4}|aab*", TOKENIZER), torch.Generator().manual_seed(0)
+    grammar, random = Grammar({"regex": "(ab|ba|c){0,4}|aab*"}, TOKENIZER), torch.Generator().manual_seed(0)
     state, one = GuidedText(grammar, [EOS]), OneText([grammar])
     rows, reached = RowGrammars([None, state, None]), 0
     # A text that goes on, one that was put back, another one in its place, one that broke the grammar, the first again.
@@ -305,7 +305,7 @@ def path_to(tree: Tree, node: int) -> list[int]:
 
 
 def test_rows_that_ended_or_reached_their_limit_are_left_alone():
-    rows = RowGrammars([GuidedText(Grammar.regex("ab", TOKENIZER), [EOS])])
+    rows = RowGrammars([GuidedText(Grammar({"regex": "ab"}, TOKENIZER), [EOS])])
     scores = torch.randn(1, 1, VOCAB)
     done = prefixes_of("ab", EOS)
     done.tokens[0, 4], done.length[0] = EOS, 4
@@ -320,14 +320,14 @@ def test_rows_that_ended_or_reached_their_limit_are_left_alone():
 
 
 def test_a_text_that_broke_its_grammar_may_only_end():
-    rows = RowGrammars([GuidedText(Grammar.regex("ab", TOKENIZER), [EOS])])
+    rows = RowGrammars([GuidedText(Grammar({"regex": "ab"}, TOKENIZER), [EOS])])
     got = rows(torch.randn(1, 1, VOCAB), prefixes_of("ax", 93))
     assert (got[0, 0] > -math.inf).nonzero().tolist() == [[EOS]]
     assert rows.of_rows[0].error == "grammar: given up after 2 tokens: it does not allow what was written"
 
 
 def test_a_free_row_without_any_token_left_stays_as_it_is():
-    rows = RowGrammars([None, GuidedText(Grammar.regex("ab", TOKENIZER), [EOS])])
+    rows = RowGrammars([None, GuidedText(Grammar({"regex": "ab"}, TOKENIZER), [EOS])])
     got = rows(torch.full((2, 1, VOCAB), -math.inf), prefixes_of("a", 70, rows=2))
     assert (got[0] == -math.inf).all()
     assert got[1, 0].argmax() == 71
@@ -414,10 +414,10 @@ def test_hostile_grammars_are_read_or_refused_in_bounded_time(name):
     spec, wrong = HOSTILE[name]
     begin = time.process_time()
     if wrong is None:
-        Grammar.of(spec, TOKENIZER)
+        Grammar(spec, TOKENIZER)
     else:
         with pytest.raises(ArgumentError, match=f"^grammar: .*{wrong}") as caught:
-            Grammar.of(spec, TOKENIZER)
+            Grammar(spec, TOKENIZER)
         assert not re.search("\n|<state>|<backtrace>", str(caught.value))
         assert len(str(caught.value)) < 400
     assert time.process_time() - begin < 20  # two where nothing else runs
@@ -426,7 +426,7 @@ def test_hostile_grammars_are_read_or_refused_in_bounded_time(name):
 def test_a_mask_that_would_take_long_is_refused():
     doubling = "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1} | r{i + 1}\n" for i in range(60)) + 'r60: "a" | /./'
     with pytest.raises(ArgumentError, match=r"Too many items \(limit 20000"):  # of llguidance's own limit, 0.4 s
-        Grammar.lark(doubling, load_tokenizer(boxed_pair()))
+        Grammar({"lark": doubling}, load_tokenizer(boxed_pair()))
 
 
 @pytest.mark.parametrize(
@@ -461,7 +461,7 @@ def test_what_is_no_grammar_is_refused_in_one_line(engine, spec, wrong):
 
 def test_generate_says_what_a_grammar_needs(engine, monkeypatch):
     without = {name: value for name, value in GREEDY.items() if name != "tokenizer"}
-    spec, grammar = {"choice": ["a"]}, Grammar.choice(["a"], TOKENIZER)
+    spec, grammar = {"choice": ["a"]}, Grammar({"choice": ["a"]}, TOKENIZER)
     with pytest.raises(ArgumentError, match="tokenizer=tokenizer"):
         engine.generate(**BATCH, **without, grammar=spec)
     assert texts(engine.generate(**BATCH, **without, grammar=grammar)) == ["a"] * 3
@@ -470,7 +470,7 @@ def test_generate_says_what_a_grammar_needs(engine, monkeypatch):
     with pytest.raises(ArgumentError, match="give eos_token_id"):
         engine.generate(**BATCH, **GREEDY, grammar=spec, eos_token_id=-1)
     with pytest.raises(ArgumentError, match="this tokenizer cannot be used for grammars"):
-        Grammar.choice(["a"], type("Slow", (), {})())
+        Grammar({"choice": ["a"]}, type("Slow", (), {})())
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(MissingDependencyError, match=r"pip install '\.\[guided\]' in a checkout"):
         engine.generate(**BATCH, **GREEDY, grammar=spec)
@@ -503,7 +503,7 @@ def test_the_boxed_pair_writes_what_a_schema_says():
     tokenizer.padding_side = "left"
     pair = ReDrafter.from_pretrained(boxed_pair())
     batch = tokenizer(["A record of a person:\n", "Once upon a time"], return_tensors="pt", padding=True)
-    grammar, width = Grammar.json_schema(PERSON, tokenizer), batch.input_ids.shape[1]
+    grammar, width = Grammar({"json_schema": PERSON}, tokenizer), batch.input_ids.shape[1]
     for how in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 1}):
         how |= {"max_new_tokens": 60, "grammar": grammar}
         out = pair.generate(**batch, **how, return_dict_in_generate=True)

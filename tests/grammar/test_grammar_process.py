@@ -18,7 +18,7 @@ from helpers.chats import tiny_tokenizer
 from helpers.models import tiny_drafter, tiny_model, with_tree
 from helpers.processes import children, soon
 from redrafter import ArgumentError
-from redrafter.grammar.grammar import Grammar, GuidedText, TextTree, compute_masks, zygote_for
+from redrafter.grammar.grammar import Grammar, GuidedText, TextTree, compute_masks, server_for
 from redrafter.grammar.source import GrammarSource
 
 pytest.importorskip("llguidance")
@@ -35,7 +35,7 @@ HALF = "\ud800"
 
 
 def own_children() -> list[int]:
-    return children(zygote_for(TOKENIZER).pid)
+    return children(server_for(TOKENIZER).pid)
 
 
 def only_child() -> int:
@@ -60,7 +60,7 @@ def where(text: list[int], *drafts: int) -> TextTree:
 def test_masks_are_those_of_a_state_in_this_process():
     chance, vocabulary = random.Random(0), from_tokenizer(TOKENIZER)
     specs = [{"regex": "(ab|ba|c){0,9}"}, {"json_object": True}, {"choice": ["abc", "abd", "b"]}]
-    grammars = [Grammar.of(spec, TOKENIZER) for spec in specs]
+    grammars = [Grammar(spec, TOKENIZER) for spec in specs]
     ours = [GuidedText(grammar, [EOS, 280]) for grammar in grammars for _ in range(2)]
     compiled = [CompiledGrammar(GrammarSource.from_spec(spec), vocabulary) for spec in specs]
     states = [GrammarState(each, [EOS, 280]) for each in compiled for _ in range(2)]
@@ -83,13 +83,13 @@ def test_masks_are_those_of_a_state_in_this_process():
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", [{"json_schema": SLOW}, LARGE], ids=["time", "memory"])
 def test_what_needs_much_time_or_memory_is_ended_and_this_process_goes_on(spec):
-    bound = "10 s of a processor and 1024 MB of memory"  # which a busy machine does not give it in 60 s
-    with pytest.raises(ArgumentError, match=rf"^grammar: too complex: .*({bound}|compiled in 60 s)$"):
-        Grammar.of(spec, TOKENIZER)
+    bound = "10 s of a processor, 60 s in all, and 1024 MB of memory"
+    with pytest.raises(ArgumentError, match=rf"^grammar: too complex: .*{bound}$"):
+        Grammar(spec, TOKENIZER)
 
 
 def test_the_kernel_knows_the_limit_of_memory():
-    grammar = Grammar.regex("a", TOKENIZER)
+    grammar = Grammar({"regex": "a"}, TOKENIZER)
     lines = Path(f"/proc/{only_child()}/limits").read_text().splitlines()
     soft, hard = next(line.split()[3:5] for line in lines if line.startswith("Max address space"))
     assert grammar.process.alive
@@ -97,7 +97,7 @@ def test_the_kernel_knows_the_limit_of_memory():
 
 
 def test_a_killed_process_ends_its_own_texts_only():
-    mine, other = Grammar.regex("[ab]*", TOKENIZER), Grammar.regex("[ab]*", TOKENIZER)
+    mine, other = Grammar({"regex": "[ab]*"}, TOKENIZER), Grammar({"regex": "[ab]*"}, TOKENIZER)
     assert len(own_children()) == 2
     texts = [GuidedText(grammar, [EOS]) for grammar in (mine, mine, other)]
     asked = [(text, where([70, 71], 70)) for text in texts]
@@ -123,7 +123,7 @@ def test_a_killed_process_ends_its_own_texts_only():
 
 def test_generate_raises_where_a_process_is_killed_and_goes_on_with_a_new_one():
     engine = with_tree(tiny_model("llama", vocab_size=290), tiny_drafter(vocab_size=290), 2, 2)
-    grammar, ids = Grammar.regex("[a-m]{30}", TOKENIZER), torch.tensor([[71, 80, 9]])
+    grammar, ids = Grammar({"regex": "[a-m]{30}"}, TOKENIZER), torch.tensor([[71, 80, 9]])
     how = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, "grammar": grammar, "eos_token_id": EOS}
     expected = engine.generate(ids, **how)
 
@@ -138,37 +138,36 @@ def test_generate_raises_where_a_process_is_killed_and_goes_on_with_a_new_one():
     assert torch.equal(engine.generate(ids, **how), expected)
 
 
-def test_a_killed_zygote_is_replaced_and_its_grammars_live_on():
-    grammar, zygote = Grammar.regex("[ab]*", TOKENIZER), zygote_for(TOKENIZER)
+def test_a_killed_fork_server_is_replaced_and_its_grammars_live_on():
+    grammar, server = Grammar({"regex": "[ab]*"}, TOKENIZER), server_for(TOKENIZER)
     text = GuidedText(grammar, [EOS])
     expected = [dict(each) for each in compute_masks([(text, where([70]))])]
-    os.kill(zygote.pid, signal.SIGKILL)
+    os.kill(server.pid, signal.SIGKILL)
     assert compute_masks([(text, where([70]))]) == expected
-    Grammar.regex("[ab]*", TOKENIZER)
-    assert zygote_for(TOKENIZER).pid != zygote.pid
+    Grammar({"regex": "[ab]*"}, TOKENIZER)
+    assert server_for(TOKENIZER).pid != server.pid
     assert compute_masks([(text, where([70]))]) == expected
 
 
 def test_an_answer_that_nobody_took_is_no_other_questions(monkeypatch):
-    grammar = Grammar.regex("[ab]*", TOKENIZER)
+    grammar = Grammar({"regex": "[ab]*"}, TOKENIZER)
     first = GuidedText(grammar, [EOS])
     expected = [dict(each) for each in compute_masks([(first, where([70]))])]
 
-    def interrupted(source: object) -> bytearray:
+    def interrupted(process: object, seconds: float) -> bytes:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as change, pytest.raises(KeyboardInterrupt):
-        change.setattr("redrafter.grammar.grammar.receive_frame", interrupted)
+        change.setattr("redrafter.grammar.grammar.GrammarProcess.receive", interrupted)
         compute_masks([(first, where([70, 71]))])
     assert not grammar.process.alive
-    assert not grammar.process.lock.locked()
     grammar.restore()
     assert compute_masks([(GuidedText(grammar, [EOS]), where([70]))]) == expected
 
 
 def test_a_stopped_process_is_given_up(monkeypatch):
     monkeypatch.setattr("redrafter.grammar.grammar.ANSWER_SLACK_SECONDS", -4.0)
-    text = GuidedText(Grammar.regex("[ab]*", TOKENIZER), [EOS])
+    text = GuidedText(Grammar({"regex": "[ab]*"}, TOKENIZER), [EOS])
     child = only_child()
     os.kill(child, signal.SIGSTOP)
     compute_masks([(text, where([70]))])
@@ -177,24 +176,18 @@ def test_a_stopped_process_is_given_up(monkeypatch):
 
 
 def test_a_text_that_is_dropped_is_forgotten():
-    grammar = Grammar.regex("[ab]*", TOKENIZER)
-    forgotten: list[int] = []
-    ask, grammar.process.forget = grammar.process.forget, lambda text: (forgotten.append(text), ask(text))
+    grammar = Grammar({"regex": "[ab]*"}, TOKENIZER)
     text = GuidedText(grammar, [EOS])
     compute_masks([(text, where([70]))])
     number = text.number
     del text
-    assert forgotten == [number]
-    assert not grammar.process.forgotten
-    with grammar.process.lock:
-        ask(number)  # while it is being asked
     assert list(grammar.process.forgotten) == [number]
     compute_masks([(GuidedText(grammar, [EOS]), where([70]))])
     assert number not in grammar.process.forgotten
 
 
 def test_threads_share_grammars():
-    grammars = [Grammar.regex("[ab]*", TOKENIZER), Grammar.regex("[bc]*", TOKENIZER)]
+    grammars = [Grammar({"regex": "[ab]*"}, TOKENIZER), Grammar({"regex": "[bc]*"}, TOKENIZER)]
     expected = [dict(compute_masks([(GuidedText(grammar, [EOS]), where([71]))])[0]) for grammar in grammars]
     wrong = []
 
@@ -226,12 +219,12 @@ def test_nothing_is_left_of_a_program_that_ends(how):
     program = (
         "import os, sys, threading, time\n"
         "from helpers.chats import tiny_tokenizer\n"
-        "from redrafter.grammar.grammar import Grammar, zygote_for\n"
+        "from redrafter.grammar.grammar import Grammar, server_for\n"
         "tokenizer = tiny_tokenizer()\n"
-        "grammar = Grammar.regex('a', tokenizer)\n"
-        f"threading.Thread(target=Grammar.json_schema, args=({SLOW!r}, tokenizer), daemon=True).start()\n"
+        "grammar = Grammar({'regex': 'a'}, tokenizer)\n"
+        f"threading.Thread(target=Grammar, args=({{'json_schema': {SLOW!r}}}, tokenizer), daemon=True).start()\n"
         "time.sleep(0.5)\n"
-        "print(zygote_for(tokenizer).pid, flush=True)\n"
+        "print(server_for(tokenizer).pid, flush=True)\n"
         f"{how}\n"
     )
     tests = Path(__file__).parent.parent
@@ -242,14 +235,14 @@ def test_nothing_is_left_of_a_program_that_ends(how):
 
 @pytest.mark.parametrize("each", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_for_the_program_do_not_end_its_grammars(each):
-    text = GuidedText(Grammar.regex("[ab]*", TOKENIZER), [EOS])
-    zygote = zygote_for(TOKENIZER)
+    text = GuidedText(Grammar({"regex": "[ab]*"}, TOKENIZER), [EOS])
+    server = server_for(TOKENIZER)
     os.kill(only_child(), each)
-    os.kill(zygote.pid, each)
-    assert os.getpgid(zygote.pid) == zygote.pid != os.getpgid(0)  # where Ctrl-C in a terminal does not come to
+    os.kill(server.pid, each)
+    assert os.getpgid(server.pid) == server.pid != os.getpgid(0)  # where Ctrl-C in a terminal does not come to
     compute_masks([(text, where([70]))])
     assert text.error is None
-    assert zygote.alive
+    assert server.alive
 
 
 def nested(depth: int) -> object:
@@ -259,39 +252,33 @@ def nested(depth: int) -> object:
     return schema
 
 
-CIRCLE: dict = {}
-CIRCLE["items"] = CIRCLE
-
-
 @pytest.mark.parametrize(
     ("spec", "wrong"),
     [
-        ({"json_schema": {"enum": ["x" * 9] * 2_000_000}}, "characters or more"),
-        ({"json_schema": {"enum": [10**4000] * 5000}}, "characters or more"),
-        ({"json_schema": {str(n): True for n in range(200_000)}}, "characters or more"),
-        ({"json_schema": nested(129)}, "nested more than 128 deep"),
-        ({"json_schema": nested(100_000)}, "nested more than 128 deep"),
-        ({"json_schema": CIRCLE}, "nested more than 128 deep"),
-        ({"choice": ["x" * 9] * 2_000_000}, "characters"),
+        ({"json_schema": {"enum": ["x" * 9] * 200_000}}, "characters, 131072 are the most"),
+        ({"json_schema": {"enum": [10**5000]}}, "digits"),
+        ({"json_schema": nested(100_000)}, "recursion"),
+        ({"choice": ["x" * 9] * 200_000}, "characters"),
         ({"regex": "x" * 50_000_000}, "50000000 characters"),
-        ('{"regex": "' + "x" * 5_000_000 + '"}', "as JSON"),
         ([["x" * 100] * 100] * 100_000, "one of json_schema"),
         ({"json_schema": {"enum": [HALF]}}, "a lone surrogate"),
         ({"choice": ["a", HALF]}, "a lone surrogate"),
         *(({kind: HALF}, "a lone surrogate") for kind in ("json_schema", "regex", "lark", "ebnf")),
     ],
 )
-def test_what_is_large_or_half_a_character_is_refused_before_it_is_read(spec, wrong):
+def test_what_is_large_or_half_a_character_is_refused_before_it_is_compiled(spec, wrong):
     begin = time.process_time()
     with pytest.raises(ArgumentError, match=f"^grammar: .*{wrong}") as caught:
         GrammarSource.from_spec(spec)
-    assert time.process_time() - begin < 0.1
+    assert time.process_time() - begin < 0.3
     assert len(str(caught.value)) < 400
 
 
-def test_a_schema_may_be_as_large_as_is_said():
+def test_a_schema_may_be_as_large_and_as_deep_as_is_said():
     room = 131_072 - len('{"description": ""}')
     assert GrammarSource.json_schema({"description": "x" * room}).text
-    assert GrammarSource.json_schema(nested(128)).text
     with pytest.raises(ArgumentError):
         GrammarSource.json_schema({"description": "x" * (room + 1)})
+    Grammar({"json_schema": nested(100)}, TOKENIZER)
+    with pytest.raises(ArgumentError, match=r"^grammar: .*recursion"):
+        Grammar({"json_schema": nested(200)}, TOKENIZER)

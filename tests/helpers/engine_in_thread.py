@@ -1,9 +1,9 @@
 """An engine at the other end of a line, in a thread of this process instead of a process of its own."""
 
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import Pipe
 from typing import Any
 
 from helpers.serving import Address, listening
@@ -32,7 +32,7 @@ class EngineThread:
     exit_code: int | None = None
 
     def __init__(self, scheduler: Scheduler, tokenizer: Any, facts: EngineFacts | None = None):
-        ours, theirs = socket.socketpair()
+        ours, theirs = Pipe()
         self.facts = facts
         self.channel = Channel(ours)
         self._thread = threading.Thread(target=self._serve, args=(Channel(theirs), scheduler, tokenizer), daemon=True)

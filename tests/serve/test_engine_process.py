@@ -83,9 +83,9 @@ def test_what_an_engine_does_before_it_serves_is_known(monkeypatch):
     """One that compiles, as on a GPU, is not said to load."""
     sends = "channel.send(start.LoadingStage('compiling kernels')); channel.send(CheckpointError('no good'))"
     program = (
-        "import signal, socket; from redrafter.serve.engine_process import start; "
+        "from multiprocessing.connection import Connection; from redrafter.serve.engine_process import start; "
         "from redrafter.errors import CheckpointError; "
-        "channel = start.Channel(socket.socket(fileno=int(sys.argv[1]))); "
+        "channel = start.Channel(Connection(int(sys.argv[1]))); "
         f"channel.receive(); {sends}; channel.close(5)"
     )
     monkeypatch.setattr(start, "PROGRAM", program)

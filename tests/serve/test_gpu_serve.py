@@ -100,7 +100,7 @@ def test_rows_with_and_without_a_grammar_share_steps():
     pytest.importorskip("llguidance")
     tokenizer = tiny_tokenizer()
     engine = recurrent(vocab_size=290, max_position_embeddings=256)
-    grammar = Grammar.of({"regex": r"(ab|[0-9]{2}){1,4}(é|x)?"}, tokenizer)
+    grammar = Grammar({"regex": r"(ab|[0-9]{2}){1,4}(é|x)?"}, tokenizer)
     kind = replace(KINDS["sampled"], stop_token_ids=frozenset({2}), grammar=grammar)
     guided = [make_sequence([7, 8, seed], 40, replace(kind, seed=seed)) for seed in range(6)]
     sequences = [*guided, *random_sequences(12)]

@@ -34,7 +34,7 @@ from redrafter.serve.protocol.requests import ApiError
 from redrafter.serve.routes.app import create_app
 
 NAMES = ("pixel_values",)
-DECODER = b"redrafter.serve.image_decoder"  # among the arguments of the zygote that forks decoders
+DECODER = b"redrafter.serve.image_decoder"  # among the arguments of the server that forks decoders
 
 
 def of_many_scans(side: int = 1024, count: int = 20_000) -> str:
@@ -84,7 +84,7 @@ def test_the_kernel_knows_the_limit_of_memory(reader):
 def decoders() -> list[int]:
     """Return the processes that decode images for this one, which may have other children: servers under test."""
     ours = [pid for pid in children(os.getpid()) if DECODER in command_of(pid)]
-    return [child for zygote in ours for child in children(zygote)]
+    return [child for server in ours for child in children(server)]
 
 
 class Held:

@@ -71,11 +71,8 @@ class ServedEngine:
             _sampling_defaults(engine),
             scheduler.batch.depth,
             limits.reuse,
-            BATCH_INVARIANCE in engine.target.features,
             adapters,
             engine.target.image_inputs if engine.target.images.on_paged.ok else frozenset(),
-            has_float8_layers(engine.model),
-            engine.options.kv_cache_dtype,
         )
         return cls(pair, scheduler, facts)
 

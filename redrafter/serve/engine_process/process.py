@@ -7,9 +7,7 @@ import asyncio
 import gc
 import logging
 import os
-import select
 import signal
-import socket
 import sys
 import threading
 import time
@@ -17,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
@@ -28,9 +26,11 @@ from redrafter.errors import ArgumentError, ReDrafterError, ends_device
 from redrafter.features import GRAMMARS, TENSOR_PARALLELISM
 from redrafter.grammar.grammar import Grammar, GrammarProcess
 from redrafter.grammar.source import GrammarSource
+from redrafter.sandbox.process import wait_for_end
 from redrafter.scheduler.engine_change import EngineChange
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.waiting_queue import QueueFullError
+from redrafter.serve.encoding import ClientTurns
 from redrafter.serve.engine_process.engine import ServedEngine, load_pair
 from redrafter.serve.engine_process.messages import (
     Alive,
@@ -56,29 +56,25 @@ MAX_LIVING_GRAMMARS = 256  # grammars that a sequence uses or that are kept
 MAX_LIVING_BYTES = 8 << 30  # total bytes of these
 MAX_COMPILATIONS = 16  # grammars compiled concurrently
 MAX_COMPILATIONS_PER_CLIENT = 10  # lower, so that one client's slow grammars do not block others
-MAX_REMEMBERED_REFUSALS = 64  # grammars whose refusal is remembered
 BEAT_SECONDS = 1.0  # interval of signs of life
 COMPUTING = 0.01  # share of a processor above which a long round computes; a round that waits for ever takes none
-REFUSAL_SECONDS = 60.0  # time for which it is remembered
 
 Result = TypeVar("Result")
 
 
 def main(descriptor: int) -> None:
-    """Run the engine's process on the descriptor of a Unix socket to its server, and exit with its code.
+    """Run the engine's process on the descriptor of a connection to its server, and exit with its code.
 
     Signals for the server are ignored: it ends this process by closing the connection, once its sequences have ended.
     """
     # A terminal sends these to all processes, but the server decides when the engine stops.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    connection = socket.socket(fileno=descriptor)
+    connection = Connection(descriptor)
 
     def end_with_server() -> None:
         """Exit soon after the server does, even during a long computation; nothing else would end this process."""
-        watch = select.poll()
-        watch.register(connection, 0)  # reports only that the other end has closed
-        watch.poll()
+        wait_for_end(connection)
         # A regular stop also closes the connection, and ends the process by itself in this time.
         time.sleep(ORPHAN_SECONDS)
         os._exit(1)
@@ -258,87 +254,46 @@ class _EngineServer:
         self._channel.send(Answered(request.numbers, self._sendable(error, what)))
 
 
-@dataclass
-class _Compilation:
-    """A running compilation, and the number of requests that wait for it."""
-
-    task: "asyncio.Task[Grammar]"
-    waiting: int = 0
-
-
 class Grammars:
     """Compiled grammars over the vocabulary of one tokenizer. All methods must be called in the event loop's thread."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._kept: OrderedDict[GrammarSource, Grammar] = OrderedDict()
-        self._refused: OrderedDict[GrammarSource, tuple[float, str]] = OrderedDict()
-        self._begun: dict[GrammarSource, _Compilation] = {}
         self._living: WeakSet[Grammar] = WeakSet()
-        self._clients: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        self._compilers = asyncio.Semaphore(MAX_COMPILATIONS)
+        self._locks: WeakValueDictionary[GrammarSource, asyncio.Lock] = WeakValueDictionary()
+        self._turns = ClientTurns(MAX_COMPILATIONS, MAX_COMPILATIONS_PER_CLIENT)
         self._threads = ThreadPoolExecutor(MAX_COMPILATIONS, "grammar")  # the threads only wait for processes
 
     async def get(self, source: GrammarSource, client: str) -> Grammar:
         """Return a compiled grammar, cached if possible, or raise `ArgumentError` or `QueueFullError`.
 
-        A compilation is cancelled once no request waits for it. Each client has at most
-        `MAX_COMPILATIONS_PER_CLIENT` concurrent compilations.
+        A grammar is compiled once for all who ask for it at the same time. The compilation ends if its request is
+        cancelled; another request then begins again. Each client waits for at most `MAX_COMPILATIONS_PER_CLIENT`.
         """
-        if source not in self._begun:
-            semaphore = self._clients.setdefault(client, asyncio.Semaphore(MAX_COMPILATIONS_PER_CLIENT))
-            async with semaphore:  # joining a running compilation needs no permit
-                # Looked up after the wait: another request may have compiled it meanwhile.
-                if (kept := self._kept.get(source)) is not None and kept.process.alive:
-                    self._kept.move_to_end(source)
-                    return kept
-                if source not in self._begun:
-                    self._check(source)
-                    task = asyncio.ensure_future(self._compile(source))
-                    # Retrieve the error, or asyncio would log it if no request waits any more.
-                    task.add_done_callback(lambda done: done.cancelled() or done.exception())
-                    self._begun[source] = _Compilation(task)
-                return await self._wait(source)
-        return await self._wait(source)
+        lock = self._locks.setdefault(source, asyncio.Lock())
+        async with self._turns.for_client(client), lock:
+            if (kept := self._kept.get(source)) is not None and kept.process.alive:
+                self._kept.move_to_end(source)
+                return kept
+            async with self._turns.all:
+                self._check()
+                return await self._compile(source)
 
-    def _check(self, source: GrammarSource) -> None:
-        """Raise if the grammar was rejected recently, or if too many grammars are in use."""
-        when, why = self._refused.get(source, (0.0, ""))
-        if why and time.monotonic() - when < REFUSAL_SECONDS:
-            raise ArgumentError(why)
-        if len(self._living) + len(self._begun) >= MAX_LIVING_GRAMMARS:
+    def _check(self) -> None:
+        """Raise if too many grammars are in use."""
+        if len(self._living) >= MAX_LIVING_GRAMMARS:
             raise QueueFullError(f"{MAX_LIVING_GRAMMARS} other grammars are in use, and no more may be")
         if sum(grammar.process.memory for grammar in self._living) > MAX_LIVING_BYTES:
             raise QueueFullError(f"other grammars that are in use hold {MAX_LIVING_BYTES >> 30} GB, and no more may be")
 
-    async def _wait(self, source: GrammarSource) -> Grammar:
-        compilation = self._begun[source]
-        compilation.waiting += 1
-        try:
-            # Others may wait for the same task, so one cancelled request must not cancel it.
-            return await asyncio.shield(compilation.task)
-        finally:
-            compilation.waiting -= 1
-            if not compilation.waiting:
-                compilation.task.cancel()
-                if self._begun.get(source) is compilation:
-                    del self._begun[source]
-
     async def _compile(self, source: GrammarSource) -> Grammar:
-        async with self._compilers:
-            process = await self._in_thread(lambda: GrammarProcess(self._tokenizer))
-            try:
-                grammar = await self._in_thread(lambda: Grammar(source, self._tokenizer, process))
-            except ArgumentError as error:
-                # Clients retry: a grammar that takes long to refuse would keep the compilers busy.
-                self._refused[source] = time.monotonic(), str(error)
-                self._refused.move_to_end(source)
-                while len(self._refused) > MAX_REMEMBERED_REFUSALS:
-                    self._refused.popitem(last=False)
-                raise
-            except asyncio.CancelledError:
-                process.end()
-                raise
+        process = await self._in_thread(lambda: GrammarProcess(self._tokenizer))
+        try:
+            grammar = await self._in_thread(lambda: Grammar(source, self._tokenizer, process))
+        except asyncio.CancelledError:
+            process.end()
+            raise
         self._living.add(grammar)
         self._kept[source] = grammar
         self._kept.move_to_end(source)

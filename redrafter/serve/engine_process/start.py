@@ -6,19 +6,18 @@ Nothing here imports torch, so that the process can be started before the server
 import pickle
 import queue
 import signal
-import socket
 import subprocess
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.errors import ReDrafterError
 from redrafter.features import HOST_CACHE, NO_PREFIX_REUSE, FeatureSet
-from redrafter.sandbox.frames import receive_frame, send_frame
-from redrafter.sandbox.process import start_interpreter
+from redrafter.sandbox.process import shut_down, start_interpreter
 from redrafter.serve.config import ServeOptions
 
 # A fresh interpreter, since CUDA does not survive a fork. It ignores Ctrl-C, which is for the server, from the start.
@@ -55,11 +54,8 @@ class EngineFacts:
     sampling: Mapping[str, float]  # default sampling parameters, by name
     draft_depth: int  # depth of the deepest draft tree
     reuse: bool  # whether cached prefixes are reused
-    batch_invariant: bool = False  # whether a sequence is bitwise independent of others in its batch
     adapters: Mapping[str, str] = field(default_factory=dict)  # LoRA adapters' directories, by name
     image_inputs: frozenset[str] = frozenset()  # names of the model's inputs for images, in addition to ids and mask
-    fp8_weights: bool = False  # whether linear layers were quantised to FP8 at load
-    kv_cache_dtype: str = "auto"  # storage format of keys and values, as in `EngineOptions`
 
 
 @dataclass(frozen=True)
@@ -74,14 +70,14 @@ class EngineEndedError(ReDrafterError):
 
 
 class Channel:
-    """One end of the connection between a server and its engine: framed pickles over a socket.
+    """One end of the connection between a server and its engine, with pickles as messages.
 
     A separate thread sends them, so that a sender never waits for the other end. Both ends run the same program. No
-    other process may reach the socket, since unpickling can execute arbitrary code.
+    other process may reach the connection, since unpickling can execute arbitrary code.
     """
 
-    def __init__(self, connection: socket.socket):
-        self._connection = connection  # closed by `close`
+    def __init__(self, connection: Connection):
+        self._connection = connection
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="redrafter-channel", daemon=True)
         self._writer.start()
@@ -93,7 +89,7 @@ class Channel:
     def receive(self) -> Any:
         """Wait for the next message, in one thread at a time, or raise `EOFError` if either end is closed."""
         try:
-            return pickle.loads(receive_frame(self._connection))
+            return pickle.loads(self._connection.recv_bytes())
         except OSError as error:
             raise EOFError("this end is closed") from error
 
@@ -101,14 +97,13 @@ class Channel:
         """Close this end once all is sent or `flush_seconds` have passed; `receive` then raises at both ends."""
         self._messages.put(None)
         self._writer.join(timeout=flush_seconds)
-        with suppress(OSError):  # the other end closed first
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
+        shut_down(self._connection)
 
     def _write(self) -> None:
         with suppress(OSError):  # the other end is gone, which `receive` reports
             while (message := self._messages.get()) is not None:
-                send_frame(self._connection, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+                # Not `send`, whose pickles would put tensors into shared memory.
+                self._connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
 class EngineProcess:
