@@ -1,15 +1,13 @@
 """Store served sequences as training rows for a drafter: bounded files in a directory that only its owner may read.
 
 A row holds the token ids of a prompt and of the sequence generated for it, and which of them were generated; no key,
-no address, no time. `redrafter train --data DIR` reads these files. A file has a temporary name until it is finished,
-so readers of the directory find only whole files. Each row is a single unbuffered write: a process that is killed loses
-at most the row being written, and the next server finishes the file that was left.
+no address, no time. `redrafter train --data DIR` reads these files. A file is written at once, when its rows are old or
+many enough, so readers of the directory find only whole files; a server that is killed loses the rows that it holds.
 
 A separate thread writes, so that serving never waits for the disk. Rows that cannot be written, for example to a full
 disk, are counted and dropped; serving continues.
 """
 
-import fcntl
 import json
 import logging
 import os
@@ -18,13 +16,14 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from mmap import ACCESS_READ, mmap
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from redrafter.data.rows import fingerprint
 from redrafter.errors import ArgumentError
+from redrafter.files.atomic_file import write_atomically
 from redrafter.serve.config import ServeOptions
 
 if TYPE_CHECKING:  # checking a directory at startup must not wait for the import of torch
@@ -32,16 +31,17 @@ if TYPE_CHECKING:  # checking a directory at startup must not wait for the impor
     from redrafter.serve.engine_process.client import ServedSequence
 
 _LOG = logging.getLogger(__name__)
-PREFIX, FINISHED, OPEN = "capture-", ".jsonl", ".jsonl.part"
-FILE_SECONDS = 60.0  # age of the first row after which a file is finished
-FILES = 16  # a file is finished when it reaches this fraction of the total byte limit
+FILE_SECONDS = 60.0  # age of the first row at which a file is written
+POLL_SECONDS = 1.0  # interval at which the age of the rows is checked
+FILES = 16  # a file is written before it reaches this fraction of the total byte limit
+MAX_FILE_BYTES = 1 << 24  # of the rows that are held in memory for a file
 MAX_WAITING_ROWS = 1024  # rows queued for a slow disk; further rows are dropped
 CLOSE_SECONDS = 5.0  # time limit for writing the last rows
 MIN_WRITTEN = 2  # shortest sequence that is useful to train on
 
 
 def prepare_folder(folder: str) -> Path:
-    """Create a private directory, or check that it is private; finish files that a killed server left.
+    """Create a private directory, or check that it is private.
 
     Raises:
         ArgumentError: The directory cannot be created or written to, or other users may enter it.
@@ -50,48 +50,19 @@ def prepare_folder(folder: str) -> Path:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.stat()
-        if status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise ArgumentError(
-                f"--capture {folder} may be entered by others, or belongs to another user: give a directory of your "
-                f"own (chmod 700 {folder})"
-            )
-        trial = path / f".{uuid4().hex}"
         # A trial file, since permissions do not reveal read-only or full file systems.
-        os.close(os.open(trial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        trial = path / f".{uuid4().hex}"
+        trial.touch(0o600)
         trial.unlink()
-        for left in path.glob(f"{PREFIX}*{OPEN}"):
-            _finish_left(left)
     except (OSError, ValueError) as error:  # ValueError: NUL in a name
         reason = getattr(error, "strerror", None) or error
-        raise (
-            error
-            if isinstance(error, ArgumentError)
-            else ArgumentError(f"--capture {folder} cannot be written to: {reason}")
-        ) from error
+        raise ArgumentError(f"--capture {folder} cannot be written to: {reason}") from error
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ArgumentError(
+            f"--capture {folder} may be entered by others, or belongs to another user: give a directory of your "
+            f"own (chmod 700 {folder})"
+        )
     return path
-
-
-def _finish_left(path: Path) -> None:
-    """Truncate an abandoned file to its whole rows, and rename it to a finished file."""
-    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-    try:
-        try:
-            # The lock ends with the process that holds it, however that ended.
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return  # another server still writes this file
-        end = 0
-        if os.fstat(file).st_size:
-            # A server that was killed may have left part of a row at the end.
-            with mmap(file, 0, access=ACCESS_READ) as rows:
-                end = rows.rfind(b"\n") + 1
-        os.ftruncate(file, end)
-        if end:
-            os.replace(path, path.with_name(path.name.removesuffix(OPEN) + FINISHED))
-        else:
-            path.unlink()
-    finally:
-        os.close(file)
 
 
 class Capture:
@@ -109,8 +80,7 @@ class Capture:
         self._left_out, self._tokenizer = frozenset(options.capture_except), fingerprint(tokenizer)
         self.rows = self.lost = 0
         self._waiting: queue.Queue[tuple[Sequence[int], Sequence[int], str] | None] = queue.Queue(MAX_WAITING_ROWS)
-        self._file: int | None = None
-        self._path, self._size, self._began, self._count = self._folder, 0, 0.0, 0
+        self._file_bytes, self._numbers = min(self._most // FILES, MAX_FILE_BYTES), count()
         self._failing = self._closed = False
         self._thread = threading.Thread(target=self._write_rows, name="redrafter-capture", daemon=True)
         self._thread.start()
@@ -142,17 +112,17 @@ class Capture:
             # This is the receiving thread of all sequences, so it must not wait for the disk.
             self._waiting.put_nowait((sequence.prompt, recorded, sequence.adapter or "model"))
         except queue.Full:
-            self._lose("the disk is slower than the engine")
+            self._lose(1, "the disk is slower than the engine")
 
     def close(self) -> None:
-        """Write the queued rows, and finish the file."""
+        """Write the rows that wait."""
         self._closed = True
         with suppress(queue.Full):
             self._waiting.put(None, timeout=CLOSE_SECONDS)
         self._thread.join(timeout=CLOSE_SECONDS)
 
-    def _lose(self, reason: object) -> None:
-        self.lost += 1
+    def _lose(self, rows: int, reason: object) -> None:
+        self.lost += rows
         # One warning per failure, not one per sequence.
         if not self._failing:
             _LOG.warning(
@@ -163,94 +133,59 @@ class Capture:
         self._failing = True
 
     def _write_rows(self) -> None:
+        rows, size, began = list[bytes](), 0, 0.0  # rows of the next file, their bytes, and when the first came
         while True:
-            # A file is also finished by age, so that readers get the rows of a quiet server.
-            left = None if self._file is None else max(self._began + FILE_SECONDS - time.monotonic(), 0.0)
-            try:
-                row = self._waiting.get(timeout=left)
-            except queue.Empty:
-                self._finish()
-                continue
-            if row is None:
-                return self._finish()
-            prompt, written, source = row
-            entry = {
-                "input_ids": [*prompt, *written],
-                "loss_mask": [0] * len(prompt) + [1] * len(written),
-                "tokenizer": self._tokenizer,
-                "source": source,
-            }
-            try:
-                self._write(json.dumps(entry, separators=(",", ":")).encode() + b"\n")
-            except OSError as error:
-                self._lose(error.strerror or error)
-            else:
-                self.rows, self._failing = self.rows + 1, False
+            entry: tuple[Sequence[int], Sequence[int], str] | tuple[()] | None = ()
+            with suppress(queue.Empty):
+                entry = self._waiting.get(timeout=POLL_SECONDS)
+            row = self._format(*entry) if entry else b""
+            if len(row) > self._file_bytes:
+                self._lose(1, f"a text takes more than {self._file_bytes} bytes, 1/{FILES} of --capture-max-bytes")
+                row = b""
+            # A file is also written by age, so that readers get the rows of a quiet server.
+            old = time.monotonic() - began > FILE_SECONDS
+            if rows and (entry is None or old or size + len(row) > self._file_bytes):
+                self._write(rows)
+                rows, size = [], 0
+            if entry is None:
+                return
+            if row:
+                began = began if rows else time.monotonic()
+                rows.append(row)
+                size += len(row)
 
-    def _write(self, row: bytes) -> None:
-        if len(row) > self._most // FILES:
-            raise OSError(0, f"a text takes more than 1/{FILES} of --capture-max-bytes")
-        if self._file is not None and (
-            self._size + len(row) > self._most // FILES
-            or time.monotonic() - self._began > FILE_SECONDS
-            or not self._is_there(self._file)
-        ):
-            self._finish()
-        if self._file is None:
-            self._drop_oldest()
-            self._open()
-        assert self._file is not None
-        try:
-            written = os.write(self._file, row)
-            if written < len(row):  # the disk is full: truncate the partial row
-                raise OSError(28, os.strerror(28))
-        except OSError:
-            # Readers expect whole lines.
-            os.ftruncate(self._file, self._size)
-            raise
-        self._size += len(row)
+    def _format(self, prompt: Sequence[int], written: Sequence[int], source: str) -> bytes:
+        entry = {
+            "input_ids": [*prompt, *written],
+            "loss_mask": [0] * len(prompt) + [1] * len(written),
+            "tokenizer": self._tokenizer,
+            "source": source,
+        }
+        return json.dumps(entry, separators=(",", ":")).encode() + b"\n"
 
-    def _is_there(self, file: int) -> bool:
-        """Return whether the open file still exists under its name; writes to a removed file succeed, but are lost."""
-        try:
-            return os.path.samestat(os.fstat(file), os.lstat(self._path))
-        except FileNotFoundError:
-            return False
-
-    def _open(self) -> None:
+    def _write(self, rows: Sequence[bytes]) -> None:
         # Names sort by time, and differ between servers that share a directory.
-        self._count += 1
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-        self._path = self._folder / f"{PREFIX}{stamp}-{os.getpid()}-{self._count:06d}{OPEN}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW
-        self._file, self._size, self._began = os.open(self._path, flags, 0o600), 0, time.monotonic()
-        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def _finish(self) -> None:
-        """Close the file, and rename it to a finished file if it has rows."""
-        file, self._file = self._file, None
-        if file is None:
-            return
+        path = self._folder / f"capture-{stamp}-{os.getpid()}-{next(self._numbers):06d}.jsonl"
         try:
-            if self._size:
-                os.replace(self._path, self._path.with_name(self._path.name.removesuffix(OPEN) + FINISHED))
-            else:
-                self._path.unlink()
-        except OSError as error:
-            _LOG.warning("%s cannot be finished: %s", self._path, error.strerror or error)
-        finally:
-            os.close(file)
+            self._drop_oldest()
+            write_atomically(path, b"".join(rows))
+            path.chmod(0o600)
+        except (OSError, ArgumentError) as error:
+            self._lose(len(rows), error)
+        else:
+            self.rows, self._failing = self.rows + len(rows), False
 
     def _drop_oldest(self) -> None:
-        """Remove finished files, the oldest first, until another file fits."""
+        """Remove files, the oldest first, until another one fits."""
         sizes = dict[Path, int]()
-        for file in sorted(self._folder.glob(f"{PREFIX}*{FINISHED}")):
+        for file in sorted(self._folder.glob("capture-*.jsonl")):
             with suppress(FileNotFoundError):  # another server that shares the folder may remove it meanwhile
                 sizes[file] = file.stat().st_size
         held = sum(sizes.values())
         for file in sizes:
-            # Leave room for the file that is opened next, at its largest.
-            if held + self._most // FILES <= self._most:
+            # Leave room for the next file, at its largest.
+            if held + self._file_bytes <= self._most:
                 return
             file.unlink(missing_ok=True)
             held -= sizes[file]
