@@ -18,7 +18,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _LOG = logging.getLogger(__name__)
 MAX_ID_CHARACTERS = 100  # of a client's `X-Request-Id`; the rest is dropped
-REPEATED_WARNING_SECONDS = 5.0  # interval in which a warning is not repeated
 _PLAIN = re.compile(r"[\w.,:/+-]+", re.ASCII)  # a value that needs no quotes
 
 
@@ -47,27 +46,6 @@ class TextLines(logging.Formatter):
         return "\n".join(lines)
 
 
-class RateLimit(logging.Filter):
-    """Rate-limits repeated warnings of libraries, which clients could otherwise use to flood the log.
-
-    Warnings about answers that were cut off by a shutdown are dropped.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._logged_at: dict[str, float] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to log a record; warnings are compared by their message before formatting."""
-        if record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError):
-            return False
-        last, now = self._logged_at.get(record.msg, -REPEATED_WARNING_SECONDS), time.monotonic()
-        if record.levelno == logging.WARNING and now - last < REPEATED_WARNING_SECONDS:
-            return False
-        self._logged_at[record.msg] = now
-        return True
-
-
 def start_logging(form: str, level: str) -> None:
     """Log the records of this library and others, warnings and uncaught errors as lines on stderr, as "text" or "json".
 
@@ -84,7 +62,8 @@ def start_logging(form: str, level: str) -> None:
     ours.propagate = False
     http = logging.getLogger("uvicorn.error")
     http.setLevel(threshold if level == "debug" else max(threshold, logging.WARNING))
-    http.addFilter(RateLimit())
+    # Answers that a shutdown cuts off are no errors.
+    http.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError)))
 
     def log_warning(message: Warning | str, *_: Any, **__: Any) -> None:
         _LOG.warning("%s", message)

@@ -18,17 +18,16 @@ from helpers.processes import soon
 from redrafter.errors import ArgumentError
 from redrafter.serve.command import listen
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.network import connections, server_process
+from redrafter.serve.network import connections
 from redrafter.serve.network.connections import room_for_connections
 from redrafter.serve.network.server_process import http_config
 
 
 @contextmanager
-def served(app: Any, most: int = 100, loop: str = "auto") -> Iterator[tuple[set[Any], int]]:
+def served(app: Any, most: int = 100) -> Iterator[tuple[set[Any], int]]:
     """The open connections and the port of an application that serves in a thread."""
     options = ServeOptions(port=0)
     listener, config = listen(options), http_config(app, most, options)
-    config.loop = loop
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
@@ -39,15 +38,6 @@ def served(app: Any, most: int = 100, loop: str = "auto") -> Iterator[tuple[set[
     finally:
         server.should_exit = server.force_exit = True
         thread.join(timeout=300)
-
-
-@pytest.fixture(params=("httptools", "h11 on asyncio"))
-def loop(request: Any, monkeypatch: Any) -> str:
-    """The event loop of a server with each of the parsers."""
-    if request.param == "httptools":
-        return "auto"
-    monkeypatch.setattr(server_process, "connection_class", connections.h11_connection_class)
-    return "asyncio"
 
 
 async def simple(scope: Any, receive: Any, send: Any) -> None:
@@ -85,14 +75,15 @@ def read_until_closed(connection: socket.socket) -> None:
             pass
 
 
-def test_who_keeps_the_server_waiting_is_dropped(monkeypatch, loop):
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.5)
-    with served(simple, loop=loop) as (opened, port):
+def test_who_keeps_the_server_waiting_is_dropped(monkeypatch):
+    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.5)
+    with served(simple) as (opened, port):
         silent, slow = connect_and_send(port, b""), connect_and_send(port, b"GET / HTTP/1.1\r\nX-a: ")
+        body = connect_and_send(port, b"POST /slow HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nabc")
         idle, again, busy = (connect_and_send(port, REQUEST % path) for path in (b"", b"", b"slow"))
         assert read_answer(again).endswith(b"ok")
         again.sendall(REQUEST[:9])  # a second request that does not come to its end
-        for each in (silent, slow, again):
+        for each in (silent, slow, body, again):
             read_until_closed(each)
         assert read_answer(idle).endswith(b"ok")
         read_until_closed(idle)
@@ -134,9 +125,9 @@ def read_answer(connection: socket.socket) -> bytes:
     ),
     ids=("request line", "headers", "trailers"),
 )
-def test_heads_without_an_end_are_refused(before, loop):
+def test_heads_without_an_end_are_refused(before):
     """Else one connection takes as much memory as its client can send."""
-    with served(echoing, loop=loop) as (_, port):
+    with served(echoing) as (_, port):
         connection, heard = connect_and_send(port, before), b""
         connection.settimeout(10)
         with suppress(ConnectionError):
@@ -150,9 +141,9 @@ def test_heads_without_an_end_are_refused(before, loop):
         connection.close()
 
 
-def test_a_head_is_as_long_as_it_may_be_however_it_arrives(loop):
+def test_a_head_is_as_long_as_it_may_be_however_it_arrives():
     start, end = b"POST / HTTP/1.1\r\nHost: a\r\nX-a: ", b"\r\nContent-Length: 2\r\n\r\n"
-    with served(echoing, loop=loop) as (_, port):
+    with served(echoing) as (_, port):
         for pieces in (1, 4):
             connection = connect_and_send(port, b"")
             for length in (connections.MAX_HEAD_BYTES,) * 3 + (connections.MAX_HEAD_BYTES + 1,):
@@ -195,8 +186,8 @@ FOLLOWING = (
 
 
 @pytest.mark.parametrize("at_once", (True, False), ids=("at once", "later"))
-def test_a_client_that_leaves_is_noticed_whatever_follows_its_request(at_once, loop, caplog):
-    with served(counting, loop=loop) as (opened, port):
+def test_a_client_that_leaves_is_noticed_whatever_follows_its_request(at_once, caplog):
+    with served(counting) as (opened, port):
         for following in (b"", *FOLLOWING):
             DONE.clear()
             connection = connect_and_send(port, REQUEST % b"slow" + (following if at_once else b""))
@@ -210,9 +201,9 @@ def test_a_client_that_leaves_is_noticed_whatever_follows_its_request(at_once, l
 
 
 @pytest.mark.parametrize("at_once", (True, False), ids=("at once", "later"))
-def test_what_follows_a_request_ends_the_connection_after_its_whole_answer(at_once, loop):
+def test_what_follows_a_request_ends_the_connection_after_its_whole_answer(at_once):
     """In particular no error appears within the chunks of a stream."""
-    with served(counting, loop=loop) as (_, port):
+    with served(counting) as (_, port):
         for following in FOLLOWING:
             DONE.clear()
             connection = connect_and_send(port, REQUEST % b"stream" + (following if at_once else b""))
@@ -222,8 +213,7 @@ def test_what_follows_a_request_ends_the_connection_after_its_whole_answer(at_on
                 heard += part
             head, _, body = heard.partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200 ")
-            # With h11, uvicorn announces the end only to clients that ask for it.
-            assert (b"connection: close" in head.lower()) is (at_once and loop == "auto")
+            assert (b"connection: close" in head.lower()) is at_once
             assert b"".join(body.split(b"\r\n")[1::2]) == b"0123456789end"
             assert body.endswith(b"\r\n0\r\n\r\n")
             assert DONE == ["/stream"]
@@ -242,7 +232,7 @@ def test_an_empty_line_after_a_request_ends_nothing():
             assert b"connection: close" not in heard
 
 
-def test_a_body_that_is_refused_before_it_has_come_is_read_to_its_end(loop):
+def test_a_body_that_is_refused_before_it_has_come_is_read_to_its_end():
     """Else the client may not see the answer, and what is left of the body would be read as a request."""
 
     async def refusing(scope: Any, receive: Any, send: Any) -> None:
@@ -250,7 +240,7 @@ def test_a_body_that_is_refused_before_it_has_come_is_read_to_its_end(loop):
             await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"2")]})
             await send({"type": "http.response.body", "body": b"ok"})
 
-    with served(refusing, loop=loop) as (_, port):
+    with served(refusing) as (_, port):
         connection = connect_and_send(port, b"")
         for _ in range(3):
             connection.sendall(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 500000\r\n\r\n")
@@ -259,16 +249,16 @@ def test_a_body_that_is_refused_before_it_has_come_is_read_to_its_end(loop):
         connection.close()
 
 
-def test_a_connection_ends_with_an_answer_instead_of_100_continue(loop):
+def test_a_connection_ends_with_an_answer_instead_of_100_continue():
     """The client sends no body then, so that its next request would be read as one."""
     head = b"POST / HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 500\r\n\r\n"
-    with served(simple, loop=loop) as (_, port), connect_and_send(port, head) as connection:
+    with served(simple) as (_, port), connect_and_send(port, head) as connection:
         connection.settimeout(10)
         assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
         assert connection.recv(1000) == b""
 
 
-def test_headers_after_a_body_are_dropped(loop):
+def test_headers_after_a_body_are_dropped():
     """Those of the request have been checked by then."""
     seen: list[Any] = []
 
@@ -278,7 +268,7 @@ def test_headers_after_a_body_are_dropped(loop):
         seen.extend(name for name, _ in scope.get("headers", ()))
         await simple(scope, receive, send)
 
-    with served(noting, loop=loop) as (_, port):
+    with served(noting) as (_, port):
         connection = connect_and_send(
             port, b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n"
         )
@@ -288,15 +278,15 @@ def test_headers_after_a_body_are_dropped(loop):
     assert seen == [b"host", b"transfer-encoding"]
 
 
-def test_an_offer_of_another_protocol_is_not_taken(loop):
+def test_an_offer_of_another_protocol_is_not_taken():
     offer = b"GET / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
-    with served(simple, loop=loop) as (_, port):
+    with served(simple) as (_, port):
         connection = connect_and_send(port, b"")
         for _ in range(3):
             connection.sendall(offer)
             assert read_answer(connection).endswith(b"ok")
         connection.sendall(b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n")
-        assert connection.recv(1000).startswith(b"HTTP/1.1 400 ") is (loop == "auto")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 400 ")
 
 
 def test_one_connection_too_many_is_told_so():

@@ -17,11 +17,11 @@ pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
 
 from redrafter.cli import main
-from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.errors import ArgumentError, ReDrafterError, UnsupportedError
 from redrafter.serve import log
 from redrafter.serve.answers.formats import raise_cuts_as_errors
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.engine_process.client import SlowConsumerError, Stopped
+from redrafter.serve.engine_process.client import Stopped
 from redrafter.serve.network import guards
 from redrafter.serve.network.api_keys import KEY_VARIABLE, ApiKeys, collect_keys
 from redrafter.serve.network.guards import AccessPolicy, check_structure
@@ -334,7 +334,7 @@ def test_what_is_not_there_is_said_to_the_operator(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    ("error", "status_kind"), [(SlowConsumerError("slow"), "server_error"), (Stopped(), "unavailable_error")]
+    ("error", "status_kind"), [(ReDrafterError("slow"), "server_error"), (Stopped(), "unavailable_error")]
 )
 def test_a_stream_that_is_cut_off_says_so(error, status_kind):
     class Cut(Service):
@@ -486,11 +486,3 @@ def test_every_line_is_json_whoever_says_it():
     assert "ZeroDivisionError" in lines[2]["exception"]
     assert "the end" in lines[4]["exception"]
     assert {line["level"] for line in lines} == {"warning", "error", "critical"}
-
-
-def test_the_same_warning_is_let_through_seldom():
-    seldom = log.RateLimit()
-    again = [seldom.filter(record("Invalid HTTP request received.", logging.WARNING)) for _ in range(100)]
-    assert again == [True] + [False] * 99
-    assert seldom.filter(record("other", logging.WARNING))
-    assert all(seldom.filter(record("it broke", logging.ERROR)) for _ in range(3))

@@ -5,7 +5,7 @@ import re
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import aclosing, nullcontext
+from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
@@ -28,7 +28,7 @@ from redrafter.scheduler.waiting_queue import QueueFullError
 from redrafter.serve.engine_process import client as client_module
 from redrafter.serve.engine_process import process
 from redrafter.serve.engine_process import worker as worker_module
-from redrafter.serve.engine_process.client import SlowConsumerError, Stopped
+from redrafter.serve.engine_process.client import Stopped
 from redrafter.serve.engine_process.messages import Submit
 
 GREEDY = SamplingParams(temperature=0)
@@ -124,30 +124,7 @@ async def test_a_first_token_does_not_wait_for_a_step(client, served, monkeypatc
     assert waited[0]
 
 
-async def test_who_takes_nothing_is_dropped_and_nobody_else(client, engine, monkeypatch):
-    monkeypatch.setattr(client_module, "MAX_PENDING_TOKENS", 20)
-    monkeypatch.setattr(client_module, "MAX_BEHIND_SECONDS", 0.0)
-    beside = asyncio.ensure_future(written(client, [8, 9], 60))
-    async with aclosing(asked(client, [[5, 6, 7], [9]], 60)) as deltas:
-        assert (await leave_unread(deltas)).written < 60
-        with pytest.raises(SlowConsumerError, match="tokens were written that nobody took"):
-            async for _ in deltas:  # what it was given before
-                pass
-    assert await beside == alone(engine, make_sequence([8, 9], 60, GREEDY))
-
-
-@pytest.mark.parametrize("logprobs", [None, 10])
-async def test_alternatives_count_among_what_is_pending(client, monkeypatch, logprobs):
-    monkeypatch.setattr(client_module, "MAX_PENDING_TOKENS", 100)
-    monkeypatch.setattr(client_module, "MAX_BEHIND_SECONDS", 0.0)
-    async with aclosing(asked(client, [[5, 6, 7]], 60, SamplingParams(temperature=0, logprobs=logprobs))) as deltas:
-        await leave_unread(deltas)
-        with nullcontext() if logprobs is None else pytest.raises(SlowConsumerError):
-            await anext(deltas)
-
-
-async def test_who_turns_round_for_a_moment_is_not_dropped(client, monkeypatch):
-    monkeypatch.setattr(client_module, "MAX_PENDING_TOKENS", 5)
+async def test_who_does_not_listen_for_a_moment_gets_all_at_once(client):
     async with aclosing(asked(client, [[5, 6, 7]], 60)) as deltas:
         await leave_unread(deltas)
         _, pending = await anext(deltas)

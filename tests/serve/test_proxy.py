@@ -20,7 +20,7 @@ pytest.importorskip("fastapi")
 from helpers.processes import soon
 from helpers.serving import listening
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.network.connections import HEAD_SECONDS
+from redrafter.serve.network.connections import REQUEST_SECONDS
 
 CONFIG = (Path(__file__).parents[2] / "examples" / "deploy" / "nginx.conf").read_text()
 NGINX = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
@@ -88,7 +88,7 @@ def clear() -> None:
 def test_the_example_has_the_limits_of_the_server():
     assert f"client_max_body_size {ServeOptions.max_body_size >> 20}m;" in CONFIG
     [upstream] = re.findall(r"keepalive_timeout (\d+)s;  #", CONFIG)
-    assert int(upstream) < HEAD_SECONDS
+    assert int(upstream) < REQUEST_SECONDS
 
 
 def test_operators_routes_are_closed(port):

@@ -1,15 +1,12 @@
 """The server as clients see it: the real `openai` client against the running program, on the boxed pair."""
 
-import asyncio
 import json
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -181,24 +178,6 @@ def test_a_response_format_is_kept_to(client):
     with pytest.raises(openai.BadRequestError, match="grammar"):
         broken = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
         client.chat.completions.create(model="boxed", messages=talk, response_format=broken)
-
-
-def test_a_body_that_never_comes_holds_nobody_up(monkeypatch):
-    from redrafter.serve.network import guards
-    from redrafter.serve.routes import app
-
-    monkeypatch.setattr(guards, "BODY_SECONDS", 0.2)
-
-    async def ask() -> list[int]:
-        async def never() -> AsyncIterator[bytes]:
-            yield b"{"
-            await asyncio.sleep(30)
-
-        transport = httpx.ASGITransport(app.create_app(SimpleNamespace()))
-        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
-            return [(await client.post("/v1/completions", content=never())).status_code]
-
-    assert asyncio.run(ask()) == [408]
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "server"

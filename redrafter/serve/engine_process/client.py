@@ -30,11 +30,8 @@ from redrafter.serve.engine_process.start import Channel, EngineFacts, EnginePro
 
 _LOG = logging.getLogger(__name__)
 
-# Unreceived tokens of one request above which it may be cancelled; each logged alternative counts as one more.
-MAX_PENDING_TOKENS = 1 << 14
 ASLEEP = "the server is asleep, and writes nothing: its operator wakes it with POST /v1/wake"
 SILENT_SECONDS = 5.0  # without a message of an engine, which sends signs of life each second
-MAX_BEHIND_SECONDS = 10.0  # time for which more may wait, since a fast engine can generate them between two reads
 
 Text = TypeVar("Text", bound="ServedSequence")
 
@@ -44,10 +41,6 @@ class Stopped(Exception):
 
     def __init__(self, reason: str = "the server is stopping"):
         super().__init__(reason)
-
-
-class SlowConsumerError(ReDrafterError):
-    """The client did not receive its tokens in time, so the rest of the request was cancelled."""
 
 
 @dataclass(eq=False)
@@ -95,10 +88,7 @@ class ServedSequence:
 
 
 class DeltaStream:
-    """Queue of one request's deltas from the receiving thread to an event loop.
-
-    Each side has its own token counter, so that neither needs a lock.
-    """
+    """Queue of one request's deltas from the receiving thread to an event loop."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, numbers: Sequence[int], sequences: Sequence[ServedSequence]
@@ -108,19 +98,6 @@ class DeltaStream:
         self.woken = False  # whether a wake-up of the loop is pending
         self.ready = asyncio.Event()  # set within the loop when there is something to receive
         self._items: deque[tuple[ServedSequence, SequenceDelta]] = deque()
-        self._written = self._received = 0
-        self._oldest_at = 0.0  # arrival time of the oldest delta that was not received
-
-    @property
-    def pending(self) -> int:
-        """Number of tokens and alternatives that have arrived but were not received."""
-        return self._written - self._received
-
-    @property
-    def abandoned(self) -> bool:
-        """Return whether too many tokens have been waiting for too long."""
-        too_many = self.error is None and self.pending > MAX_PENDING_TOKENS
-        return too_many and time.monotonic() - self._oldest_at > MAX_BEHIND_SECONDS
 
     @property
     def ended(self) -> bool:
@@ -130,10 +107,7 @@ class DeltaStream:
     def write(self, sequence: ServedSequence, delta: SequenceDelta) -> None:
         """Add a delta of a sequence, in the receiving thread. Does nothing after an error."""
         if self.error is None:
-            if not self._items:
-                self._oldest_at = time.monotonic()
             self._items.append((sequence, delta))
-            self._written += _weight(delta)
 
     def fail(self, error: Exception) -> None:
         """Replace the waiting deltas by an error for the receiver. Only the first error counts."""
@@ -150,7 +124,6 @@ class DeltaStream:
         with suppress(IndexError):  # it became empty
             while True:
                 items.append(self._items.popleft())
-        self._received += sum(_weight(delta) for _, delta in items)
         if self.error is not None:
             raise self.error
         return items
@@ -218,8 +191,7 @@ class EngineClient:
     ) -> AsyncGenerator[tuple[Text, list[SequenceDelta]], None]:
         """Submit the prompts of one request, and yield their sequences' deltas as they arrive.
 
-        A consumer that is slower than the engine gets several deltas at once. A consumer that receives nothing for
-        `MAX_BEHIND_SECONDS` while `MAX_PENDING_TOKENS` tokens wait is dropped. Closing this iterator early cancels the
+        A consumer that is slower than the engine gets several deltas at once. Closing this iterator early cancels the
         remaining sequences. The request's images are released once the engine has them.
 
         Yields:
@@ -227,7 +199,6 @@ class EngineClient:
 
         Raises:
             Stopped: The server rejects new requests or is asleep, or it or the engine was stopped meanwhile.
-            SlowConsumerError: The deltas were not received in time.
             QueueFullError, ArgumentError: The engine's own refusals.
         """
         if not self.alive:
@@ -350,10 +321,6 @@ class EngineClient:
             del self._texts[number]
         if sequence.ended and by_engine is None:  # a stop string or an error here, which the engine does not know of
             self._channel.send(Cancel((number,)))
-        # A client that does not read would otherwise let the queue grow without bound.
-        if stream.abandoned:
-            stream.fail(SlowConsumerError(f"{stream.pending} tokens were written that nobody took: cancelled"))
-            self._channel.send(Cancel(stream.numbers))
         return stream
 
     def _fail_all(self, error: Stopped) -> None:
@@ -364,10 +331,6 @@ class EngineClient:
         for stream in unfinished:
             stream.fail(error)
         _wake(unfinished)
-
-
-def _weight(delta: SequenceDelta) -> int:
-    return len(delta.tokens) + sum(len(likeliest) for _, likeliest in delta.logprobs or ())
 
 
 def _settle(change: "concurrent.futures.Future[Answered]", outcome: Answered | Exception) -> None:

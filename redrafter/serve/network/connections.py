@@ -1,4 +1,4 @@
-"""Limit connections: how many are open, how long a head may take, and one request at a time on each.
+"""Limit connections: how many are open, how long a request may take to arrive, and one request at a time on each.
 
 A proxy, such as the nginx of examples/deploy, does more for strangers: it limits each address, and buffers heads,
 bodies and answers.
@@ -7,25 +7,23 @@ bodies and answers.
 import asyncio
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from httptools import HttpParserError, HttpParserUpgrade
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from redrafter.errors import ArgumentError
 from redrafter.serve.protocol.requests import error_body
 
-if TYPE_CHECKING:
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as UvicornProtocol
-else:
-    UvicornProtocol = object
-
 MAX_CONNECTIONS = 1024  # if enough files may be opened
 SPARE_FILES = 64  # descriptors reserved for later files and closing connections
-HEAD_SECONDS = 30.0  # time for a whole head to arrive, from the opening of a connection or the end of an answer
+REQUEST_SECONDS = 30.0  # time for a request to begin, and then to arrive as a whole
 PARTING_SECONDS = 1.0  # time for a rejected client to read the error
 MAX_HEAD_BYTES = 1 << 14  # of a request line and headers, and of what surrounds the pieces of a body
 
 
-class Connection(UvicornProtocol):
-    """A connection that answers one request at a time; a mixin for the protocols of uvicorn.
+class Connection(HttpToolsProtocol):
+    """A connection that answers one request at a time.
 
     Bytes that follow a request before its answer is whole are dropped, and the connection ends with that answer:
     queued requests would cost memory, and reading must not pause, as a client that leaves is noticed by reading alone.
@@ -44,7 +42,7 @@ class Connection(UvicornProtocol):
         self._refused = len(self.connections) > self._max_connections
         if self._refused:
             self.connections.discard(self)
-        self._limit_wait(PARTING_SECONDS if self._refused else HEAD_SECONDS)
+        self._limit_wait(PARTING_SECONDS if self._refused else REQUEST_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
@@ -66,24 +64,52 @@ class Connection(UvicornProtocol):
                 return self.reject("431 Request Header Fields Too Large", what)
             piece, rest = bytes(rest[:room]), rest[room:]
             self._unparsed += len(piece)
-            self.parse(piece)
+            try:
+                self.parser.feed_data(piece)
+            except HttpParserUpgrade:  # an offer of another protocol, which is not taken
+                pass
+            except HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
             if self.cycle is not None and self.cycle.waiting_for_100_continue:
                 self.cycle.keep_alive = False  # the body may never come, and the next request be read as one
         if self.answering and bytes(rest).strip(b"\r\n"):  # old clients end a body with an empty line
             self.cycle.keep_alive = False
-
-    def parse(self, data: bytes) -> None:
-        """Parse data of a request and update `_unparsed`; let a second request end the connection with the answer."""
-        raise NotImplementedError
 
     @property
     def answering(self) -> bool:
         """Whether a whole request has arrived that has no whole answer yet."""
         return self.cycle is not None and not (self.cycle.response_complete or self.cycle.more_body)
 
+    def on_message_begin(self) -> None:
+        """Begin a request; stop the parser, which does not stop between requests, where an answer is not whole."""
+        if self.answering:
+            raise ValueError("a request follows one that has no answer yet")
+        self._limit_wait(REQUEST_SECONDS)
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Add a header, but not one that follows the body, since headers were checked."""
+        if self.cycle is None or self.cycle.scope is not self.scope:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Begin to answer the request."""
+        self._unparsed = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Add a piece of the body."""
+        self._unparsed = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Note that the request has arrived."""
+        self._unparsed = 0
+        super().on_message_complete()
+
     def on_response_complete(self) -> None:
         """Wait for the next request."""
-        self._limit_wait(HEAD_SECONDS)
+        self._limit_wait(REQUEST_SECONDS)
         super().on_response_complete()
 
     def _limit_wait(self, seconds: float) -> None:
@@ -92,7 +118,7 @@ class Connection(UvicornProtocol):
         self._deadline = self.loop.call_later(seconds, self._end_wait)
 
     def _end_wait(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:
+        if not self.answering:
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
@@ -113,67 +139,6 @@ class Connection(UvicornProtocol):
             )
             self.transport.write(head.encode() + body)
         self.transport.close()
-
-
-def connection_class() -> type[Connection]:
-    """Return the class of connections: with httptools, which parses in C, or else with h11."""
-    try:
-        from httptools import HttpParserError, HttpParserUpgrade
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-    except ImportError:
-        return h11_connection_class()
-
-    class HttpToolsConnection(Connection, HttpToolsProtocol):
-        """A connection whose parser does not stop between requests by itself."""
-
-        def parse(self, data: bytes) -> None:
-            try:
-                self.parser.feed_data(data)
-            except HttpParserUpgrade:  # an offer of another protocol, which is not taken
-                pass
-            except HttpParserError:
-                self.send_400_response("Invalid HTTP request received.")
-
-        def on_message_begin(self) -> None:
-            if self.answering:
-                raise ValueError("a request follows one that has no answer yet")  # which stops the parser
-            super().on_message_begin()
-
-        def on_header(self, name: bytes, value: bytes) -> None:
-            if self.cycle is None or self.cycle.scope is not self.scope:  # not after the body: headers were checked
-                super().on_header(name, value)
-
-        def on_headers_complete(self) -> None:
-            self._unparsed = 0
-            super().on_headers_complete()
-
-        def on_body(self, body: bytes) -> None:
-            self._unparsed = 0
-            super().on_body(body)
-
-        def on_message_complete(self) -> None:
-            self._unparsed = 0
-            super().on_message_complete()
-
-    return HttpToolsConnection
-
-
-def h11_connection_class() -> type[Connection]:
-    """Return the class of connections with h11, uvicorn's own parser."""
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    class H11Connection(Connection, H11Protocol):  # type: ignore[misc]
-        """A connection whose parser stops after each request, and keeps what follows."""
-
-        def parse(self, data: bytes) -> None:
-            self.conn.receive_data(data)
-            self.handle_events()
-            if not self.transport.is_closing():
-                self._unparsed = len(self.conn.trailing_data[0])
-                if self.answering and self._unparsed:
-                    self.cycle.keep_alive = False
-
-    return H11Connection
 
 
 def open_file_limit() -> int:

@@ -40,7 +40,6 @@ KEYLESS_PATHS = (*HEALTH_PATHS, "/", "/docs", "/version")
 OWN_SITES = (b"same-origin", b"none")  # `Sec-Fetch-Site` of a request by a page of this server, or typed by the user
 CHALLENGE = {"WWW-Authenticate": "Bearer"}
 READING_METHODS = ("GET", "HEAD", "OPTIONS")  # methods without side effects
-BODY_SECONDS = 30.0  # time limit for a body to arrive
 POLL_SECONDS = 0.01  # polling interval of a body that waits for its turn
 MAX_LARGE_BODIES_BYTES = 256 << 20  # total bytes of large bodies held at once
 # Limits on structure: a body of N bytes may contain one of these per
@@ -254,7 +253,7 @@ def _is_foreign(headers: Headers) -> bool:
 
 
 class BodyLimits:
-    """ASGI middleware that refuses bodies that are too long, arrive too slowly or hold too many values."""
+    """ASGI middleware that refuses bodies that are too long or hold too many values."""
 
     def __init__(self, app: ASGIApp, max_bytes: int):
         self.app, self.max_bytes = app, max_bytes
@@ -315,8 +314,6 @@ class JsonRequest(Request):
         super().__init__(scope, self._receive_some)
         self.limits, self._receive_any = limits, receive
         self._read = self._held = 0
-        self._whole = False
-        self._deadline = asyncio.get_running_loop().time() + BODY_SECONDS
 
     def check_length(self, length: int) -> None:
         """Raise `ApiError` if a body of `length` bytes is too long."""
@@ -325,17 +322,9 @@ class JsonRequest(Request):
 
     async def _receive_some(self) -> Message:
         """Return the next message of the request, or raise `ApiError` once its body exceeds the limits."""
-        if self._whole:
-            return await self._receive_any()
-        # A deadline for the whole body: a timeout per part would let a client send one byte at a time.
-        left = self._deadline - asyncio.get_running_loop().time()
-        try:
-            message = await asyncio.wait_for(self._receive_any(), max(left, 0.01))
-        except asyncio.TimeoutError:
-            raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s") from None
+        message = await self._receive_any()
         size = len(message.get("body", b""))
         self._read += size
-        self._whole = not message.get("more_body", False)
         self.check_length(self._read)
         if self._read > SMALL_BODY_BYTES:
             self.limits.hold(size)

@@ -22,7 +22,7 @@ from redrafter.app.program import freeze_objects
 from redrafter.errors import ArgumentError
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.start import EngineEndedError
-from redrafter.serve.network.connections import HEAD_SECONDS, PARTING_SECONDS, connection_class, room_for_connections
+from redrafter.serve.network.connections import PARTING_SECONDS, REQUEST_SECONDS, Connection, room_for_connections
 from redrafter.serve.network.guards import error_answer
 from redrafter.serve.protocol.requests import ApiError
 from redrafter.serve.routes.page import page
@@ -171,7 +171,7 @@ def http_config(app: ASGIApp, max_connections: int, options: ServeOptions) -> uv
     """Return the configuration of the HTTP server, or raise `ArgumentError` for certificates that cannot be used."""
     config = uvicorn.Config(
         app,
-        http=functools.partial(connection_class(), max_connections),  # type: ignore[arg-type]
+        http=functools.partial(Connection, max_connections),  # type: ignore[arg-type]
         ws="none",
         interface="asgi3",
         lifespan="off",
@@ -180,7 +180,7 @@ def http_config(app: ASGIApp, max_connections: int, options: ServeOptions) -> uv
         access_log=False,
         server_header=False,
         reset_contextvars=True,  # otherwise a request inherits the context of the previous one, which reads it
-        timeout_keep_alive=int(HEAD_SECONDS),
+        timeout_keep_alive=int(REQUEST_SECONDS),
         ssl_certfile=options.ssl_certfile,
         ssl_keyfile=options.ssl_keyfile,
         ssl_ca_certs=options.ssl_ca_certs,
