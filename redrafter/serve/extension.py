@@ -12,7 +12,6 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pkgutil import iter_modules
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from redrafter.errors import ArgumentError, first_line
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
     from redrafter.serve.server import Server
 
 WRITING_PATHS = ("/v1/chat/completions", "/v1/completions")  # of OpenAI's protocol; extensions add their own
-# Reasons of refused paths, for `refused_paths` as well.
-ALL_AT_ONCE = "send the requests at once, as many as you like; they share their steps"
-NOTHING_STORED = "nothing is stored here: send all that belongs to a request with it"
 GROUP = "redrafter.extensions"  # the package that is searched, and the entry points of others
 Respond = Callable[..., "Awaitable[Response]"]  # `respond` of `redrafter.serve.routes.app`
 MakeChange = Callable[["Engine", str | None], "EngineChange"]  # of the engine and a path on its machine
@@ -57,7 +53,6 @@ class Extension:
         writing_paths: Paths of generation requests, which have a `seed`.
         key_header: Header in which its clients send their key, in addition to `Authorization`; None for no other.
         cors_headers: Other headers of its clients, which pages of `--allowed-origins` may send.
-        refused_paths: Paths of its protocol that are not served, each with the reason and what to use instead.
     """
 
     options: type = NoOptions
@@ -67,7 +62,6 @@ class Extension:
     writing_paths: tuple[str, ...] = ()
     key_header: str | None = None
     cors_headers: tuple[str, ...] = ()
-    refused_paths: Mapping[str, str] = MappingProxyType({})
 
     def launcher(self, options: Any) -> Launch | None:
         """Return a function that replaces this process's server, or None. `options` has the type `self.options`."""

@@ -16,7 +16,7 @@ from redrafter.serve.encoding import TextEncoder
 from redrafter.serve.images import ChatImageReader
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
 
-_NOT_RENDERED = {"parsed", "annotations", "refusal", "function_call"}  # fields of a message
+_NOT_RENDERED = {"parsed", "annotations"}  # fields of a message
 CHUNK_CHARACTERS = 16  # per token of context; longer texts are counted in chunks of this size
 
 

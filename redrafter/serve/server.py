@@ -204,11 +204,8 @@ class Server:
         prompts = await self.encode(
             lambda asked, _: self.prompts.encode_prompts(asked.prompt, asked.add_special_tokens), request, None, facts
         )
-        copies, kept = request.copies, request.n or 1
-        # With `best_of`, more sequences are generated, and selected by their log-probabilities.
-        logprobs = 0 if copies > kept and request.logprobs is None else request.logprobs
-        grammar = content_grammar(request)
-        params = self._sampling_params(request, logprobs, request.prompt_count, grammar)
+        copies, grammar = request.n or 1, content_grammar(request)
+        params = self._sampling_params(request, request.logprobs, request.prompt_count, grammar)
         if len(prompts) * copies > MAX_PROMPTS:
             raise ApiError(400, f"{len(prompts) * copies} texts in one request; at most {MAX_PROMPTS}", "n")
         max_new_tokens = DEFAULT_COMPLETION_TOKENS
@@ -219,7 +216,7 @@ class Server:
             echo = await asyncio.to_thread(decode_tokens, self.tokenizer, ids, True) if request.echo else ""
             choices += [CompletionChoice(ids, *self._served(request, params), echo=echo) for _ in range(copies)]
         asked = Submit([choice.prompt for choice in choices], max_new_tokens, params, grammar)
-        return await self._serve(request, asked, choices, facts, (copies, kept))
+        return await self._serve(request, asked, choices, facts)
 
     async def chat(self, request: ChatRequest, facts: Facts) -> Answer:
         """Answer a chat request, and add to the facts to log about it."""
@@ -299,14 +296,7 @@ class Server:
         adapter = None if request.model in (None, self.model) else request.model
         return request, self.tokenizer, params.stop_token_ids, self.engine.facts.draft_depth, adapter
 
-    async def _serve(
-        self,
-        request: AnyRequest,
-        asked: Submit,
-        choices: list[AnyChoice],
-        facts: Facts,
-        best: tuple[int, int] = (1, 1),
-    ) -> Answer:
+    async def _serve(self, request: AnyRequest, asked: Submit, choices: list[AnyChoice], facts: Facts) -> Answer:
         if asked.params.prompt_logprobs is not None:
             scores = (asked.params.prompt_logprobs + 1) * sum(map(len, asked.prompts))
             if scores > MAX_SCORES:
@@ -342,7 +332,7 @@ class Server:
             deltas = follow(deltas, asked, choices, name)
         if not request.stream:
             async with aclosing(deltas):  # otherwise the engine would continue after an error
-                body = await collect_answer(deltas, choices, name, best)
+                body = await collect_answer(deltas, choices, name)
             if isinstance(request, ChatRequest) and (count := request.prompt_logprobs) is not None:
                 body["prompt_logprobs"] = await asyncio.to_thread(choices[0].prompt_logprobs, count)
             facts |= summarize(choices)

@@ -97,7 +97,6 @@ async def follow(
         "gen_ai.response.model": model,
         "gen_ai.request.max_tokens": asked.max_new_tokens,
         "gen_ai.request.choice.count": len(choices),
-        "gen_ai.request.n": len(choices),
     }
     about |= {f"gen_ai.request.{name}": getattr(params, name) for name in ("temperature", "top_p", "top_k", "seed")}
     finishes = dict.fromkeys(choices, REASONS["cancelled"])
@@ -125,25 +124,17 @@ def _measured(choices: Sequence[AnyChoice]) -> dict[str, Any]:
     """Return span attributes of a request: tokens, drafts, and the first choice's durations."""
     told, now = usage_and_metrics(choices), time.perf_counter()
     usage, drafts = told["usage"], told["metrics"]["speculative_decoding"]
-    found: dict[str, Any] = {
+    queued = min((choice.queued for choice in choices if choice.queued is not None), default=None)
+    first = min((choice.first_token_at for choice in choices if choice.first_token_at is not None), default=None)
+    found = {
         "gen_ai.usage.input_tokens": usage["prompt_tokens"],
         "gen_ai.usage.output_tokens": usage["completion_tokens"],
-        "gen_ai.usage.prompt_tokens": usage["prompt_tokens"],  # this and the next name are vLLM's
-        "gen_ai.usage.completion_tokens": usage["completion_tokens"],
         "gen_ai.usage.cache_read.input_tokens": usage["prompt_tokens_details"]["cached_tokens"],
         "redrafter.spec_decode.num_drafts": drafts["num_spec_steps"],
         "redrafter.spec_decode.num_draft_tokens": drafts["num_draft_tokens"],
         "redrafter.spec_decode.num_accepted_tokens": drafts["num_accepted_draft_tokens"],
         "gen_ai.latency.e2e": now - choices[0].arrived_at,
+        "gen_ai.latency.time_in_queue": queued,
+        "gen_ai.latency.time_to_first_token": None if first is None else first - choices[0].arrived_at,
     }
-    queued = min((choice.queued for choice in choices if choice.queued is not None), default=None)
-    first = min((choice.first_token_at for choice in choices if choice.first_token_at is not None), default=None)
-    if queued is not None:
-        found["gen_ai.latency.time_in_queue"] = queued
-        found["gen_ai.latency.time_in_model_inference"] = now - choices[0].arrived_at - queued
-    if first is not None:
-        found["gen_ai.latency.time_to_first_token"] = first - choices[0].arrived_at
-        found["gen_ai.latency.time_in_model_decode"] = now - first
-        if queued is not None:
-            found["gen_ai.latency.time_in_model_prefill"] = first - choices[0].arrived_at - queued
-    return found
+    return {name: value for name, value in found.items() if value is not None}

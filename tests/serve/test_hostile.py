@@ -14,9 +14,7 @@ pytest.importorskip("llguidance")
 
 from helpers.processes import cpu_seconds
 from helpers.serving import Program
-from redrafter.extensions.messages.protocol import MessagesErrorAnswer
 from redrafter.serve.answers.reader import ChatReader
-from redrafter.serve.protocol.answers import ErrorAnswer
 from redrafter.serve.protocol.fields import Strict, limit_entries
 from redrafter.serve.protocol.requests import error_body
 from redrafter.serve.routes.app import create_app
@@ -91,8 +89,8 @@ LARGE = {
 
 def refused(answer: httpx.Response, *statuses: int) -> None:
     assert answer.status_code in statuses, answer.text
-    model = MessagesErrorAnswer if answer.request.url.path == MESSAGES else ErrorAnswer
-    model.model_validate(answer.json())
+    fields = {"type", "message"} if answer.request.url.path == MESSAGES else {"message", "type", "param", "code"}
+    assert set(answer.json()["error"]) == fields
     assert len(answer.content) < 5000
 
 
@@ -173,17 +171,6 @@ def test_another_method_is_told_which_there_are(program):
     answer = httpx.put(f"{program.url}{COMPLETION}")
     refused(answer, 405)
     assert answer.headers["allow"] == "POST"
-
-
-def test_errors_are_documented(program):
-    document = program.get("/openapi.json").json()
-    for path in (CHAT, COMPLETION):
-        responses = document["paths"][path]["post"]["responses"]
-        assert {int(status) for status in responses} == {200, 400, 401, 403, 404, 408, 413, 429, 500, 503}
-        for status, response in responses.items():
-            [reference] = (found["schema"].get("$ref", "") for found in list(response["content"].values())[:1])
-            assert reference.endswith("Answer")
-            assert ("Error" in reference) == (status != "200")
 
 
 def test_an_error_can_be_sent_whatever_it_names():

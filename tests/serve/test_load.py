@@ -22,7 +22,6 @@ from redrafter.cache.paged import KVCachePool
 from redrafter.chat.messages import describe_tools
 from redrafter.serve.answers.lark import LarkWriter
 from redrafter.serve.answers.reader import ChatReader
-from redrafter.serve.protocol.answers import ChatAnswer, CompletionAnswer
 from redrafter.serve.protocol.requests import ChatRequest
 from redrafter.serve.request_grammar import forced_tools
 
@@ -144,7 +143,6 @@ async def heard(client: "openai.AsyncOpenAI", ask: Ask) -> list[Told]:
         found = await asyncio.wait_for(asked, None if ask.leaves is None else ask.leaves / 100)
     except asyncio.TimeoutError:
         return []
-    (ChatAnswer if ask.chat else CompletionAnswer).model_validate(found.to_dict())
     told = [Told() for _ in found.choices]
     for each, choice in zip(told, found.choices, strict=True):
         _take(each, choice, choice.message if ask.chat else choice)

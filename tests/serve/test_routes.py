@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from redrafter.serve.network.api_keys import ApiKeys
 from redrafter.serve.network.guards import AccessPolicy
-from redrafter.serve.routes.app import create_app, refused_paths
+from redrafter.serve.routes.app import create_app
 
 # Routes by who may call them. A route is added here when it is added to the application.
 AUDIENCES = {
@@ -99,10 +99,9 @@ def application(service: Service, policy: AccessPolicy) -> FastAPI:
 
 def audiences(app: FastAPI) -> Iterator[tuple[str, str, str]]:
     """The method, path and audience of each route; "undeclared" for those that `AUDIENCES` does not name."""
-    refused = {"clients": {route for path in refused_paths() for route in (path, f"{path}/{{rest:path}}")}}
     for route in app.routes:
         path: str = getattr(route, "path", repr(route))
-        named = (name for known in (AUDIENCES, refused) for name, paths in known.items() if path in paths)
+        named = (name for name, paths in AUDIENCES.items() if path in paths)
         audience = next(named, "undeclared")
         for method in sorted(getattr(route, "methods", None) or {"GET"}):
             yield method, path, audience
@@ -180,7 +179,7 @@ async def test_no_spelling_of_a_path_opens_what_the_path_does_not(policy):
     service = Service()
     app, allowed, changed = application(service, POLICIES[policy]), POLICIES[policy], set()
     for method, path, audience in audiences(app):
-        if "{" in path or path in refused_paths() or audience == "anybody":
+        if "{" in path or audience == "anybody":
             continue
         for target in spellings(path):
             for caller in ("nobody", "client", "operator"):

@@ -12,7 +12,6 @@ import openai
 from transformers import AutoTokenizer
 
 from redrafter import boxed_pair
-from redrafter.serve.protocol.answers import ErrorAnswer
 from redrafter.version import __version__
 
 
@@ -74,7 +73,7 @@ def test_a_prompt_longer_than_the_context_is_counted_and_one_without_end_refused
 def test_what_is_wrong_is_said(path, body, status, http):
     answer = http.post(path, json=body)
     assert answer.status_code == status
-    ErrorAnswer.model_validate(answer.json())
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
 def test_a_model_is_told_by_its_name_and_the_version(url, http):
@@ -88,28 +87,11 @@ def test_a_model_is_told_by_its_name_and_the_version(url, http):
     assert refusal.value.code == "model_not_found"
 
 
-@pytest.mark.parametrize(
-    ("path", "says"),
-    [
-        ("../generate", "SGLang's /generate is not served: use /v1/chat/completions"),
-        ("../completion", "llama.cpp's /completion is not served: use"),
-        ("../infill", "llama.cpp"),
-        ("../api/chat", "Ollama"),
-        ("embeddings", "/v1/chat/completions"),
-        ("complete", "Anthropic"),
-        ("audio/speech", "audio"),
-        ("images/generations", "images"),
-        ("moderations", "moderations"),
-        ("files", "nothing is stored"),
-        ("batches/abc/cancel", "at once"),
-        ("fine_tuning/jobs", "redrafter train"),
-    ],
-)
+@pytest.mark.parametrize("path", ["/generate", "/api/chat", "/v1/embeddings", "/v1/batches/abc/cancel"])
 @pytest.mark.parametrize("method", ["POST", "GET"])
-def test_what_is_not_served_is_refused_by_name(path, says, method, http):
-    path = f"/v1/{path}".removeprefix("/v1/..")
+def test_what_is_not_served_is_refused_with_what_is(path, method, http):
     answer = http.request(method, path, json={"input": "a"} if method == "POST" else None)
     assert answer.status_code == 404
-    error = ErrorAnswer.model_validate(answer.json()).error
-    assert says in error.message
-    assert error.code == "unsupported_endpoint"
+    error = answer.json()["error"]
+    assert error["message"].startswith(f"'{path}' is not served: use /v1/chat/completions, /v1/completions")
+    assert error["code"] == "unsupported_endpoint"

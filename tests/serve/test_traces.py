@@ -119,17 +119,14 @@ def test_a_request_is_a_span_below_that_of_its_client(traced, collector):
         "gen_ai.request.temperature": 0.7,
         "gen_ai.request.top_p": 0.9,
         "gen_ai.request.seed": 5,
-        "gen_ai.request.n": 2,
+        "gen_ai.request.choice.count": 2,
         "gen_ai.response.finish_reasons": ["length", "length"],
     }
     assert asked.items() <= found.items()
     usage, drafts = answer["usage"], answer["metrics"]["speculative_decoding"]
-    for names, count in (
-        (("input_tokens", "prompt_tokens"), usage["prompt_tokens"]),
-        (("output_tokens", "completion_tokens"), 40),
-        (("cache_read.input_tokens",), usage["prompt_tokens_details"]["cached_tokens"]),
-    ):
-        assert all(found[f"gen_ai.usage.{name}"] == count for name in names)
+    assert found["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+    assert found["gen_ai.usage.output_tokens"] == 40
+    assert found["gen_ai.usage.cache_read.input_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
     assert drafts["num_draft_tokens"] > 0
     for name, told in (
         ("drafts", "spec_steps"),
@@ -139,12 +136,6 @@ def test_a_request_is_a_span_below_that_of_its_client(traced, collector):
         assert found[f"redrafter.spec_decode.num_{name}"] == drafts[f"num_{told}"]
     seconds = {name.removeprefix("gen_ai.latency."): x for name, x in found.items() if ".latency." in name}
     assert 0 <= seconds["time_in_queue"] < seconds["time_to_first_token"] < seconds["e2e"]
-    for whole, parts in (
-        ("time_to_first_token", ("time_in_queue", "time_in_model_prefill")),
-        ("e2e", ("time_to_first_token", "time_in_model_decode")),
-        ("e2e", ("time_in_queue", "time_in_model_inference")),
-    ):
-        assert seconds[whole] == pytest.approx(sum(seconds[part] for part in parts))
     assert seconds["e2e"] == pytest.approx((span.end_time_unix_nano - span.start_time_unix_nano) / 1e9, abs=0.05)
     texts = [choice["text"] for choice in answer["choices"]]
     assert not any(text in f"{span}" for text in (PROMPTS[0], *texts))

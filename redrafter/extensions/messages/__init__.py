@@ -1,11 +1,10 @@
 """Serve Anthropic's Messages protocol to its client library and to coding agents."""
 
 from collections.abc import Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from redrafter.extensions.messages.names import MESSAGES_PATH
-from redrafter.serve.extension import ALL_AT_ONCE, Extension, Respond
+from redrafter.serve.extension import Extension, Respond
 
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
@@ -22,12 +21,6 @@ class MessagesExtension(Extension):
     writing_paths = (MESSAGES_PATH,)
     key_header = "X-Api-Key"
     cors_headers = ("Anthropic-Version", "Anthropic-Beta")
-    refused_paths = MappingProxyType(
-        {
-            f"{MESSAGES_PATH}/batches": f"batches are not served: {ALL_AT_ONCE}",
-            "/v1/complete": f"Anthropic's older protocol is not served: send the messages to {MESSAGES_PATH}",
-        }
-    )
 
     def routes(self, server: "Server", respond: Respond) -> "Sequence[BaseRoute]":
         """Return the routes, which are for clients."""

@@ -1,11 +1,11 @@
-"""Models of Anthropic's Messages requests, answers and errors. Unsupported fields are rejected by name.
+"""Models of Anthropic's Messages requests and the format of its errors. Unsupported fields are rejected by name.
 
 https://platform.claude.com/docs/en/api/messages
 """
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, StrictBool, model_validator
+from pydantic import Field, StrictBool, model_validator
 
 from redrafter.serve.protocol.fields import (
     Count,
@@ -13,8 +13,6 @@ from redrafter.serve.protocol.fields import (
     Parts,
     StopList,
     Strict,
-    only,
-    refuse_with,
 )
 from redrafter.serve.protocol.requests import (
     MAX_TOOLS,
@@ -33,12 +31,6 @@ _ERROR_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     529: "overloaded_error",
-}
-_REFUSED_BLOCKS = {
-    "document": "send its text as a block of type text",
-    "search_result": "send its text as a block of type text",
-    "redacted_thinking": "only Anthropic can read it: leave it out",
-    "tool_reference": "the model sees all tools from the beginning: leave out defer_loading and the search for tools",
 }
 
 
@@ -84,9 +76,7 @@ class ImageBlock(_Block):
     """An image block."""
 
     type: Literal["image"]
-    source: Annotated[
-        ImageSource, only("base64", advice="this server fetches nothing: send the image itself, of type base64")
-    ]
+    source: ImageSource
 
 
 class ThinkingBlock(_Block):
@@ -110,7 +100,6 @@ class ToolUseBlock(_Block):
 _ResultBlock = Annotated[
     TextBlock | ImageBlock,
     OneOf("a block of text or an image"),
-    only("text", "image", advice="a result is text and images", by_type=_REFUSED_BLOCKS),
 ]
 
 
@@ -127,7 +116,6 @@ _TYPES = ("text", "image", "thinking", "tool_use", "tool_result")
 Block = Annotated[
     TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
     OneOf(f"a block of type {', '.join(_TYPES)}"),
-    only(*_TYPES, advice=f"blocks of type {', '.join(_TYPES)} are", by_type=_REFUSED_BLOCKS),
 ]
 _ROLES = {  # block types that messages of each role may contain
     "system": (TextBlock,),
@@ -171,7 +159,6 @@ class MessagesTool(_Block):
     eager_input_streaming: StrictBool | None = None
     allowed_callers: Annotated[list[Literal["direct"]], Field(fail_fast=True)] | None = None
     defer_loading: Literal[False] | None = None
-    input_examples: Annotated[None, refuse_with("write them into the description")] = None
 
 
 class MessagesToolChoice(Strict):
@@ -215,41 +202,20 @@ class OutputConfig(Strict):
     format: OutputFormat | None = None
 
 
-class ThinkingTurns(Strict):
-    """Number of last turns that keep their thoughts."""
-
-    type: Literal["thinking_turns", "all"]
-    value: Count | None = None
-
-
 class Edit(Strict):
-    """An edit that removes the thoughts of earlier turns from a conversation."""
+    """An edit that removes the thoughts of earlier turns. Only the one that removes none is accepted."""
 
     type: Literal["clear_thinking_20251015"]
-    keep: Annotated[Literal["all"] | ThinkingTurns, OneOf("'all' or an object with a type and a value")] | None = None
-
-    @property
-    def turns(self) -> int | None:
-        """Number of last turns with thoughts that keep them; None for all."""
-        if self.keep is None:
-            return 1
-        return None if self.keep == "all" or self.keep.type == "all" else self.keep.value or 1
-
-
-_ClearThinking = Annotated[Edit, only("clear_thinking_20251015", advice="send a shorter conversation")]
+    keep: Literal["all"]
 
 
 class ContextManagement(Strict):
     """Edits that shorten a conversation before it is read."""
 
-    edits: Parts[_ClearThinking] | None = None
+    edits: Parts[Edit] | None = None
 
 
-_SystemBlock = Annotated[TextBlock, only("text", advice="a system prompt is text")]
-System = Annotated[str | Parts[_SystemBlock], OneOf("a text or a list of blocks")]
-_OwnTool = Annotated[
-    MessagesTool, only("custom", advice="it is Anthropic's own tool: describe one with a name and an input_schema")
-]
+System = Annotated[str | Parts[TextBlock], OneOf("a text or a list of blocks")]
 
 
 class CountTokensRequest(Strict):
@@ -258,7 +224,7 @@ class CountTokensRequest(Strict):
     model: str | None = None
     messages: Annotated[Parts[MessagesTurn], Field(min_length=1)]
     system: System | None = None
-    tools: Annotated[list[_OwnTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[MessagesTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -291,36 +257,3 @@ class MessagesRequest(CountTokensRequest, SharedFields):
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     diagnostics: Diagnostics | None = None
-
-
-class MessageAnswer(BaseModel):
-    """Answer of `/v1/messages`, described in its main fields."""
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[dict[str, Any]]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
-    stop_sequence: str | None
-    usage: dict[str, Any]
-
-
-class CountTokensAnswer(BaseModel):
-    """Answer of `/v1/messages/count_tokens`."""
-
-    input_tokens: int
-
-
-class MessagesError(BaseModel):
-    """Description of an error."""
-
-    type: str
-    message: str
-
-
-class MessagesErrorAnswer(BaseModel):
-    """Body of an error in Anthropic's format."""
-
-    type: Literal["error"]
-    error: MessagesError

@@ -12,11 +12,8 @@ from starlette.routing import BaseRoute
 from redrafter.chat.template import ChatTemplate
 from redrafter.extensions.messages.names import BILLING_MARK, MESSAGES_PATH
 from redrafter.extensions.messages.protocol import (
-    CountTokensAnswer,
     CountTokensRequest,
     ImageBlock,
-    MessageAnswer,
-    MessagesErrorAnswer,
     MessagesRequest,
     MessagesTurn,
     OutputConfig,
@@ -30,7 +27,6 @@ from redrafter.extensions.messages.protocol import (
 from redrafter.sandbox.process import SandboxedProcess
 from redrafter.serve.extension import Respond
 from redrafter.serve.network.guards import JsonRoute
-from redrafter.serve.protocol.answers import answer_responses
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
 from redrafter.serve.routes.translated import Event, Kind, PartWriter, chat_request, format_events
 
@@ -43,10 +39,8 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 def messages_routes(server: "Server", respond: Respond) -> list[BaseRoute]:
     """Return the routes. `respond` is the argument of `Extension.routes`."""
     routes = APIRouter(route_class=JsonRoute)
-    errors: dict[int | str, dict[str, Any]] = {"default": {"model": MessagesErrorAnswer, "description": "an error"}}
-    answers: dict[int | str, dict[str, Any]] = {200: answer_responses(MessageAnswer)[200]}
 
-    @routes.post(MESSAGES_PATH, responses=answers | errors)
+    @routes.post(MESSAGES_PATH)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         async def work() -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
             server.check_model(body.model)
@@ -58,7 +52,7 @@ def messages_routes(server: "Server", respond: Respond) -> list[BaseRoute]:
 
         return await respond(work(), request, format_events)
 
-    @routes.post(f"{MESSAGES_PATH}/count_tokens", response_model=CountTokensAnswer, responses=errors)
+    @routes.post(f"{MESSAGES_PATH}/count_tokens")
     async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, int]:
         server.check_model(body.model)
         chat = as_chat(body, server.prompts.template, server.thinks)
@@ -145,10 +139,9 @@ def _messages(request: CountTokensRequest, template: ChatTemplate) -> list[dict[
         called = any(isinstance(block, ToolUseBlock) for block in turns[number - 1].blocks)
         if turns[number].role == "system" and called:  # nothing may separate calls from their results
             turns[number : number + 2] = reversed(turns[number : number + 2])
-    forgotten = _forgotten(request, turns)
-    for number, turn in enumerate(turns):
+    for turn in turns:
         if turn.role == "assistant":
-            messages.append(_assistant(turn, number not in forgotten))
+            messages.append(_assistant(turn))
             continue
         own = [block for block in turn.blocks if not isinstance(block, ToolResultBlock)]
         last = messages[-1] if messages else {"role": None}
@@ -177,20 +170,10 @@ def _messages(request: CountTokensRequest, template: ChatTemplate) -> list[dict[
     return messages
 
 
-def _forgotten(request: CountTokensRequest, turns: list[MessagesTurn]) -> set[int]:
-    """Return the indices of the turns whose thoughts `context_management` removes."""
-    thought = [
-        number for number, turn in enumerate(turns) if any(isinstance(block, ThinkingBlock) for block in turn.blocks)
-    ]
-    edits = (request.context_management and request.context_management.edits) or []
-    kept = min((edit.turns for edit in edits if edit.turns is not None), default=len(thought))
-    return set(thought[: max(len(thought) - kept, 0)])
-
-
-def _assistant(turn: MessagesTurn, keep_thoughts: bool) -> dict[str, Any]:
+def _assistant(turn: MessagesTurn) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": None}
     thoughts = [block.thinking for block in turn.blocks if isinstance(block, ThinkingBlock)]
-    if any(thoughts) and keep_thoughts:
+    if any(thoughts):
         message["reasoning_content"] = "".join(thoughts)
     if texts := [block for block in turn.blocks if isinstance(block, TextBlock)]:
         message["content"] = _parts(texts)

@@ -1,11 +1,11 @@
-"""Models of OpenAI's Responses requests and answers.
+"""Models of OpenAI's Responses requests.
 
 https://platform.openai.com/docs/api-reference/responses
 """
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, StrictBool
+from pydantic import Field, StrictBool
 
 from redrafter.serve.protocol.fields import (
     Count,
@@ -13,13 +13,10 @@ from redrafter.serve.protocol.fields import (
     OneOf,
     Parts,
     Strict,
-    only,
-    refuse_with,
 )
 from redrafter.serve.protocol.requests import MAX_TOOLS, DataUrl, SharedFields
 
 _ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
-_NOTHING_STORED = "nothing is stored here: send the whole conversation as input"
 
 
 class Part(Strict):
@@ -40,7 +37,6 @@ class InputImage(Strict):
     """
 
     type: Literal["input_image"]
-    file_id: Annotated[None, refuse_with("send the image itself, as image_url")] = None
     image_url: DataUrl
     detail: Literal["auto"] = "auto"
 
@@ -49,7 +45,6 @@ _PART_TYPES = ("input_text", "input_image", "output_text", "reasoning_text", "te
 _MessagePart = Annotated[
     Part | InputImage,
     OneOf("a part of text or an image"),
-    only(*_PART_TYPES, advice=f"parts are of type {', '.join(_PART_TYPES)}"),
 ]
 
 
@@ -72,7 +67,6 @@ class ReasoningItem(_Item):
     type: Literal["reasoning"]
     content: Parts[Part] | None = None
     summary: Annotated[list[Any], Field(max_length=0)] | None = None
-    encrypted_content: Annotated[None, refuse_with("leave it out: thoughts are sent as content")] = None
 
 
 class CallItem(_Item):
@@ -95,7 +89,6 @@ class CallOutputItem(_Item):
 Item = Annotated[
     MessageItem | ReasoningItem | CallItem | CallOutputItem,
     OneOf(f"an item of type {', '.join(_ITEM_TYPES)}"),
-    only(*_ITEM_TYPES, advice=f"items are of type {', '.join(_ITEM_TYPES)}"),
 ]
 
 
@@ -107,9 +100,6 @@ class FlatTool(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: StrictBool | None = None
-
-
-_OwnTool = Annotated[FlatTool, only("function", advice="tools are run by the client: give type function")]
 
 
 class FlatToolChoice(Strict):
@@ -140,8 +130,6 @@ class Reasoning(Strict):
     """Reasoning options. The effort is passed to a chat template that reads it."""
 
     effort: str | None = None
-    summary: Annotated[None, refuse_with("leave it out: thoughts are returned in full")] = None
-    generate_summary: Annotated[None, refuse_with("leave it out: thoughts are returned in full")] = None
 
 
 class ResponseStreamOptions(Strict):
@@ -161,29 +149,13 @@ class ResponsesRequest(SharedFields):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] | None = None
-    store: Annotated[Literal[False] | None, refuse_with(_NOTHING_STORED, False)] = None
+    store: Literal[False] | None = None
     stream_options: ResponseStreamOptions | None = None
     text: TextConfig | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatToolChoice | None = None
-    tools: Annotated[list[_OwnTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[FlatTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     top_logprobs: Literal[0] | None = None
     truncation: Literal["disabled"] | None = None
-    background: Annotated[Literal[False] | None, refuse_with(_NOTHING_STORED, False)] = None
-    conversation: Annotated[None, refuse_with(_NOTHING_STORED)] = None
-    include: Annotated[Parts[str] | None, refuse_with("use /v1/chat/completions for logprobs", [])] = None
-    max_tool_calls: Annotated[None, refuse_with("tools are called by the client")] = None
-    previous_response_id: Annotated[None, refuse_with(_NOTHING_STORED)] = None
-    prompt: Annotated[None, refuse_with(_NOTHING_STORED)] = None
+    background: Literal[False] | None = None
+    include: Annotated[list[Any], Field(max_length=0)] | None = None
     reasoning: Reasoning | None = None
-
-
-class ResponseAnswer(BaseModel):
-    """Answer of `/v1/responses`, described in its main fields."""
-
-    id: str
-    object: Literal["response"]
-    created_at: int
-    status: Literal["completed", "incomplete", "failed", "in_progress"]
-    model: str
-    output: list[dict[str, Any]]
-    usage: dict[str, Any] | None

@@ -16,12 +16,10 @@ from redrafter.extensions.responses.protocol import (
     InputImage,
     Part,
     ReasoningItem,
-    ResponseAnswer,
     ResponsesRequest,
 )
 from redrafter.serve.extension import Respond
 from redrafter.serve.network.guards import JsonRoute
-from redrafter.serve.protocol.answers import answer_responses
 from redrafter.serve.protocol.requests import ApiError, ChatRequest, TooManyTokensError
 from redrafter.serve.routes.translated import Event, Kind, PartWriter, chat_request, format_events
 
@@ -33,7 +31,7 @@ def responses_routes(server: "Server", respond: Respond) -> list[BaseRoute]:
     """Return the route. `respond` is the argument of `Extension.routes`."""
     routes = APIRouter(route_class=JsonRoute)
 
-    @routes.post("/v1/responses", responses=answer_responses(ResponseAnswer))
+    @routes.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         head = _head(body, body.model or server.model)
 

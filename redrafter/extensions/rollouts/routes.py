@@ -5,7 +5,7 @@
 
 import asyncio
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter
 from pydantic import BaseModel, StrictBool, model_validator
@@ -15,7 +15,6 @@ from redrafter.errors import CacheFullError, ReDrafterError
 from redrafter.serve.engine_process.client import Stopped
 from redrafter.serve.engine_process.messages import EngineError
 from redrafter.serve.network.guards import OperatorRoute
-from redrafter.serve.protocol.answers import error_responses
 from redrafter.serve.protocol.fields import Strict
 from redrafter.serve.protocol.requests import ApiError
 
@@ -122,28 +121,25 @@ def _is_there(path: str, kind: str) -> bool:
 def rollout_routes(server: "Server") -> list[BaseRoute]:
     """Return the routes; all of them require an operator's key."""
     operated, routes = OperatedEngine(server), APIRouter(route_class=OperatorRoute)
-    options: dict[str, Any] = {"response_model": EngineState}
-    options["responses"] = error_responses(400, 401, 403, 404, 408, 413, 500, 503)
-    changing = options | {"response_model": ChangedEngine}
 
-    @routes.post("/v1/sleep", **options)
+    @routes.post("/v1/sleep")
     async def sleep(body: NoFields | None = None) -> EngineState:
         return await operated.change("sleep")
 
-    @routes.post("/v1/wake", **options)
+    @routes.post("/v1/wake")
     async def wake(body: NoFields | None = None) -> EngineState:
         return await operated.change("wake")
 
-    @routes.post("/v1/update_weights", **changing)
+    @routes.post("/v1/update_weights")
     async def update_weights(body: WeightsRequest) -> ChangedEngine:
         kind = "update_weights_not_finite" if body.allow_not_finite else "update_weights"
         return await operated.change(kind, body.path)
 
-    @routes.post("/v1/drafter", **changing)
+    @routes.post("/v1/drafter")
     async def change_drafter(body: DrafterRequest) -> ChangedEngine:
         return await operated.change("change_drafter", body.path)
 
-    @routes.get("/v1/drafter", **options)
+    @routes.get("/v1/drafter")
     async def drafter() -> EngineState:
         return operated.state
 

@@ -68,7 +68,6 @@ class Choice(ServedSequence):
         super().__init__(prompt, stop_token_ids, Stats(accepted_by_depth=[0] * depth), find_stop, adapter)
         self._tokenizer, self._hidden, self._detokenizer = tokenizer, hidden, Detokenizer(tokenizer, hidden)
         self._marks_drafts = request.stream_options is not None and request.stream_options.include_drafts
-        self.details_steps = request.return_spec_tokens_details
         self._held = ""
         self._drafted = bytearray()  # 1 for each character, held back or not, that a draft wrote
         self._reported = 0  # characters that `draft_runs` has returned
@@ -77,7 +76,6 @@ class Choice(ServedSequence):
         self.text = ""  # without the characters that are held back
         self.lines: list[TokenLine] = []  # tokens with their log-probabilities, if requested
         self._at_first = True  # whether no token of these is part of the text
-        self.logprob = 0.0  # sum of the log-probabilities, including a final end token
         self.finish: str | None = None  # finish reason, once the sequence has ended
         self.stop: str | None = None  # the stop string that ended it, if one did
 
@@ -102,7 +100,6 @@ class Choice(ServedSequence):
             # The end token counts as usage but is not part of the text.
             if delta.finish == "stop" and shown and shown[-1] in self.stop_token_ids:
                 shown = shown[:-1]
-            self.logprob += sum(logprob for logprob, _ in delta.logprobs or ())
             self.finish = delta.finish or self.finish
             # Accepted drafts come first in a step; decoding them apart marks their characters.
             accepted = delta.accepted if self._marks_drafts else 0
@@ -189,15 +186,9 @@ def usage_and_metrics(choices: Sequence[Choice]) -> dict[str, Any]:
     """Return usage and metrics of an answer. A prompt with several choices counts once."""
     begun = [choice for choice in choices if choice.begun]
     total = Stats.total([choice.stats for choice in begun])
-    metrics, details = speculation_metrics(total), {}
-    if any(choice.details_steps for choice in choices):
-        drafted, accepted = zip(*total.per_step, strict=True) if total.per_step else ((), ())
-        metrics |= {"per_step_accepted": list(accepted), "per_step_drafted": list(drafted)}
-        details = {"sglext": {"spec_tokens_details": spec_tokens_details(metrics)}}
     return {
         "usage": count_usage(choices, {tuple(choice.prompt): choice for choice in begun}.values()),
-        "metrics": {"speculative_decoding": metrics},
-        **details,
+        "metrics": {"speculative_decoding": speculation_metrics(total)},
     }
 
 
@@ -232,18 +223,6 @@ def summarize(choices: Sequence[Choice], unfinished: str = "left") -> dict[str, 
         "first_token_seconds": round(min(waits), 4) if waits else None,
         "tokens_per_step": round(speculation["mean_acceptance_length"], 3),
         "finish": ",".join(choice.finish or unfinished for choice in choices),
-    }
-
-
-def spec_tokens_details(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Return the result of `speculation_metrics` under SGLang's names (`return_spec_tokens_details`)."""
-    return {
-        "spec_accept_rate": metrics["draft_acceptance_rate"],
-        "spec_accept_length": metrics["mean_acceptance_length"],
-        "spec_num_correct_drafts": metrics["num_accepted_draft_tokens"],
-        "spec_num_proposed_drafts": metrics["num_draft_tokens"],
-        "spec_verify_ct": metrics["num_spec_steps"],
-        "spec_correct_drafts_histogram": metrics["acceptance_histogram"],
     }
 
 

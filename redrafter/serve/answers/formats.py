@@ -192,37 +192,22 @@ AnyChoice = TypeVar("AnyChoice", CompletionChoice, ChatChoice)
 Pieces = AsyncIterator[tuple[AnyChoice, list[SequenceDelta]]]  # each choice with its new deltas
 
 
-async def collect_answer(
-    deltas: Pieces[AnyChoice], choices: list[AnyChoice], model: str, best: tuple[int, int] = (1, 1)
-) -> dict[str, Any]:
+async def collect_answer(deltas: Pieces[AnyChoice], choices: list[AnyChoice], model: str) -> dict[str, Any]:
     """Collect all choices and return the whole answer; raise `ApiError` if a sequence failed.
 
     Args:
         deltas: New deltas of the choices, until the last one has ended.
         choices: The choices, grouped by prompt.
         model: Name of the model to put into the answer.
-        best: Number of choices generated per prompt, and number of them to return, best first: those with the highest
-            mean log-probability per token.
     """
     async for choice, gained in deltas:
         choice.append(gained)
-    written, kept = best
-    chosen = list(choices)
-    # `best_of` wrote more sequences than are returned: keep the likeliest of each prompt.
-    if written != kept:
-        groups = (choices[begin : begin + written] for begin in range(0, len(choices), written))
-
-        def mean_logprob(choice: Choice) -> float:
-            # Per token, since a sum would favor short sequences.
-            return choice.logprob / max(choice.token_count, 1)
-
-        chosen = [best for group in groups for best in sorted(group, key=mean_logprob, reverse=True)[:kept]]
 
     def entries() -> list[dict[str, Any]]:
-        return [_with_stop(choice, choice.format_choice(index)) for index, choice in enumerate(chosen)]
+        return [_with_stop(choice, choice.format_choice(index)) for index, choice in enumerate(choices)]
 
     # Scored prompts are formatted in a thread: with many tokens, formatting would block the event loop.
-    formatted = await asyncio.to_thread(entries) if any(choice.prompt_scores for choice in chosen) else entries()
+    formatted = await asyncio.to_thread(entries) if any(choice.prompt_scores for choice in choices) else entries()
     return _head(choices[0].kind, choices[0].prefix, model) | {"choices": formatted, **usage_and_metrics(choices)}
 
 
@@ -257,7 +242,7 @@ def _with_stop(choice: Choice, entry: dict[str, Any]) -> dict[str, Any]:
 async def raise_cuts_as_errors(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
     """Yield the chunks of `stream_answer`, and raise `ApiError` where the stream is cut off.
 
-    A stream is cut off if the server stops, the client reads too slowly, or the output cannot be formatted.
+    A stream is cut off if the server stops, or the output cannot be formatted.
     """
     try:
         async for chunk in chunks:
@@ -267,7 +252,7 @@ async def raise_cuts_as_errors(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIt
         raise ApiError(503, str(error)) from error
     except ApiError:
         raise
-    except Exception as error:  # such as `SlowConsumerError`; the client may still receive the error
+    except Exception as error:  # the client may still receive it
         named = isinstance(error, ReDrafterError)
         _LOG.warning("an answer was cut off: %s", error, exc_info=None if named else error)
         raise ApiError(500, f"the answer was cut off: {error if named else type(error).__name__}") from error

@@ -1,9 +1,7 @@
 """Types and validators of the fields of OpenAI's requests."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import (
@@ -17,7 +15,7 @@ from pydantic import (
     Tag,
     model_validator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, core_schema
 
 from redrafter.chat.schemas import without_nulls
 
@@ -33,7 +31,6 @@ MAX_INTEGER = 2**31 - 1  # for counts and ids
 _TAGS: dict[type, str] = {str: "<text>", list: "<list>", bool: "<bool>", dict: "<object>", BaseModel: "<object>"}
 _TAG = re.compile("<[a-z_ ]+>")
 IMAGE_TAGS = frozenset({"<image>", "<image_url>", "<input_image>"})
-_MAX_KIND_CHARACTERS = 64  # of an unknown type in the body of an error
 T = TypeVar("T")
 # fail_fast, here and below: a list of a million invalid entries must not produce a million errors.
 Parts = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PARTS)]
@@ -44,33 +41,6 @@ def field_path(error: Any) -> str | None:
     renamed = error.get("ctx", {}).get("field")  # an error of the object that contains the field
     keys = (str(key) for key in (*error["loc"], renamed) if key not in ("body", None))
     return ".".join(key for key in keys if not _TAG.fullmatch(key)) or None
-
-
-def refuse_with(advice: str, *taken: Any) -> BeforeValidator:
-    """Return a validator that rejects an unsupported field of a protocol, except for the values `taken`.
-
-    `advice` names the alternative in the error message.
-    """
-
-    def refuse(value: Any) -> Any:
-        if value in taken:
-            return value
-        raise PydanticCustomError("unsupported", "{advice}", {"advice": advice})
-
-    return BeforeValidator(refuse)
-
-
-def only(*types: str, advice: str, by_type: Mapping[str, str] = MappingProxyType({})) -> BeforeValidator:
-    """Return a validator that rejects objects of other types by name; `by_type` has specific advice for some."""
-
-    def check(value: Any) -> Any:
-        kind = value.get("type") if isinstance(value, dict) else None
-        if isinstance(kind, str) and kind not in types:
-            about = {"kind": kind[:_MAX_KIND_CHARACTERS], "advice": by_type.get(kind, advice)}
-            raise PydanticCustomError("unsupported", "{kind} cannot be read here: {advice}", about)
-        return value
-
-    return BeforeValidator(check)
 
 
 @dataclass(frozen=True)
@@ -129,45 +99,6 @@ def limit_entries(value: Any) -> Any:
     return value
 
 
-# Field names of earlier vLLM and of other servers and protocols, with their equivalents here. Of several equivalents,
-# the first one that the request contains is suggested.
-OTHER_NAMES: dict[str, tuple[str, ...]] = {
-    "ebnf": ("structured_outputs.ebnf",),
-    "enable_thinking": ("chat_template_kwargs.enable_thinking", "reasoning.effort"),
-    "grammar": ("structured_outputs.ebnf or structured_outputs.lark",),
-    "guided_choice": ("structured_outputs.choice", "text.format"),
-    "guided_decoding": ("structured_outputs", "text.format"),
-    "guided_grammar": ("structured_outputs.ebnf or structured_outputs.lark",),
-    "guided_json": ("structured_outputs.json", "text.format"),
-    "guided_json_object": ("structured_outputs.json_object", "text.format"),
-    "guided_regex": ("structured_outputs.regex",),
-    "input": ("messages", "prompt"),
-    "instructions": ("system", "messages"),
-    "json_schema": ("structured_outputs.json", "text.format"),
-    "max_completion_tokens": ("max_tokens", "max_output_tokens"),
-    "max_new_tokens": ("max_tokens", "max_output_tokens"),
-    "max_output_tokens": ("max_tokens",),
-    "max_tokens": ("max_output_tokens",),
-    "max_tokens_to_sample": ("max_tokens", "max_output_tokens"),
-    "messages": ("prompt", "input"),
-    "min_new_tokens": ("min_tokens",),
-    "n_predict": ("max_tokens", "max_output_tokens"),
-    "num_predict": ("max_tokens", "max_output_tokens"),
-    "num_return_sequences": ("n",),
-    "output_format": ("output_config.format", "response_format", "text.format"),
-    "prompt": ("messages",),
-    "random_seed": ("seed",),
-    "reasoning_effort": ("reasoning.effort", "output_config.effort"),
-    "regex": ("structured_outputs.regex",),
-    "repeat_penalty": ("repetition_penalty",),
-    "response_format": ("text.format", "output_config.format", "structured_outputs.json"),
-    "stop": ("stop_sequences",),
-    "stop_sequences": ("stop",),
-    "stop_words": ("stop", "stop_sequences"),
-    "system": ("messages", "instructions"),
-}
-
-
 class Strict(BaseModel):
     """Base of request objects: unknown fields are rejected, and null fields count as absent."""
 
@@ -179,12 +110,7 @@ class Strict(BaseModel):
         if not isinstance(body, dict):
             return body
         # Clients send null for fields that they do not set; OpenAI treats both alike.
-        given = {name: value for name, value in limit_entries(body).items() if value is not None}
-        for name in given.keys() & OTHER_NAMES.keys() - cls.model_fields.keys():
-            for field in OTHER_NAMES[name]:
-                if field.partition(".")[0] in cls.model_fields:
-                    raise PydanticCustomError("unsupported", "give {instead}", {"field": name, "instead": field})
-        return given
+        return {name: value for name, value in limit_entries(body).items() if value is not None}
 
 
 Bias = Annotated[dict[str, Annotated[float, Field(strict=True, ge=-100, le=100)]], BeforeValidator(limit_entries)]

@@ -28,8 +28,6 @@ from redrafter.serve.protocol.fields import (
     StreamOptions,
     Strict,
     StructuredOutputs,
-    only,
-    refuse_with,
 )
 
 DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
@@ -147,7 +145,6 @@ class ToolCall(Strict):
 _Part = Annotated[
     TextPart | ImagePart,
     OneOf("a part of text or an image"),
-    only("text", "image_url", advice="parts are text and images"),
 ]
 
 
@@ -167,8 +164,6 @@ class Message(Strict):
     tool_call_id: str | None = None
     parsed: Any = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    refusal: Annotated[None, refuse_with("give it as content")] = None
-    function_call: Annotated[None, refuse_with("give tool_calls")] = None
 
     @model_validator(mode="after")
     def _merge_thoughts(self) -> "Message":
@@ -266,7 +261,6 @@ class SharedFields(Strict):
         None,
         validation_alias=AliasChoices("num_speculative_tokens", "speculative.n_max"),  # the latter is llama.cpp's
     )
-    return_spec_tokens_details: StrictBool = False
     priority: Annotated[int, Field(strict=True, ge=-MAX_INTEGER, le=MAX_INTEGER)] = 0
 
     @model_validator(mode="after")
@@ -313,19 +307,9 @@ class CompletionRequest(_Request):
 
     max_tokens: Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)] | None = None
     prompt: Prompts
-    best_of: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] | None = None
     add_special_tokens: StrictBool | None = None
     echo: StrictBool = False
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
-    suffix: Annotated[
-        None, refuse_with("write it into prompt, between the tokens that the model knows for filling in")
-    ] = None
-    thinking_token_budget: Annotated[None, refuse_with("chats have thoughts: use /v1/chat/completions")] = None
-
-    @property
-    def copies(self) -> int:
-        """Number of sequences to generate per prompt."""
-        return self.best_of or self.n or 1
 
     @property
     def prompt_count(self) -> int | None:
@@ -335,10 +319,6 @@ class CompletionRequest(_Request):
 
     @model_validator(mode="after")
     def _check_counts(self) -> "CompletionRequest":
-        if self.best_of is not None and self.best_of < (self.n or 1):
-            raise ValueError(f"best_of must be n or more, got best_of={self.best_of} and n={self.n or 1}")
-        if self.best_of is not None and self.best_of > (self.n or 1) and self.stream:
-            raise ValueError("best_of above n cannot be streamed: the best text is known when all have ended")
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise ValueError("max_tokens 0 is for echo=true or prompt_logprobs; else ask for 1 or more")
         return self
@@ -364,13 +344,10 @@ class ChatRequest(_Request):
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    functions: Annotated[None, refuse_with("give tools")] = None
-    function_call: Annotated[None, refuse_with("give tool_choice")] = None
 
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    chat_template: Annotated[None, refuse_with("the server's own is used, see redrafter serve --chat-template")] = None
 
     @model_validator(mode="after")
     def _check_fields(self) -> "ChatRequest":

@@ -1,7 +1,6 @@
-"""Build the ASGI application: routes of OpenAI and extensions, health, metrics, pages, and rejected paths."""
+"""Build the ASGI application: routes of OpenAI and extensions, health, metrics, and pages."""
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import cache
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from pydantic import BaseModel, Field, StrictBool, model_validator
+from pydantic import Field, StrictBool, model_validator
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 
@@ -20,17 +19,8 @@ from redrafter.sandbox.process import SandboxedProcess
 from redrafter.scheduler.waiting_queue import QueueFullError
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.client import Stopped
-from redrafter.serve.extension import ALL_AT_ONCE, NOTHING_STORED, extensions, writing_paths
+from redrafter.serve.extension import extensions, writing_paths
 from redrafter.serve.network.guards import AccessPolicy, JsonRoute, add_guards, error_answer
-from redrafter.serve.protocol.answers import (
-    ChatAnswer,
-    CompletionAnswer,
-    Model,
-    ModelHealth,
-    ModelList,
-    answer_responses,
-    error_responses,
-)
 from redrafter.serve.protocol.fields import IMAGE_TAGS, Ids, Parts, Strict, field_path
 from redrafter.serve.protocol.requests import (
     MAX_TOOLS,
@@ -49,41 +39,7 @@ if TYPE_CHECKING:
     from redrafter.serve.server import Server
 
 _LOG = logging.getLogger(__name__)
-# Paths of OpenAI and vLLM that are not served, with the reason.
-_REFUSED = {
-    "/v1/batches": "batches are not served: " + ALL_AT_ONCE,
-    "/v1/files": "files are not served: " + NOTHING_STORED,
-    "/v1/fine_tuning": "training is not served: redrafter train trains a drafter, on the command line",
-    "/v1/realtime": "the realtime protocol is not served: ask /v1/chat/completions with stream=true",
-    "/v1/score": "scores of pairs are not served; for log-probabilities, /v1/completions with prompt_logprobs",
-    "/v1/uploads": "uploads are not served: " + NOTHING_STORED,
-    "/v1/vector_stores": "vector stores are not served: " + NOTHING_STORED,
-}
-_OTHERS_ROUTES = {  # routes of other servers of texts
-    "/api": "Ollama's routes are not",
-    "/completion": "llama.cpp's /completion is not",
-    "/generate": "SGLang's /generate is not",
-    "/infill": "llama.cpp's /infill is not",
-}
-_NO_TEXT = {  # paths of what is not text
-    "/pooling": "pooling is",
-    "/v1/audio": "audio is",
-    "/v1/embeddings": "embeddings are",
-    "/v1/images": "images are",
-    "/v1/moderations": "moderations are",
-    "/v1/rerank": "rerank is",
-    "/v1/videos": "videos are",
-}
-
-
-def refused_paths() -> dict[str, str]:
-    """Return the paths that are not served, those of extensions' protocols included, each with its reason."""
-    use = f"use {', '.join(writing_paths())}"
-    refused = _REFUSED | {path: f"{what} served: {use}" for path, what in _OTHERS_ROUTES.items()}
-    refused |= {path: f"{what} not served: this server writes text alone: {use}" for path, what in _NO_TEXT.items()}
-    for extension in extensions():
-        refused |= extension.refused_paths
-    return refused
+MAX_PATH_CHARACTERS = 200  # in the message of an error
 
 
 def server_app(server: "Server") -> FastAPI:
@@ -131,49 +87,40 @@ def create_app(
     async def schema() -> Response:
         return Response(schema_text(), media_type="application/json")
 
-    stopping: dict[str, Any] = {
-        "response_class": Response,
-        "responses": {503: {"description": "the server is stopping or asleep, or its engine hangs"}},
-    }
-
-    @app.get("/health", **stopping)
-    @app.get("/v1/health/live", **stopping)
+    @app.get("/health")
+    @app.get("/v1/health/live")
     async def health() -> Response:
         return Response(status_code=200 if server.engine.healthy else 503)
 
-    @app.get("/v1/health/ready", **stopping)
+    @app.get("/v1/health/ready")
     async def ready() -> Response:
         return Response(status_code=200 if server.engine.healthy and not server.engine.load.asleep else 503)
 
-    @app.get("/v1/health/model", response_model=ModelHealth, responses=error_responses(503))
+    @app.get("/v1/health/model")
     async def model_health() -> dict[str, Any]:
         if not server.engine.healthy:
             raise ApiError(503, "the engine does not respond" if server.engine.alive else "the server is stopping")
         return {"model": server.model, "running": server.engine.load.running}
 
-    @app.get("/v1/models", response_model=ModelList, responses=error_responses(401))
+    @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": server.model_entries}
 
-    @app.get("/metrics", response_class=PlainTextResponse)
+    @app.get("/metrics")
     async def metrics() -> Response:
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.post("/v1/completions", responses=answer_responses(CompletionAnswer))
+    @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await respond(server.completion(body, request.scope["facts"]), request)
 
-    @app.post("/v1/chat/completions", responses=answer_responses(ChatAnswer))
+    @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         return await respond(server.chat(body, request.scope["facts"]), request)
 
     add_token_routes(app, server)
     add_adapter_routes(app, server, allow_lora_updating)
     add_extension_routes(app, server)
-    # With all subpaths; clients do not retry after a 404 in OpenAI's format.
-    for path, reason in refused_paths().items():
-        for route in (path, f"{path}/{{rest:path}}"):
-            app.add_api_route(route, _refusal(reason), methods=["GET", "POST", "DELETE"], include_in_schema=False)
     return app
 
 
@@ -257,6 +204,9 @@ def _api_error(error: Exception, request: Request, server: "Server") -> ApiError
     """Convert an exception to the error for the client, and log the details that it omits."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, HTTPException) and error.status_code == 404:
+        what = f"{request.scope['path'][:MAX_PATH_CHARACTERS]!r} is not served: use {', '.join(writing_paths())}"
+        return ApiError(404, what, code="unsupported_endpoint")
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), headers=error.headers)
     if isinstance(error, RequestValidationError):
@@ -296,17 +246,7 @@ def _refused_field(error: RequestValidationError, server: "Server") -> ApiError:
     return ApiError(400, f"{param}: {message}" if param else message, param)
 
 
-def _refusal(reason: str) -> Callable[[], Awaitable[None]]:
-    async def refuse() -> None:
-        raise ApiError(404, reason, code="unsupported_endpoint")
-
-    return refuse
-
-
 _ADAPTERS_CLOSED = "adapters are not changed while this server runs: start it with --allow-runtime-lora-updating"
-
-
-TOKENS_PER_PIECE = 1 << 11  # tokens formatted at once, which takes 2 ms
 
 
 class TokenizeRequest(Strict):
@@ -334,15 +274,6 @@ class TokenizeRequest(Strict):
         return self
 
 
-class TokenizeAnswer(BaseModel):
-    """The tokens of a prompt. `token_strs` is null unless `return_token_strs` is set."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
 class DetokenizeRequest(Strict):
     """Tokens to write as text."""
 
@@ -350,21 +281,8 @@ class DetokenizeRequest(Strict):
     tokens: Ids
 
 
-class DetokenizeAnswer(BaseModel):
-    """The text of some tokens."""
-
-    prompt: str
-
-
-class Version(BaseModel):
-    """The version of the server."""
-
-    version: str
-
-
 def add_token_routes(app: FastAPI, server: "Server") -> None:
     """Add the routes for tokenization, for a single model, and for the version."""
-    options: dict[str, Any] = {"responses": error_responses(400, 401, 404, 408, 413)}
 
     def encode(body: TokenizeRequest, decoder: SandboxedProcess | None) -> list[int]:
         """Return the prompt tokens of an equivalent completion or chat."""
@@ -376,36 +294,28 @@ def add_token_routes(app: FastAPI, server: "Server") -> None:
         [ids] = server.counting_prompts.encode_prompts(body.prompt, body.add_special_tokens)
         return ids
 
-    @app.get("/version", response_model=Version)
+    @app.get("/version")
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    @app.get("/v1/models/{model:path}", response_model=Model, responses=error_responses(401, 404))
+    @app.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, Any]:
         server.check_model(model)
         return server.model_entry(model)
 
-    @app.post("/tokenize", response_model=TokenizeAnswer, **options)
+    @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         server.check_model(body.model)
         ids = await server.encode(encode, body, body.messages, request.scope["facts"])
-        head = json.dumps({"count": len(ids), "max_model_len": server.context})
-        parts = [ids[begin : begin + TOKENS_PER_PIECE] for begin in range(0, len(ids), TOKENS_PER_PIECE)]
 
-        async def pieces() -> AsyncIterator[str]:
-            yield f'{head[:-1]}, "tokens": ['
-            for number, part in enumerate(parts):
-                yield ", " * (number > 0) + json.dumps(part)[1:-1]
-                await asyncio.sleep(0)  # yield to other requests: an answer may have millions of tokens
-            yield '], "token_strs": ' + ("[" if body.return_token_strs else "null}")
-            for number, part in enumerate(parts if body.return_token_strs else ()):
-                yield ", " * (number > 0) + json.dumps(server.tokenizer.convert_ids_to_tokens(part))[1:-1]
-                await asyncio.sleep(0)
-            yield "]}" if body.return_token_strs else ""
+        def written() -> bytes:
+            names = server.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+            return to_json({"count": len(ids), "max_model_len": server.context, "tokens": ids, "token_strs": names})
 
-        return StreamingResponse(pieces(), media_type="application/json")
+        # In a thread, since an answer may have a million tokens.
+        return Response(await asyncio.to_thread(written), media_type="application/json")
 
-    @app.post("/detokenize", response_model=DetokenizeAnswer, **options)
+    @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         server.check_model(body.model)
         vocabulary = server.engine.facts.vocab_size
@@ -431,14 +341,12 @@ class UnloadAdapterRequest(Strict):
 
 def add_adapter_routes(app: FastAPI, server: "Server", allowed: bool) -> None:
     """Add the routes for adapters; if changes are not `allowed`, they only return errors."""
-    options: dict[str, Any] = {"response_class": PlainTextResponse}
-    options["responses"] = error_responses(400, 401, 404, 408, 413, 500, 503)
 
     def check_allowed() -> None:
         if not allowed:
             raise ApiError(404, _ADAPTERS_CLOSED, code="unsupported_endpoint")
 
-    @app.post("/v1/load_lora_adapter", **options)
+    @app.post("/v1/load_lora_adapter")
     async def load(body: LoadAdapterRequest) -> PlainTextResponse:
         check_allowed()
         if not body.lora_name or not body.lora_path:
@@ -446,7 +354,7 @@ def add_adapter_routes(app: FastAPI, server: "Server", allowed: bool) -> None:
         await server.load_adapter(body.lora_name, body.lora_path)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
-    @app.post("/v1/unload_lora_adapter", **options)
+    @app.post("/v1/unload_lora_adapter")
     async def unload(body: UnloadAdapterRequest) -> PlainTextResponse:
         check_allowed()
         if not body.lora_name:

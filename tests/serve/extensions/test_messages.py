@@ -18,13 +18,12 @@ from helpers.chats import LLAMA_LIKE, tiny_tokenizer
 from helpers.serving import SCHEMA, Program, listening
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.extensions.messages.protocol import (
-    MessagesErrorAnswer,
     MessagesRequest,
 )
 from redrafter.extensions.messages.routes import as_chat, message_events
 from redrafter.scheduler.waiting_queue import QueueFullError
 from redrafter.serve.answers.call_forms import HarmonyMessages
-from redrafter.serve.engine_process.client import SlowConsumerError, Stopped
+from redrafter.serve.engine_process.client import Stopped
 from redrafter.serve.prompts import PromptEncoder
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
 from redrafter.serve.routes.app import server_app
@@ -415,20 +414,6 @@ def test_turns_of_the_user_are_one_and_results_come_first():
     assert turns(asked(messages=[{"role": "user", "content": [error]}])) == [("tool", "Error: none")]
 
 
-def test_thoughts_of_earlier_turns_are_kept_or_cleared():
-    thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
-    talk = [USER, *[{"role": "assistant", "content": [thought, {"type": "text", "text": "a"}]}, USER] * 3]
-
-    def kept(**edit: Any) -> list[bool]:
-        edits = [{"type": "clear_thinking_20251015"} | edit] if edit else []
-        messages = asked(messages=talk, context_management={"edits": edits}).messages
-        return [message.reasoning_content == "hm" for message in messages if message.role == "assistant"]
-
-    assert kept() == kept(keep="all") == kept(keep={"type": "all"}) == [True] * 3
-    assert kept(keep={"type": "thinking_turns", "value": 2}) == [False, True, True]
-    assert kept(keep=None) == [False, False, True]
-
-
 def test_tools_and_how_they_are_chosen_become_those_of_a_chat():
     plain = asked(tools=[TOOL | {"strict": True}], tool_choice={"type": "auto"})
     assert plain.tools is not None
@@ -625,8 +610,8 @@ def test_tokens_are_counted_as_they_are_read(claude, program):
         ("messages", [{"role": "user", "content": 5}], "messages.0.content: Input should be a text or a list of"),
         ("messages", [{"role": "user", "content": [5]}], "messages.0.content.0: Input should be a block of type"),
         ("messages", [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}], "content.0.x is not supp"),
-        ("messages", [{"role": "user", "content": [{"type": "document", "source": {}}]}], "document cannot be read"),
-        ("messages", [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}], "only Anthropic can read it"),
+        ("messages", [{"role": "user", "content": [{"type": "document", "source": {}}]}], "block of type text, image"),
+        ("messages", [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}], "block of type text, image"),
         (
             "messages",
             [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}],
@@ -641,17 +626,13 @@ def test_tokens_are_counted_as_they_are_read(claude, program):
                     "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "video"}]}],
                 }
             ],
-            "messages.0.content.0.content.0 is not supported: video",
+            "messages.0.content.0.content.0: Input should be a block of text or an image",
         ),
-        (
-            "system",
-            [{"type": "image"}],
-            "system.0 is not supported: image cannot be read here: a system prompt is text",
-        ),
-        ("tools", [{"type": "web_search_20250305", "name": "web_search"}], "it is Anthropic's own tool"),
+        ("system", [{"type": "image"}], "system.0.type: Input should be 'text'"),
+        ("tools", [{"type": "web_search_20250305", "name": "web_search"}], "tools.0.type: Input should be 'custom'"),
         ("tools", [TOOL | {"defer_loading": True}], "tools.0.defer_loading"),
         ("tool_choice", {"type": "any"}, "tool_choice needs tools"),
-        ("context_management", {"edits": [{"type": "compact_20260112"}]}, "compact_20260112 cannot be read here"),
+        ("context_management", {"edits": [{"type": "clear_thinking_20251015"}]}, "keep"),
         ("chat_template_kwargs", {"nonsense": 1}, "the chat template reads no 'nonsense'"),
         ("nonsense", 1, "nonsense is not supported"),
     ],
@@ -659,9 +640,9 @@ def test_tokens_are_counted_as_they_are_read(claude, program):
 def test_what_is_not_there_is_refused_by_name(field, value, says, program):
     answer = program.post("/v1/messages", TALK | {field: value})
     assert answer.status_code == 400, answer.text
-    error = MessagesErrorAnswer.model_validate(answer.json()).error
-    assert error.type == "invalid_request_error"
-    assert says in error.message
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert says in error["message"]
 
 
 @pytest.mark.parametrize("arguments", [None, 3])
@@ -682,16 +663,14 @@ def test_errors_have_anthropics_types(claude, program):
     assert large.value.type == "request_too_large"
     for method, path, status, says in (
         ("GET", "/v1/messages", 405, "Method Not Allowed"),
-        ("POST", "/v1/messages/batches", 404, "batches are not served"),
-        ("POST", "/v1/messages/nothing", 404, "Not Found"),
-        ("POST", "/v1/complete", 404, "/v1/messages"),
+        ("POST", "/v1/messages/nothing", 404, "'/v1/messages/nothing' is not served: use"),
     ):
         answer = httpx.request(method, f"{program.url}{path}", json={})
         assert answer.status_code == status
         assert says in answer.json()["error"]["message"]
-        assert ("type" in answer.json()) == (path != "/v1/complete")
+        assert answer.json()["type"] == "error"
     broken = httpx.post(f"{program.url}/v1/messages", content=b"{", headers={"content-type": "application/json"})
-    assert MessagesErrorAnswer.model_validate(broken.json()).error.message.startswith("the body is not valid JSON")
+    assert broken.json()["error"]["message"].startswith("the body is not valid JSON")
 
 
 @pytest.mark.parametrize(
@@ -700,7 +679,6 @@ def test_errors_have_anthropics_types(claude, program):
         (ArgumentError("no"), 400, "invalid_request_error"),
         (QueueFullError("full"), 429, "rate_limit_error"),
         (Stopped("the server is stopping"), 529, "overloaded_error"),
-        (SlowConsumerError("slow"), 500, "api_error"),
         (ReDrafterError("broken"), 500, "api_error"),
     ],
     ids=lambda value: type(value).__name__,

@@ -164,16 +164,20 @@ def test_tools_are_called(choice, client, program):
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
-        ("store", True, "nothing is stored"),
-        ("previous_response_id", "resp_1", "send the whole conversation"),
-        ("reasoning", {"summary": "auto"}, "thoughts are returned in full"),
-        ("include", ["message.output_text.logprobs"], "chat/completions"),
-        ("tools", [{"type": "web_search"}], "web_search cannot be read here: tools are run by the client"),
-        ("input", [{"type": "reasoning", "id": "rs_1", "encrypted_content": "x"}], "thoughts are sent as content"),
+        ("store", True, "Input should be False"),
+        ("previous_response_id", "resp_1", "not supported"),
+        ("reasoning", {"summary": "auto"}, "reasoning.summary is not supported"),
+        ("include", ["message.output_text.logprobs"], "at most 0 items"),
+        ("tools", [{"type": "web_search"}], "tools.0.type: Input should be 'function'"),
+        (
+            "input",
+            [{"type": "reasoning", "id": "rs_1", "encrypted_content": "x"}],
+            "encrypted_content is not supported",
+        ),
         (
             "input",
             [{"type": "web_search_call", "id": "ws_1"}],
-            "web_search_call cannot be read here: items are of type message",
+            "input.0: Input should be an item of type message",
         ),
         ("text", {"format": {"type": "json_schema", "name": "x"}}, "needs a schema"),
         ("nonsense", 1, "nonsense is not supported"),

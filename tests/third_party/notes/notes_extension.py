@@ -1,7 +1,6 @@
 """An extension of another package: clients write notes to the server, and an operator forgets them."""
 
 from collections.abc import Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from redrafter.serve.extension import Extension, Respond
@@ -17,7 +16,6 @@ class NotesExtension(Extension):
 
     key_header = "X-Notes-Key"
     cors_headers = ("X-Notes-Version",)
-    refused_paths = MappingProxyType({"/v1/pictures": "pictures are not served: send them to /v1/notes as text"})
 
     def routes(self, server: "Server", respond: Respond) -> "Sequence[BaseRoute]":
         from fastapi import APIRouter
