@@ -14,10 +14,10 @@ import redrafter
 from helpers.fake_ray import FakeRay
 
 ROOT = Path(__file__).parent.parent
-# Where the object and the argument say it: `change.apply(memory)`, `times.of(proposer, rows)`, the public `Grammar.of`.
+# Where the object and the argument say it: `change.apply(memory)`, `times.of(proposer, rows)`.
 BARE_NAMES = {
     "apply": {"engine/changes.py", "scheduler/engine_change.py"},
-    "of": {"grammar/grammar.py"},
+    "of": set(),
     "read": set(),
     "run": set(),
 }
