@@ -19,7 +19,7 @@ from redrafter.cache.dense import cache_in
 from redrafter.cache.states import StateShape
 from redrafter.checkpoints.merged import Defaults, boxed_pair
 from redrafter.checkpoints.mtp_layer import find_layer
-from redrafter.convert.info import SIZES, Stored, batch_invariant, drafter_facts, model_facts, share_of_model
+from redrafter.convert.info import SIZES, Stored, drafter_facts, model_facts
 from redrafter.convert.plan import possible_formats
 from redrafter.drafting.drafter_types import drafter_class
 from redrafter.drafting.mtp import MTPConfig
@@ -78,8 +78,7 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, object]:
             document["drafter"] = _describe_drafter(SourceDrafter(directory, kind, config, tensors))
         return document
     drafter = open_drafter(directory if drafter_name is None else _locate(drafter_name))
-    share = share_of_model(_stored(drafter.tensors), stored)
-    document["drafter"] = {"path": str(drafter.directory)} | _describe_drafter(drafter) | {"share_of_model": share}
+    document["drafter"] = {"path": str(drafter.directory)} | _describe_drafter(drafter)
     if is_pair(drafter.kind):
         defaults = drafter.fill(Defaults())
         document["shape"] = defaults.shape.to_dict() | {"greedy_search": defaults.greedy_search}
@@ -117,7 +116,7 @@ def _describe_model(base: SourceBase, stored: Stored) -> dict[str, object]:
     if base.gguf is not None:
         facts["stored_as"] = base.gguf.stored_as
         facts["loaded_as"] = f"{dtype_name(base.gguf.dtype)}, unless --dtype names another format"
-    return facts | {"batch_invariant": batch_invariant(method), "target": _describe_target(base.config)}
+    return facts | {"target": _describe_target(base.config)}
 
 
 def _describe_target(config: Any) -> str:

@@ -17,7 +17,6 @@ from redrafter.app.program import import_libraries, run_command
 from redrafter.checkpoints.merged import Defaults
 from redrafter.checkpoints.mtp_layer import find_layer
 from redrafter.errors import ArgumentError
-from redrafter.features import BATCH_INVARIANCE, QUANTISED_WEIGHTS, FeatureSet
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, check_path, kind_of, read_json
 from redrafter.files.drafter_kinds import drafter_kinds
 from redrafter.files.gguf_file import find_gguf
@@ -53,20 +52,18 @@ def describe_files(directory: Path) -> dict[str, object] | None:
             return None
         quantization = config.get("quantization_config")
         method = str(quantization.get("quant_method")) if isinstance(quantization, dict) else None
-        document["model"] = {
-            **model_facts(", ".join(map(str, names)), [text[size] for size in SIZES], stored, method),
-            "batch_invariant": batch_invariant(method),
-        }
+        document["model"] = model_facts(", ".join(map(str, names)), [text[size] for size in SIZES], stored, method)
     if kind == "model":
         return document | {"unchecked": UNCHECKED} if find_layer(stored) is None else None
     folder = directory / DRAFTER_FOLDER if kind == "merged checkpoint" else directory
     config = read_json(folder / "config.json")
     if kind_of(folder) != "drafter" or "vocab_size" not in config:  # another project's, which only its class can read
         return None
-    drafter = _read_stored(folder)
-    document["drafter"] = facts = drafter_facts(drafter_kinds()[config["model_type"]].name, drafter, config)
+    document["drafter"] = facts = drafter_facts(
+        drafter_kinds()[config["model_type"]].name, _read_stored(folder), config
+    )
     if kind == "merged checkpoint":
-        document["drafter"] = {"path": str(folder), **facts, "share_of_model": share_of_model(drafter, stored)}
+        document["drafter"] = {"path": str(folder), **facts}
         defaults = Defaults.from_file(directory / SHAPE_FILE)
         shape = defaults.shape.over(TreeShape(config.get("draft_beams"), config.get("draft_len_per_beam")))
         document["shape"] = shape.to_dict() | {"greedy_search": defaults.greedy_search}
@@ -92,23 +89,11 @@ def model_facts(architecture: str, sizes: Sequence[int | None], tensors: Stored,
     return facts if method is None else facts | {"quantised": method}
 
 
-def batch_invariant(method: str | None) -> str:
-    """Describe whether a model supports `batch_invariant`; `method` is its quantization method."""
-    if method is None:
-        return "tried when --batch-invariant loads it"
-    return f"no: {FeatureSet(method, QUANTISED_WEIGHTS).conflict(BATCH_INVARIANCE)}"
-
-
 def stored_facts(tensors: Stored) -> dict[str, Any]:
     """Return the number of parameters of a checkpoint and their formats; maps of ids (int64) are not counted."""
     parameters = [(math.prod(shape), dtype) for shape, dtype in tensors.values() if dtype != "int64"]
     dtypes = ", ".join(sorted({dtype for _, dtype in parameters}))
     return {"parameters": sum(count for count, _ in parameters), "stored_as": dtypes}
-
-
-def share_of_model(drafter: Stored, model: Stored) -> float:
-    """Return the parameters of a drafter as a share of its model's, with four digits."""
-    return round(stored_facts(drafter)["parameters"] / max(stored_facts(model)["parameters"], 1), 4)
 
 
 def drafter_facts(kind: str, tensors: Stored, config: Mapping[str, object]) -> dict[str, object]:

@@ -34,7 +34,6 @@ def test_info_tells_each_kind_of_checkpoint(folder):
         "layers": 1,
         "vocabulary": 259,
         "context": CONTEXT,
-        "batch_invariant": "tried when --batch-invariant loads it",
         "target": "yes, by its config; it is tested when it is loaded",
     }
     assert drafter["kind"] == "drafter"
@@ -74,8 +73,6 @@ def test_info_says_whether_a_model_can_be_a_target_and_why_not(tmp_path, model_t
         config.is_decoder = False
     config.save_pretrained(tmp_path)
     save_file({"weight": torch.zeros(3)}, tmp_path / "model.safetensors")
-    if not answer.startswith("no:"):
-        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     assert info(str(tmp_path), "--check")["model"]["target"].startswith(answer)
 
 

@@ -10,7 +10,7 @@ import torch
 
 import redrafter.cli
 from helpers.command_line import fails
-from helpers.conversion import config, words
+from helpers.conversion import words
 from helpers.models import HIDDEN, VOCAB, tiny_drafter, tiny_model
 from redrafter import ArgumentError, CheckpointError, MismatchError, ReDrafter
 from redrafter.checkpoints.drafters import embedding_norms
@@ -64,15 +64,6 @@ def test_a_merged_drafter_reads_the_text_as_it_did(saved, tmp_path):
     found = ReDrafter.from_pretrained(output).drafter
     assert found.config.context_window == describe(str(output))["drafter"]["context_window"] == 7
     assert all(torch.equal(weight, drafter.get_parameter(name)) for name, weight in found.named_parameters())
-
-
-@pytest.mark.parametrize(("method", "answer"), [(None, "tried when"), ("awq", "no: batch_invariant=True and weights")])
-def test_info_says_whether_a_base_can_be_batch_invariant(saved, tmp_path, method, answer):
-    base = shutil.copytree(saved / "base", tmp_path / "base")
-    if method:
-        quantised = config(base) | {"quantization_config": {"quant_method": method, "bits": 4}}
-        (base / "config.json").write_text(json.dumps(quantised))
-    assert describe(str(base))["model"]["batch_invariant"].startswith(answer)
 
 
 def test_base_files_are_as_they_were(saved, tmp_path):
