@@ -36,6 +36,7 @@ from redrafter.formats.float8 import read_quantized
 from redrafter.formats.tensors import StoredTensor, check_tensors, empty, memory_tensor, open_directory
 from redrafter.formats.unread import refuse_unread
 from redrafter.model.supported import config_width
+from redrafter.model.weights import hold_in_memory
 from redrafter.tree.sizes import TreeShape
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -187,11 +188,12 @@ class SourceDrafter:
         return Defaults(asked.shape.over(self.defaults.shape).over(config_shape), greedy_search)
 
     def load(self) -> DrafterModel:
-        """Load the drafter on the CPU, in the dtype of its weights."""
+        """Load the drafter on the CPU, in the dtype of its weights, without need of its files later."""
         with torch.device("meta"):
             drafter = make_drafter(self.config)
         # `assign`, since parameters on the meta device have no memory to copy into.
         drafter.load_state_dict({name: x.read() for name, x in self.tensors.items()}, assign=True)
+        hold_in_memory(drafter)
         return drafter
 
 

@@ -16,6 +16,7 @@ from helpers.generation import same_undrafted
 from helpers.models import VOCAB, tiny_model
 from redrafter import CheckpointError, DFlashDrafter, EagleDrafter, MismatchError, ReDrafter
 from redrafter.cli import main as redrafter
+from redrafter.formats.sources import load_foreign
 
 zlab, block_speculators = partial(published_dir, kind="zlab"), partial(published_dir, kind="speculators")
 
@@ -158,3 +159,14 @@ def test_a_drafter_of_another_base_is_refused(base, tmp_path, capsys):
     ours = convert(tmp_path / "ours", drafter=source, to="drafter")
     with pytest.raises(MismatchError, match="a vocabulary of 100"):
         ReDrafter.from_pretrained(base, ours)
+
+
+def test_a_loaded_drafter_does_not_change_with_its_file(tmp_path):
+    source, ours = speculators_dir(tmp_path / "theirs", head()), head()
+    loaded = load_foreign(source)
+    file = source / "model.safetensors"
+    size = file.stat().st_size
+    with file.open("r+b") as content:
+        content.seek(size // 2)
+        content.write(bytes(size - size // 2))
+    assert all(torch.equal(x, ours.state_dict()[name]) for name, x in loaded.state_dict().items())
