@@ -82,6 +82,7 @@ def test_a_piece_may_return_several_tensors_and_one_that_it_was_given():
     assert all(torch.equal(a, b) for a, b in zip(out, run(x), strict=True))
 
 
+@pytest.mark.variant
 @pytest.mark.parametrize(
     ("architecture", "changes", "compiled"),
     [

@@ -17,7 +17,7 @@ from helpers.scheduling import (
     scheduler,
     without_drafts,
 )
-from redrafter import ArgumentError, DraftTarget
+from redrafter import DraftTarget
 from redrafter.drafting.policy import DraftedStep
 from redrafter.engine.options import EngineOptions
 from redrafter.model.target import Target
@@ -75,14 +75,6 @@ def noted_steps(served: Scheduler) -> list[tuple[int, int]]:
 
     served.batch.policy.record = noted  # type: ignore[method-assign]
     return steps
-
-
-@pytest.mark.parametrize("limit", [-1, 4])
-def test_a_limit_of_drafts_out_of_range_is_refused_with_the_range(limit, models):
-    served = scheduler(DraftTarget(*models, draft_len=3, options=NO_COPIES))
-    with pytest.raises(ArgumentError, match=rf"num_speculative_tokens.*\(0 to 3; .*got {limit}"):
-        served.submit(make_sequence([5, 6, 7], 6, replace(KINDS["greedy"], num_speculative_tokens=limit)))
-    assert served.idle
 
 
 def test_rows_that_all_want_no_drafts_step_plainly(models):

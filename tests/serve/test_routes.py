@@ -138,16 +138,6 @@ async def test_a_route_that_nobody_has_declared_is_found():
         await check_access_of_all(app, AccessPolicy())
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-async def test_routes_of_an_extension_of_another_package_are_found_and_check_who_calls(policy, notes, monkeypatch):
-    app = application(Service(), POLICIES[policy])
-    with pytest.raises(AssertionError, match="say in AUDIENCES who may call /v1/notes"):
-        await check_access_of_all(app, POLICIES[policy])
-    for audience, path in (("clients", "/v1/notes"), ("operators", "/v1/notes/forget")):
-        monkeypatch.setitem(AUDIENCES, audience, AUDIENCES[audience] | {path})
-    await check_access_of_all(app, POLICIES[policy])
-
-
 async def test_an_operators_route_that_is_mounted_anywhere_checks_its_caller():
     service = Service()
     inner, outer = create_app(service), FastAPI()

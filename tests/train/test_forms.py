@@ -79,6 +79,7 @@ def test_every_weight_is_learnt_and_the_base_is_not():
         assert all(weight.grad is None for weight in model.parameters())
 
 
+@pytest.mark.variant
 @pytest.mark.parametrize("form", OF_TEXTS)
 def test_a_few_steps_of_training_are_worth_many_tokens(form):
     base = tiny_model(vocab=48, initializer_range=0.05, num_hidden_layers=3)
