@@ -99,6 +99,7 @@ def test_the_explanation_adds_up_to_the_steps_of_the_replay(run):
     assert "3 prompts are too few to conclude" in out
 
 
+@pytest.mark.variant  # texts of the boxed pair by four trees
 @pytest.mark.filterwarnings("ignore:draft_len_per_beam")
 def test_one_run_counts_trees_deeper_than_the_drafter_was_trained_for(boxed):
     """The boxed drafter was trained for five drafts; where its base repeats itself, ten are right."""
@@ -165,34 +166,18 @@ def test_each_length_counts_what_a_replay_of_its_prompts_counts(boxed, tmp_path)
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("--new-tokens 1", "--new-tokens must be from 2 to 1000000, got 1"),
         ("--temperatures=0,-1", "--temperatures must be from 0 to 1e+30, got 0.0,-1.0"),
-        ("--temperatures nan", "--temperatures must be from 0 to 1e+30, got nan"),
         ("--shapes 0x5", "--shapes are beams x depth"),
         ("--shapes 5x", "--shapes: write beams x depth, such as 5x5,1x4, not '5x'"),
-        ("--shapes 5x5x5", "such as 5x5,1x4, not '5x5x5'"),
-        ("--shapes 5,5", "such as 5x5,1x4, not '5,5'"),
-        ("--shapes=", "such as 5x5,1x4, not ''"),
-        ("--node-budgets many", "--node-budgets"),
         ("--tree 5x5", "--tree"),
-        ("--node-budgets 5,0", "--node-budgets must be from 1 to 1000000, got 5,0"),
-        ("--seed -1", "--seed must be from 0 to 4611686018427387903, got -1"),
-        ("--temperatures 1e39", "--temperatures must be from 0 to 1e+30, got 1e+39"),
         ("--shapes 1x4096", "--shapes 1x4096 has 4097 nodes; at most 4096"),
-        (f"--prompts {'n' * 300}", "is not a file"),
         ("--shapes 5000x2", "num_beams=5000 is more than the drafter's vocabulary"),
         ("--new-tokens 5000", "leaves no room for a prompt in the model's context"),
-        ("--prompt-lengths 8,1", "--prompt-lengths must be from 2 to 1000000, got 8,1"),
         ("--prompt-lengths 8,900", "900 and --new-tokens 128 are more than the model's context of 1024"),
         ("--prompt-lengths 896,800", "--prompt-lengths 896: no prompt of the prompts that ship has as many tokens"),
         ("--prompt-lengths 8 --explain", "leave out --prompt-lengths, or --explain"),
         ("--explain --shapes 5x5,1x4", "--explain explains one tree: give one of --shapes, got 5x5,1x4"),
-        ("--explain --node-budgets 5,6", "--explain explains one tree: give one of --node-budgets, got 5,6"),
         ("--plot out.jpg", "--plot draws a .png"),
-        ("--json nowhere/out.json", "cannot write nowhere/out.json (--json)"),
-        ("--model ./gone", "./gone is not a directory"),
-        ("--prompts gone.jsonl", "gone.jsonl cannot be read"),
-        ("--prompts gone.txt", "cannot read prompts from gone.txt"),
         ("--prompts 4", "there is no such file; --num-prompts 4 measures the first 4"),
         ("--prompts bad.jsonl", "bad.jsonl:2: not JSON"),
         ("--prompts train.jsonl", "train.jsonl holds no prompts: rows of the split train are left out"),
@@ -230,16 +215,6 @@ def test_the_card_of_a_drafter_gets_the_table_that_was_measured(folder, tmp_path
     assert changed.startswith("---\nlicense: mit\n---\n\n# Mine\n\n## Acceptance\n\nParts of")
     assert changed.endswith("|\n\n## Thanks\n\nto all\n")
     assert "old numbers" not in changed
-
-
-def test_help_says_what_is_done_without_options(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["evaluate", "--help"])
-    out = capsys.readouterr().out
-    assert end.value.code == 0
-    assert out.startswith("usage: redrafter evaluate ")
-    assert all(word in out for word in ("examples:", "(default: 0,1)", "--dtype"))
-    assert "--num-beams" not in out
 
 
 def test_a_new_table_of_acceptance_keeps_what_the_user_wrote_around_it():

@@ -103,21 +103,11 @@ def test_serve_refuses_a_flag_without_a_model_and_two_models(capsys):
 
 NOTED = """
 generate --streaming
-generate --kv_cache_enable_block_reuse
-generate --use_py_session
-generate --output_generation_logits
-generate --run_profiling
 generate --log_level=verbose
 generate --log_level verbose
 serve --kv-cache-enable-block-reuse
-serve --enable_chunked_context
-chat --streaming
-convert --use_parallel_embedding
 convert --embedding_sharding_dim 1
-convert --load_model_on_cpu
-convert --storage-type fp16
 convert -t fp16
-convert --dense_context_fmha
 """
 
 

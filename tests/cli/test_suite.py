@@ -39,16 +39,16 @@ def every_step_drafted():
         yield
 
 
-@pytest.fixture(scope="module", params=["0", "1"])
-def both(request, suite, tmp_path_factory) -> tuple[list[dict], list[dict], Path]:
+@pytest.fixture(scope="module")
+def both(suite, tmp_path_factory) -> tuple[list[dict], list[dict], Path]:
     """The records of `bench` and `evaluate` on the suite, and the folder of their files."""
     folder = tmp_path_factory.mktemp("out")
     files = [word for name in ("csv", "markdown") for word in (f"--{name}", str(folder / f"bench.{name}"))]
     writing = ("--device", "cpu", "--suite", suite, "--seed", "3")
-    words = ("--max-new-tokens", "24", "--repeats", "1", "--batch-sizes", "2", "--temperature", request.param)
+    words = ("--max-new-tokens", "24", "--repeats", "1", "--batch-sizes", "2", "--temperature", "1")
     with every_step_drafted():
         timed, _ = measured("bench", *writing, *words, "--no-draft-from-text", *TREE, *files)
-    words = ("--new-tokens", "24", "--temperatures", request.param, "--shapes", "5x5", "--node-budgets", "12")
+    words = ("--new-tokens", "24", "--temperatures", "1", "--shapes", "5x5", "--node-budgets", "12")
     return timed, measured("evaluate", *writing, *words)[0], folder
 
 
@@ -78,7 +78,6 @@ def test_evaluate_replays_the_same_answers(both):
         assert one["accepted"] > 0
 
 
-@pytest.mark.parametrize("command", ["bench --device cpu", "evaluate --device cpu", "compare --device cpu"])
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -90,9 +89,10 @@ def test_evaluate_replays_the_same_answers(both):
         ("--suite=", "--suite needs a name, got an empty one"),
     ],
 )
-def test_what_a_suite_cannot_be_asked_with_is_refused_in_one_line(capsys, tmp_path, suite, command, words, message):
+def test_what_a_suite_cannot_be_asked_with_is_refused_in_one_line(capsys, tmp_path, suite, words, message):
     words = words.format(suite=suite, folder=tmp_path)
-    assert message in fails(capsys, *command.split(), *words.split(" "))
+    for command in ("bench", "evaluate", "compare"):
+        assert message in fails(capsys, command, "--device", "cpu", *words.split(" "))
 
 
 @pytest.mark.parametrize("words", ["--explain", "--prompt-lengths 9"])
@@ -100,8 +100,7 @@ def test_what_selects_other_prompts_is_no_part_of_a_suite(capsys, suite, words):
     assert "has no meaning with --suite" in fails(capsys, "evaluate", "--suite", suite, *words.split())
 
 
-@pytest.mark.parametrize("command", ["bench", "compare", "evaluate"])
-def test_a_model_without_a_chat_template_needs_one(capsys, tmp_path, folder, suite, command):
+def test_a_model_without_a_chat_template_needs_one(capsys, tmp_path, folder, suite):
     tokenizer = load_tokenizer(folder / "base")
     tokenizer.chat_template = None
     plain = tmp_path / "copy"
@@ -109,19 +108,19 @@ def test_a_model_without_a_chat_template_needs_one(capsys, tmp_path, folder, sui
     for file in (folder / "merged").iterdir():
         if file.name != "chat_template.jinja":
             (plain / file.name).symlink_to(file)
-    words = (command, "--device", "cpu", "--suite", suite, "--model", str(plain))
+    words = ("bench", "--device", "cpu", "--suite", suite, "--model", str(plain))
     assert "has no chat template" in (err := fails(capsys, *words))
     assert "give one with --chat-template FILE" in err
     (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content[:9] }}{% endfor %}:")
-    new = "--new-tokens" if command == "evaluate" else "--max-new-tokens"
-    code, out, err = ran(*words, "--chat-template", str(tmp_path / "own.jinja"), new, "4", "--num-prompts", "1")
+    code, out, err = ran(
+        *words, "--chat-template", str(tmp_path / "own.jinja"), "--max-new-tokens", "4", "--num-prompts", "1"
+    )
     assert code == 0, err
     assert "writing" in out
 
 
-@pytest.mark.parametrize("command", ["bench --max-new-tokens", "evaluate --new-tokens"])
-def test_where_no_turn_fits_it_is_said(capsys, tmp_path, command):
+def test_where_no_turn_fits_it_is_said(tmp_path):
     write(tmp_path / "question.jsonl", QUESTIONS[-1:])
-    code, _, err = ran(*command.split(), "8", "--device", "cpu", "--suite", str(tmp_path))
+    code, _, err = ran("bench", "--max-new-tokens", "8", "--device", "cpu", "--suite", str(tmp_path))
     assert code == 2
     assert "no turn has a prompt of at most" in err
