@@ -67,6 +67,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.variant  # installs the package
 def test_all_of_the_package_comes_from_the_current_folder_or_all_from_the_install(checkout, installed, tmp_path):
     for cwd, path, root in (
         (checkout, (installed,), checkout),
@@ -91,6 +92,7 @@ def test_commands_run_from_a_checkout_however_it_is_installed(checkout, installe
     assert "--drafter-model-dir" in done.stdout
 
 
+@pytest.mark.variant  # installs the package
 @pytest.mark.parametrize(
     "script",
     [pytest.param(name, marks=() if name.startswith("convert/conv") else pytest.mark.slow) for name in SCRIPTS],
@@ -133,6 +135,7 @@ def test_the_pythons_of_the_classifiers_are_those_that_ci_tests_and_the_lowest_o
         assert f"python: {json.dumps(named)}" in workflow.read_text(encoding="utf-8")
 
 
+@pytest.mark.variant  # builds one
 def test_a_source_distribution_holds_the_tests_and_what_they_read(tmp_path):
     left_out = shutil.ignore_patterns(".*", "build", "dist", "__pycache__", "*.egg-info")
     checkout = shutil.copytree(ROOT, tmp_path / "checkout", ignore=left_out)

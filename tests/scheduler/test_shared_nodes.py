@@ -99,6 +99,7 @@ def test_what_rows_that_share_nodes_leave_of_the_budget_reads_prompts():
     assert late.prefilled == 32  # beside 8 nodes, not 34
 
 
+@pytest.mark.slow  # more than a minute in the interpreter; tests/kernels/test_kernels.py has each kernel alone
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=4)], ids=["greedy", "sampled"])
 def test_the_kernels_of_a_gpu_write_what_each_row_writes_alone(params, monkeypatch):
     """Steps take the branches of a GPU, whose kernels run in Triton's interpreter."""
