@@ -4,6 +4,7 @@ All positions of the block are drafted at once, so a tree is searched in the sco
 selector makes the scores of a beam depend on its last token.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,6 @@ from redrafter.drafting.dflash_layers import (
     MarkovHead,
     Selector,
 )
-from redrafter.drafting.drafter_model import layer_bytes
 from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.proposer import State
 from redrafter.drafting.text_drafters import GivenTexts
@@ -48,18 +48,10 @@ class DFlashDrafter(BlockDrafter):
         self.candidate_selector = Selector(config) if config.selector_rank else None
         self.post_init()
 
-    def draft_bytes(self, depth: int) -> int:
-        """Return the bytes of the weights that a draft of `depth` search steps reads, without the target's head."""
-        unread = layer_bytes(self.fc)
-        for table in (self.embed_tokens, None if self.markov_head is None else self.markov_head.markov_w1):
-            unread += 0 if table is None else table.weight.nbytes
-        # Only the Markov head is read at each level, all other weights once for the whole block.
-        again = 0 if self.markov_head is None else layer_bytes(self.markov_head.markov_w2)
-        return sum(weight.nbytes for weight in self.parameters()) - unread + (depth - 1) * again
-
-    def target_head_reads(self, depth: int) -> int:
-        """Return how often a draft reads the target's head: once for all its tokens, if the drafter has no head."""
-        return 1 if self.lm_head is None else 0
+    def part_reads(self, depth: int) -> Mapping[str, float]:
+        """Return how often a draft reads parts of the drafter: a block all at once, the Markov head at each step."""
+        tables = {"fc.": 0, "embed_tokens.": 0, "markov_head.markov_w1.": 0, "markov_head.markov_w2.": depth}
+        return {**tables, "target.head": int(self.lm_head is None), "": 1}
 
     def fuse_hidden(self, hidden: Tensor) -> Tensor:
         """Fuse the outputs of the target's layers into the input of keys and values of committed tokens.

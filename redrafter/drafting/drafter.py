@@ -6,7 +6,7 @@ Training and drafting call the same `RecurrentDrafter.step`, so that both comput
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.context_attention import ContextAttention, ContextWindow, PackedContext
 from redrafter.drafting.decoder_parts import fuse_outputs, gated_state
 from redrafter.drafting.drafter_config import DrafterConfig
-from redrafter.drafting.drafter_model import compile_once, drafter_layer, layer_bytes, mark_dynamic, partial_linear
+from redrafter.drafting.drafter_model import compile_once, drafter_layer, mark_dynamic, partial_linear
 from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.drafting.text_drafters import GivenTexts, ReadAt, TrainableDrafter
@@ -151,30 +151,17 @@ class RecurrentDrafter(TrainableDrafter):
             table[part] = partial_linear(layer, embedding(part), columns, with_bias=False)
         self.embedded = table
 
-    def draft_bytes(self, depth: int) -> int:
-        """Return the bytes of the weights that a draft of `depth` search steps reads.
+    def part_reads(self, depth: int) -> Mapping[str, float]:
+        """Return how often a draft reads parts of the drafter; see `PricedDrafter.part_reads`.
 
-        The first step does not read the recurrence's weights for the state, as it has none.
+        What depends on the target's hidden state alone is computed once, and products that were tabulated not at all.
+        The first step has no state. Entries of committed tokens are computed in the target's forward.
         """
-        config, first = self.config, self.first_product
-        gated = config.rnn and config.recurrence == "gated"
-        once = 0 if self.fuse is None else layer_bytes(self.fuse)
-        once += layer_bytes(self.rnn_gate, 1 / 3) if gated else 0
-        looked_up = 0
-        if self.embedded is not None:
-            looked_up = layer_bytes(self._cell[0], 1 / 3 if gated else 1, with_bias=False)
-        once += 0 if first is None else layer_bytes(first, 1 / 2)
-        # Entries of committed tokens are computed in the target's forward, not while drafting.
-        never = 0 if self.context is None else layer_bytes(self.context.key) + layer_bytes(self.context.value)
-        elman = config.rnn and not gated
-        unread = layer_bytes(self.rnn_u, with_bias=config.recurrence == "trtllm") if elman else 0
-        unread += layer_bytes(self.rnn_gate, 1 / 3, with_bias=False) if gated else 0
-        whole = sum(weight.nbytes for weight in self.parameters()) - never
-        if self.int8_head is None:
-            whole -= self.unread_head_bytes
-        if self.int8_head is not None:
-            whole += self.int8_head.num_bytes - layer_bytes(self.lm_head)
-        return depth * (whole - once - looked_up) + once - unread
+        embeddings = 0 if self.embedded is not None else depth
+        first = "input_proj." if self.input_proj is not None else "layers.0."
+        gate = (embeddings + (depth - 1) + 1) / 3  # of the embedding, the state and the hidden state
+        own = {"rnn_gate.": gate, "rnn_w.": embeddings, "rnn_u.weight": depth - 1, first: (depth + 1) / 2}
+        return {**super().part_reads(depth), **own, "fuse.": 1, "context.key.": 0, "context.value.": 0}
 
     @property
     def feature_size(self) -> int:

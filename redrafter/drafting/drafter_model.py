@@ -1,7 +1,7 @@
 """The base class of all drafters, which loads a checkpoint whole or not at all, and a product that they share."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -163,10 +163,15 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         scores = sampler.draft_scores(logits, noise, step, part.names)
         return PartOfScores(scores, part.first, self.lm_head.out_features, part.ranks)
 
-    @property
-    def unread_head_bytes(self) -> int:
-        """Bytes of the head that a draft does not read, since other ranks do."""
-        return 0 if self.head_part is None else self.lm_head.weight.nbytes - self.head_part.layer.weight.nbytes
+    def part_reads(self, depth: int) -> Mapping[str, float]:
+        """Return how often a draft reads parts of the drafter: of a head in 8 bits, or of several ranks, its share."""
+        head: Any = getattr(self, "lm_head", None)
+        if head is None:
+            return {"embed_tokens.": 0}
+        part: Any = head if self.head_part is None else self.head_part.layer
+        used: tuple[Tensor, ...] = self.int8_head or (part.weight,)
+        share = sum(x.nbytes for x in used) / head.weight.nbytes
+        return {"embed_tokens.": 0, "lm_head.": depth * share}
 
     def index_ids(self) -> Tensor:
         """Return the drafter's id of each of the target's ids, `[V]` int64; -1 for ids that it does not have."""
@@ -296,12 +301,6 @@ def for_any_tokens(compute: Callable[..., Any]) -> Callable[..., Any]:
         return made[:1] if isinstance(made, Tensor) else tuple(x[:1] for x in made)
 
     return compute_marked
-
-
-def layer_bytes(layer: nn.Linear, share: float = 1, *, with_bias: bool = True) -> int:
-    """Return the bytes of a share of a layer's weight, and of its bias."""
-    bias = layer.bias.nbytes if with_bias and layer.bias is not None else 0
-    return round(layer.weight.nbytes * share) + bias
 
 
 def partial_linear(layer: nn.Linear, x: Tensor, columns: slice, *, with_bias: bool) -> Tensor:

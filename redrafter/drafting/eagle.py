@@ -1,6 +1,6 @@
 """The proposer that drafts with an EAGLE-3 head."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.decoder_parts import AttentionProducts, GatedMLP, RMSNorm, of_beams
 from redrafter.drafting.drafter_config import EagleConfig
-from redrafter.drafting.drafter_model import compile_once, drafter_layer, layer_bytes, mark_dynamic, partial_linear
+from redrafter.drafting.drafter_model import compile_once, drafter_layer, mark_dynamic, partial_linear
 from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.paged_entries import PagedEntries, reads_pages, with_themselves
 from redrafter.drafting.proposer import SearchProposer, State
@@ -147,14 +147,9 @@ class EagleDrafter(TrainableDrafter):
             compiled=compiled,
         )
 
-    def draft_bytes(self, depth: int) -> int:
-        """Return the bytes of the weights that a draft of `depth` search steps reads."""
-        fused = layer_bytes(self.fc)
-        table = 0 if self.embed_tokens is None else self.embed_tokens.weight.nbytes
-        return (
-            depth * (sum(weight.nbytes for weight in self.parameters()) - fused - table - self.unread_head_bytes)
-            + fused
-        )
+    def part_reads(self, depth: int) -> Mapping[str, float]:
+        """Return how often a draft reads parts of the head: the fusion of the target's layers once."""
+        return {**super().part_reads(depth), "fc.": 1}
 
     def embed(self, tokens: Tensor, table: nn.Module) -> Tensor:
         """Return the embeddings of ids `[...]`, `[..., D]`: from the target's `table`, or from the head's own.

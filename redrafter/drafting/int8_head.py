@@ -41,11 +41,6 @@ class Int8Head(NamedTuple):
         product = torch._int_mm(rounded, self.weight) * self.scale
         return product.mul_(scale).unflatten(0, x.shape[:-1])
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that a product reads."""
-        return self.weight.nbytes + self.scale.nbytes
-
 
 def _round(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return rows `[N, R]` divided by their scales, int8, and the scales, `[N, 1]` float32."""

@@ -6,7 +6,7 @@ the token after it, and predicts the token after that one (Gloeckle et al. 2024,
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -23,7 +23,6 @@ from redrafter.drafting.drafter_model import (
     DrafterModel,
     compile_once,
     for_any_tokens,
-    layer_bytes,
     mark_dynamic,
 )
 from redrafter.drafting.drafter_types import register_drafter
@@ -121,17 +120,9 @@ class MTPDrafter(DrafterModel):
         module: Any = self
         return module.to(target.device).eval()
 
-    def draft_bytes(self, depth: int) -> int:
-        """Return the bytes of the weights that a draft of `depth` search steps reads, without the target's head.
-
-        All experts are counted, as a large tree reads them all.
-        """
-        own = sum(weight.nbytes for weight in self.parameters())
-        return depth * own + layer_bytes(self.projection)
-
-    def target_head_reads(self, depth: int) -> int:
-        """Return how often a draft reads the target's head: at each step."""
-        return depth
+    def part_reads(self, depth: int) -> Mapping[str, float]:
+        """Return how often a draft reads the target's head, at each step; all experts count, as a large tree needs."""
+        return {"target.head": depth}
 
     def join(self, embedding: Tensor, hidden: Tensor) -> Tensor:
         """Return inputs of the decoder layer, `[..., D]`, from embeddings and hidden states `[..., D]`."""

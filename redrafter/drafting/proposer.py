@@ -129,8 +129,6 @@ def step_tokens(proposer: Proposer, rows: int) -> int:
 class PricedDrafter(nn.Module):
     """Interface of every searched drafter: its ids, and the cost of a draft.
 
-    By default, a step reads all of its weights.
-
     Attributes:
         config: Its architecture.
         draft_ids: The target's id of each of the drafter's ids, `[V']` int64; None where it has all ids.
@@ -139,16 +137,19 @@ class PricedDrafter(nn.Module):
     config: AnyDrafterConfig
     draft_ids: Tensor | None
 
-    def draft_bytes(self, depth: int) -> int:
-        """Return the bytes of the drafter's own weights that a draft of `depth` search steps reads.
+    def part_reads(self, depth: int) -> Mapping[str, float]:
+        """Return how often a draft of `depth` search steps reads parts of the drafter, by the beginning of their names.
 
-        Weights that read only the target's hidden state count once; those for committed tokens' entries do not count.
+        It reads other weights at each step. "target.head" is the head of the target.
         """
-        return depth * sum(weight.nbytes for weight in self.parameters())
+        return {}
 
-    def target_head_reads(self, depth: int) -> int:
-        """Return how often a draft of `depth` search steps reads the target's head."""
-        return 0
+    def draft_bytes(self, depth: int) -> int:
+        """Return the bytes of the drafter's own weights that a draft of `depth` search steps reads."""
+        total, reads = 0.0, self.part_reads(depth).items()
+        for name, weight in self.named_parameters():
+            total += weight.nbytes * next((times for part, times in reads if name.startswith(part)), depth)
+        return round(total)
 
 
 Context = TypeVar("Context", default=Any)
@@ -198,7 +199,8 @@ class SearchProposer(Generic[Context]):
     def draft_bytes(self) -> int:
         """Bytes of the weights that a draft reads, of the drafter and of the target's head."""
         head = sum(weight.nbytes for weight in self.target.head.parameters())
-        return self.drafter.draft_bytes(self.depth) + self.drafter.target_head_reads(self.depth) * head
+        reads = self.drafter.part_reads(self.depth).get("target.head", 0)
+        return self.drafter.draft_bytes(self.depth) + round(reads * head)
 
     def propose(
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
