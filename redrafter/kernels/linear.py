@@ -176,7 +176,9 @@ def choose_splits(tiles: int, steps: int) -> int:
     return min(range(1, max(min(steps // MIN_STEPS, 16), 1) + 1), key=cost)
 
 
-def widened_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+def widened_product(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, tiling: Tiling | None = None
+) -> Tensor:
     """Return `x @ (weight * scale).T + bias`, `[T, F]`.
 
     Args:
@@ -184,10 +186,11 @@ def widened_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | Non
         weight: Weight in the layout of `nn.Linear`, `[F, D]` float8_e4m3fn; rows need not be contiguous.
         scale: Multiplier of each row of it, `[F]` float32.
         bias: `[F]`; None for none.
+        tiling: Tiling of the product; None for one that suits its size.
     """
     tokens, features = len(x), len(weight)
-    tiling = _choose_widened_tiling(tokens, features)
-    if tokens and features:
+    tiling = _choose_widened_tiling(tokens, features) if tiling is None else tiling
+    if tiling.splits is None and tokens and features:
         tiles = triton.cdiv(tokens, tiling.tokens) * triton.cdiv(features, tiling.features)
         tiling = tiling._replace(splits=choose_splits(tiles, triton.cdiv(x.shape[1], tiling.step)))
     return _product(x, weight, scale, bias, tiling)
