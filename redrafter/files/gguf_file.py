@@ -211,7 +211,7 @@ def _read_parts(parts: tuple[tuple[Path, int, int], ...]) -> GgufModel:
 
     fields: dict[str, Any] = {}
     tensors: list[Any] = []
-    for number, (file, *_) in enumerate(parts):
+    for file, *_ in parts:
         try:
             reader = FastReader(file)
         except (ValueError, LookupError, ArithmeticError, MemoryError, struct.error) as error:
@@ -219,21 +219,15 @@ def _read_parts(parts: tuple[tuple[Path, int, int], ...]) -> GgufModel:
                 f"{file} is not a whole GGUF file ({first_line(error)}): download it again, or "
                 "pip install --upgrade gguf if its format is newer"
             ) from error
-        part = GgufModel(reader.fields, reader.tensors)
-        stated = part.value("split.no", 0), part.value("split.count") or 1
-        if stated != (number, len(parts)):
-            raise CheckpointError(
-                f"{file} is part {stated[0] + 1} of split.count = {stated[1]} by its header, and part {number + 1} of "
-                f"{len(parts)} by its name: give it the name that it was published with, or merge all parts with "
-                "llama-gguf-split --merge"
-            )
-        fields, tensors = {**part.fields, **fields}, [*tensors, *part.tensors]
-    model, first = GgufModel(fields, tensors), parts[0][0]
-    if "general.architecture" not in fields or not tensors:
-        raise CheckpointError(f"{first} is damaged: its header names no architecture or no tensors; download it again")
+        fields, tensors = {**reader.fields, **fields}, [*tensors, *reader.tensors]
+    model = GgufModel(fields, tensors)
     count = model.value("split.tensors.count", len(tensors))
-    if not len({tensor.name for tensor in tensors}) == len(tensors) == count:
-        raise CheckpointError(f"{first} and its other parts are of different models: they do not have {count} tensors")
+    if "general.architecture" not in fields or not 0 < len({x.name for x in tensors}) == len(tensors) == count:
+        raise CheckpointError(
+            f"{parts[0][0]} is not a whole model: {len(parts)} of split.count = {model.value('split.count', 1)} files "
+            f"have {len(tensors)} of {count} tensors; give each the name that it was published with, or merge them "
+            "with llama-gguf-split --merge"
+        )
     return model
 
 

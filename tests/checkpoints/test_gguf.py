@@ -267,8 +267,11 @@ def test_a_split_model_is_described_and_merged_whole(models, split, tmp_path):
     [
         (lambda folder: (folder / "m-00002-of-00002.gguf").unlink(), r"m-00002-of-00002\.gguf does not exist: .*split"),
         (lambda folder: (folder / "m-00002-of-00002.gguf").rename(folder / "a.gguf"), "does not exist"),
-        (lambda folder: shutil.copy(folder / "m-00001-of-00002.gguf", folder / "m-00002-of-00002.gguf"), "is part 1"),
-        (lambda folder: rename_part(folder), r"split\.count = 2 .*llama-gguf-split --merge"),
+        (
+            lambda folder: shutil.copy(folder / "m-00001-of-00002.gguf", folder / "m-00002-of-00002.gguf"),
+            "not a whole model: 2 of",
+        ),
+        (lambda folder: rename_part(folder), r"1 of split\.count = 2 .*llama-gguf-split --merge"),
     ],
     ids=["missing", "renamed", "twice", "first alone"],
 )
