@@ -1,9 +1,10 @@
 """Explain the acceptance of drafts (`--explain`): why they were missed, under which conditions, and what to type."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from enum import IntEnum
-from typing import Any
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,51 +38,34 @@ MIN_PROMPTS = 30  # fewest from which a cause is concluded
 NOT_THE_CAUSE = "it is not the cause"
 
 
-class Outcome(IntEnum):
-    """The reason that ended a step: a miss of one of four classes, the end of the draft, or the end of the text."""
-
-    OUTSIDE_HEAD = 0
-    NEAR_MISS = 1
-    WRONG_GUESS = 2
-    NODE_BUDGET = 3
-    ALL_ACCEPTED = 4
-    TEXT_ENDED = 5
+# Why a step ended: a miss of one of four classes, the end of the draft, or the end of the text.
+MISSES = OUTSIDE_HEAD, NEAR_MISS, WRONG_GUESS, NODE_BUDGET = "outside head", "near miss", "wrong guess", "node budget"
+ALL_ACCEPTED, TEXT_ENDED = "all accepted", "text ended"
 
 
-MISSES = {outcome.name.lower().replace("_", " "): outcome for outcome in Outcome if outcome < Outcome.ALL_ACCEPTED}
+class Step(NamedTuple):
+    """A step of speculative decoding on a text."""
 
-
-@dataclass(frozen=True)
-class Steps:
-    """S steps of speculative decoding on texts."""
-
-    text: Tensor  # index of each step's text, `[S]` int64
-    pending: Tensor  # position of its pending token in the text, `[S]` int64
-    left: Tensor  # number of tokens that follow the pending one, `[S]` int64
-    accepted: Tensor  # accepted drafts, `[S]` int64
-    searched: Tensor  # drafts that would be accepted if all nodes of the search were verified, `[S]` int64
+    text: int  # index of the text
+    pending: int  # position of the pending token in the text
+    left: int  # number of tokens that follow the pending one
+    accepted: int  # accepted drafts
+    searched: int  # drafts that would be accepted if all nodes of the search were verified
     # Rank of the token that follows the accepted drafts in the drafter's scores: 0 for the highest score, -1 outside of
-    # the drafter's vocabulary; `[S]` int64.
-    rank: Tensor
+    # the drafter's vocabulary.
+    rank: int
 
-    def classify(self, beams: int, depth: int) -> Tensor:
-        """Return the `Outcome` of each step, `[S]` int64. Later conditions override earlier ones."""
-        outcome = torch.full_like(self.rank, Outcome.WRONG_GUESS)
-        outcome[self.rank < NEAR * beams] = Outcome.NEAR_MISS
-        outcome[self.searched > self.accepted] = Outcome.NODE_BUDGET
-        outcome[self.rank < 0] = Outcome.OUTSIDE_HEAD
-        outcome[self.accepted == self.left] = Outcome.TEXT_ENDED
-        outcome[self.accepted == depth] = Outcome.ALL_ACCEPTED
-        return outcome
-
-    def tried(self, depth: int) -> tuple[Tensor, Tensor]:
-        """Return the step of each of the D drafts that the steps tried, and its depth from 0, `[D]` int64 each.
-
-        Tried are the accepted ones and the first rejected one, but none past the end of a text.
-        """
-        count = (self.accepted + 1).minimum(self.left).clamp(max=depth)  # [S]
-        step = torch.arange(len(count)).repeat_interleave(count)  # [D]
-        return step, torch.arange(len(step)) - (count.cumsum(0) - count)[step]
+    def outcome(self, beams: int, depth: int) -> str:
+        """Return why the step ended, with a search of so many beams and drafts."""
+        if self.accepted == depth:
+            return ALL_ACCEPTED
+        if self.accepted == self.left:
+            return TEXT_ENDED
+        if self.rank < 0:
+            return OUTSIDE_HEAD
+        if self.searched > self.accepted:
+            return NODE_BUDGET
+        return NEAR_MISS if self.rank < NEAR * beams else WRONG_GUESS
 
 
 def explain(
@@ -92,44 +76,41 @@ def explain(
     `groups` counts the drafts that were tried, the accepted ones and the missed ones of each class, by the draft's
     depth, the base's certainty, the context and the category.
     """
-    steps = trace_steps(drafter, target, texts, shape)
-    outcome = steps.classify(shape.beams, shape.depth)
-    step, depth = steps.tried(shape.depth)
-    position = steps.pending[step] + 1 + depth  # equals the number of preceding tokens
-    lengths = torch.tensor([len(text) for text in texts.tokens])
-    probability = torch.cat(base_probabilities(target, texts))[
-        (lengths.cumsum(0) - lengths)[steps.text[step]] + position
-    ]
-    sizes = torch.tensor(list(categories.values()))
-    category = torch.arange(len(sizes)).repeat_interleave(sizes)[steps.text[step]]
-    hit = depth < steps.accepted[step]
-    groups: dict[str, dict[str, int]] = {}
-
-    def count(names: Iterable[str], index: Tensor) -> None:
-        for number, name in enumerate(names):
-            chosen = index == number
-            missed = outcome[step[chosen & ~hit]]
-            found = {"tried": int(chosen.sum()), "accepted": int((chosen & hit).sum())}
-            groups[name] = found | {miss: int((missed == kind).sum()) for miss, kind in MISSES.items()}
-
-    count(["all drafts"], torch.zeros_like(step))
-    count([f"draft {number + 1}" for number in range(shape.depth)], depth)
-    for names, value in ((PROBABILITIES, probability), (CONTEXTS, position)):
-        bounds = torch.tensor([*names.values()][1:], dtype=value.dtype)
-        count(names, torch.bucketize(value, bounds, right=True))
-    count(categories if len(categories) > 1 else (), category)
-    # A step at the end of a text cannot emit more tokens than are left.
-    emitted = (steps.accepted + 1).minimum(steps.left)  # [S]
-    by_text = [steps.text.bincount(weights, len(texts.tokens)).tolist() for weights in (emitted.double(), None)]
+    steps, probabilities = trace_steps(drafter, target, texts, shape), base_probabilities(target, texts)
+    category_of = [name for name, count in categories.items() for _ in range(count)]
+    names = ["all drafts", *(f"draft {number + 1}" for number in range(shape.depth)), *PROBABILITIES, *CONTEXTS]
+    names += categories if len(categories) > 1 else ()
+    groups = {name: dict.fromkeys(("tried", "accepted", *MISSES), 0) for name in names}
+    outcomes, emitted, taken = Counter[str](), [0] * len(texts.tokens), [0] * len(texts.tokens)
+    for step in steps:
+        outcome = step.outcome(shape.beams, shape.depth)
+        outcomes[outcome] += 1
+        taken[step.text] += 1
+        # A step at the end of a text cannot emit more tokens than are left.
+        emitted[step.text] += min(step.accepted + 1, step.left)
+        # Tried are the accepted drafts and the first rejected one, but none past the end of a text.
+        for depth in range(min(step.accepted + 1, step.left, shape.depth)):
+            position = step.pending + 1 + depth  # equals the number of preceding tokens
+            certainty = _group_of(float(probabilities[step.text][position]), PROBABILITIES)
+            names = ["all drafts", f"draft {depth + 1}", certainty, _group_of(position, CONTEXTS)]
+            for name in (*names, category_of[step.text]):
+                if name in groups:
+                    groups[name]["tried"] += 1
+                    groups[name]["accepted" if depth < step.accepted else outcome] += 1
     return {
         "temperature": texts.temperature,
-        "steps": len(outcome),
-        "all_accepted": int((outcome == Outcome.ALL_ACCEPTED).sum()),
-        "text_ended": int((outcome == Outcome.TEXT_ENDED).sum()),
-        "tokens_per_step": float(emitted.double().mean()) if len(outcome) else None,
-        "margin": mean_margin(*by_text),
+        "steps": len(steps),
+        "all_accepted": outcomes[ALL_ACCEPTED],
+        "text_ended": outcomes[TEXT_ENDED],
+        "tokens_per_step": sum(emitted) / len(steps) if steps else None,
+        "margin": mean_margin(emitted, taken),
         "groups": groups,
     }
+
+
+def _group_of(value: float, groups: Mapping[str, float]) -> str:
+    """Return the last of some groups, by their lower bounds, that a value is in."""
+    return [*groups][bisect_right([*groups.values()], value) - 1]
 
 
 def format_misses(found: Mapping[str, Any], tree: str) -> Iterator[str]:
@@ -158,25 +139,25 @@ def mean_margin(sums: Sequence[float], counts: Sequence[float]) -> float | None:
 
 
 @torch.inference_mode()
-def trace_steps(drafter: ReplayableDrafter, target: Target, texts: Texts, shape: TreeShape) -> Steps:
+def trace_steps(drafter: ReplayableDrafter, target: Target, texts: Texts, shape: TreeShape) -> list[Step]:
     """Return the steps that `replay` counts, with the data that classify the first missed draft of each.
 
     The drafter must be in eval mode, on the target's device and in its dtype.
     """
     # The second shape verifies all nodes: if it accepts more, the node budget caused the miss.
-    shapes, rows = [shape, replace(shape, node_budget=shape.lattice)], list[list[int]]()
+    shapes, steps = [shape, replace(shape, node_budget=shape.lattice)], list[Step]()
 
     def trace(at: Positions) -> Tensor:
         accepted = count_accepted(drafter, target, at, shapes)[0]  # [A, 2]
-        # A step that accepted all drafts has no missed one: `classify` overrides the class that its rank gives.
+        # A step that accepted all drafts has no missed one, and its outcome does not depend on its rank.
         missed = accepted[:, :1].clamp(max=shape.depth - 1)
         return torch.cat([accepted, _ranks(drafter, target, at).gather(1, missed)], dim=1)  # [A, 3]
 
     for index, found in measure_positions(drafter, target, texts, [shape], trace):
         pending = pending_positions(texts, index)
         for step in steps_taken(found[:, 0].tolist()):
-            rows.append([index, pending[step], len(pending) - step, *found[step].tolist()])
-    return Steps(*torch.tensor(rows, dtype=torch.long).reshape(-1, len(fields(Steps))).unbind(1))
+            steps.append(Step(index, pending[step], len(pending) - step, *found[step].tolist()))
+    return steps
 
 
 @torch.inference_mode()
@@ -235,13 +216,13 @@ def advise(
     missed, temperature = every["tried"] - every["accepted"], last["temperature"]
     beams, depth, lattice = shape.beams, shape.depth, shape.lattice
     causes = {
-        "outside head": f"tokens that the drafter's head lacks: it has {head} of {vocabulary}: redrafter train "
+        OUTSIDE_HEAD: f"tokens that the drafter's head lacks: it has {head} of {vocabulary}: redrafter train "
         f"--draft-vocab-size {min(2 * head, vocabulary)} ...",
-        "near miss": f"just below the beams: redrafter evaluate --shapes {2 * beams}x{depth}, and if that pays "
+        NEAR_MISS: f"just below the beams: redrafter evaluate --shapes {2 * beams}x{depth}, and if that pays "
         f"--num-beams {2 * beams}",
-        "wrong guess": "far from the beams, which only training mends: redrafter regenerate --data prompts.jsonl "
+        WRONG_GUESS: "far from the beams, which only training mends: redrafter regenerate --data prompts.jsonl "
         "--output own.jsonl ..., redrafter train --data own.jsonl ...",
-        "node budget": f"drafted and not verified, for {shape.node_budget} of {lattice} nodes are: --node-budget "
+        NODE_BUDGET: f"drafted and not verified, for {shape.node_budget} of {lattice} nodes are: --node-budget "
         f"{lattice}",
     }
     # The largest cause first.
