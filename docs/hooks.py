@@ -65,7 +65,6 @@ MEMBERS: dict[str, tuple[str, ...]] = {
     "Engine": ENGINE,
     "EngineOptions": (),
     "GenerateStats": ("draft_steps", "tokens_per_step"),
-    "Grammar": ("json_schema", "json_object", "regex", "lark", "ebnf", "choice", "of"),
     "PromptLookup": LOADED_ENGINE,
     "ReDrafter": LOADED_ENGINE,
     "RecurrentDrafter": ("from_pretrained",),

@@ -54,23 +54,15 @@ class Metrics:
             "position",
             {position: str(position) for position in range(engine.facts.draft_depth)},
         )
-        by_adapter = {
-            "generation_tokens": "Generated tokens of sequences with a LoRA adapter",
-            "spec_decode_num_draft_tokens": "Verified drafts of sequences with a LoRA adapter",
-            "spec_decode_num_accepted_tokens": "Accepted drafts of sequences with a LoRA adapter",
-        }
         by_drafter = {
             "num_drafts": "Decode steps with a drafter's drafts, by the number of drafter changes before",
             "num_draft_tokens": "Verified drafts of the drafter, by the number of drafter changes before",
             "num_accepted_tokens": "Accepted drafts of the drafter, by the number of drafter changes before",
         }
-        self._by_adapter, self._by_drafter = (
-            [
-                Counter(f"redrafter:{label}_{name}", help, ["model_name", label], registry=self.registry)
-                for name, help in counters.items()
-            ]
-            for label, counters in (("adapter", by_adapter), ("drafter", by_drafter))
-        )
+        self._by_drafter = [
+            Counter(f"redrafter:drafter_{name}", help, ["model_name", "drafter"], registry=self.registry)
+            for name, help in by_drafter.items()
+        ]
         self._first = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token", _FIRST_TOKEN_BUCKETS
         )
@@ -111,10 +103,6 @@ class Metrics:
             # Accepted drafts form a path, so all positions up to its length count.
             for position in range(delta.accepted):
                 self._accepted_by_position[position].inc()
-        if sequence.adapter is not None:
-            counts = (len(delta.tokens), delta.drafted or 0, delta.accepted)
-            for counter, count in zip(self._by_adapter, counts, strict=True):
-                counter.labels(self._model, sequence.adapter).inc(count)
         if delta.finish is not None:
             self._ended[delta.finish].inc()
             self._latency.observe(now - sequence.arrived_at)
