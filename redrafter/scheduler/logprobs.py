@@ -18,12 +18,10 @@ class PromptScore:
 
     Attributes:
         logprob: Log-probability of the token.
-        rank: Rank of the token among all tokens, 1 for the likeliest.
         likeliest: Log-probabilities of the likeliest tokens at its position by id, the likeliest first.
     """
 
     logprob: float
-    rank: int
     likeliest: Mapping[int, float]
 
 
@@ -41,11 +39,10 @@ def score_prompt(logits: Tensor, following: Sequence[int], count: int) -> Iterat
         tokens = to_device(following[begin : begin + size], logits.device)[:, None]  # [n, 1]
         scores = logits[begin : begin + len(tokens)].float().log_softmax(dim=-1)  # [n, V]
         logprobs = scores.gather(1, tokens)  # [n, 1]
-        ranks = 1 + (scores > logprobs).sum(dim=1)  # [n]
         top = scores.topk(count)  # [n, count]
-        columns = (logprobs[:, 0].clamp(min=MIN_LOGPROB), ranks, top.indices, top.values.clamp(min=MIN_LOGPROB))
-        for logprob, rank, ids, values in zip(*(column.tolist() for column in columns), strict=True):
-            yield PromptScore(logprob, rank, dict(zip(ids, values, strict=True)))
+        columns = (logprobs[:, 0].clamp(min=MIN_LOGPROB), top.indices, top.values.clamp(min=MIN_LOGPROB))
+        for logprob, ids, values in zip(*(column.tolist() for column in columns), strict=True):
+            yield PromptScore(logprob, dict(zip(ids, values, strict=True)))
 
 
 def score_drawn(logits: Tensor, rows: Tensor, nodes: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -187,7 +187,7 @@ def _serve(request: LoadEngine, keys: ApiKeys, operators: ApiKeys) -> None:
         url = address(options, listening)
         process = ServerProcess(options, listening)
         _LOG.info("on %s; loading %s", url, request.load.model or "the pair in the box")
-        process.serve_until_signal(start, ready, lambda: engine.doing)
+        process.serve_until_signal(start, ready)
 
 
 if __name__ == "__main__":

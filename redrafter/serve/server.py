@@ -205,7 +205,9 @@ class Server:
             lambda asked, _: self.prompts.encode_prompts(asked.prompt, asked.add_special_tokens), request, None, facts
         )
         copies, grammar = request.n or 1, content_grammar(request)
-        params = self._sampling_params(request, request.logprobs, request.prompt_count, grammar)
+        params = self._sampling_params(request, request.logprobs, grammar)
+        if request.echo:  # the prompt's tokens are scored too
+            params = replace(params, prompt_logprobs=request.logprobs)
         if len(prompts) * copies > MAX_PROMPTS:
             raise ApiError(400, f"{len(prompts) * copies} texts in one request; at most {MAX_PROMPTS}", "n")
         max_new_tokens = DEFAULT_COMPLETION_TOKENS
@@ -234,8 +236,6 @@ class Server:
 
         encoded = await self.encode(encode, request, request.messages, facts)
         ids, thinking, images, reads_calls, grammar = encoded
-        if images is not None and request.prompt_logprobs is not None:
-            raise ApiError(400, "the tokens of a prompt with images are not scored: leave it out", "prompt_logprobs")
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         budget: ThinkingBudget | None = None
         if request.thinking_token_budget is not None:
@@ -243,7 +243,7 @@ class Server:
             if budget is None:
                 what = "this model writes no thoughts that end with a token of their own: leave it out"
                 raise ApiError(400, what, "thinking_token_budget", "unsupported_parameter")
-        params = self._sampling_params(request, logprobs, request.prompt_logprobs, grammar)
+        params = self._sampling_params(request, logprobs, grammar)
         params = replace(params, thinking=None if thinking == "over" else budget)
         choices = [
             ChatChoice(
@@ -302,7 +302,7 @@ class Server:
             if scores > MAX_SCORES:
                 what = f"{scores} log-probabilities of prompts in one answer; at most {MAX_SCORES}"
                 how = "ask for fewer at each place, or for fewer or shorter prompts in a request"
-                raise ApiError(400, f"{what}: {how}", "prompt_logprobs")
+                raise ApiError(400, f"{what}: {how}", "logprobs")
         if request.priority and self.options.scheduling_policy != "priority":
             why = "Priority scheduling is not enabled"  # vLLM's wording: clients then omit the priority
             how = "leave it out, or start the server with --scheduling-policy priority"
@@ -333,8 +333,6 @@ class Server:
         if not request.stream:
             async with aclosing(deltas):  # otherwise the engine would continue after an error
                 body = await collect_answer(deltas, choices, name)
-            if isinstance(request, ChatRequest) and (count := request.prompt_logprobs) is not None:
-                body["prompt_logprobs"] = await asyncio.to_thread(choices[0].prompt_logprobs, count)
             facts |= summarize(choices)
             return body
         parts = stream_answer(deltas, choices, name, request.stream_options or StreamOptions())
@@ -361,7 +359,7 @@ class Server:
         return all_parts()
 
     def _sampling_params(
-        self, request: AnyRequest, logprobs: int | None, prompt_logprobs: int | None, grammar: GrammarSource | None
+        self, request: AnyRequest, logprobs: int | None, grammar: GrammarSource | None
     ) -> SamplingParams:
         """Return the sampling parameters of a request without its grammar; the engine's defaults fill gaps."""
         facts = self.engine.facts
@@ -393,7 +391,6 @@ class Server:
             stop_token_ids=frozenset() if request.ignore_eos else ends,
             seed=secrets.randbits(61) if request.seed is None else request.seed,
             logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
             num_speculative_tokens=request.num_speculative_tokens if request.speculate else 0,
         )
 

@@ -37,14 +37,14 @@ def load():
     engine = SimpleNamespace(start=nothing, idle=IDLE, load=load)
     return SimpleNamespace(engine=engine, drain=nothing, close=nothing), app
 
-IDLE, DRAIN, FILES, DOING = True, 1.0, {}, "compiling kernels"
+IDLE, DRAIN, FILES = True, 1.0, {}
 CHANGES
 start_logging("text", "info")
 options = ServeOptions(port=0, drain_timeout=DRAIN, **FILES)
 with listen(options) as listening:
     logging.getLogger("redrafter").info("on http://127.0.0.1:%d", listening.getsockname()[1])
     process = server_process.ServerProcess(options, listening)
-    process.serve_until_signal(load, lambda loaded: logging.getLogger("redrafter").info("ready"), lambda: DOING)
+    process.serve_until_signal(load, lambda loaded: logging.getLogger("redrafter").info("ready"))
 """
 
 

@@ -36,7 +36,7 @@ PIXEL = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
 BODIES: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [
         {"prompt": "Hello", "max_tokens": 3, "n": 2, "seed": 1, "stop": ["x"], "logprobs": 2},
-        {"prompt": [1, 2, 3], "max_tokens": 0, "echo": True, "logprobs": 1, "prompt_logprobs": 2},
+        {"prompt": [1, 2, 3], "max_tokens": 0, "echo": True, "logprobs": 1},
         {"prompt": ["a", "b"], "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}},
         {"prompt": "a", "max_tokens": 4, "logit_bias": {"5": 1}, "top_k": 3, "min_p": 0.1},
         {"prompt": "a", "max_tokens": 9, "structured_outputs": {"regex": "[ab]{2}"}},

@@ -79,25 +79,6 @@ def test_an_error_names_the_field_and_the_real_reason(path, body, status, says):
     assert param is None or message.startswith(param)
 
 
-IMAGES = ("https://a.example/cat.png", "data:text/plain;base64,aGk=", "data:image/png;base64,%%%", 5)
-
-
-@pytest.mark.parametrize(
-    ("path", "field", "part"),
-    [
-        *(("chat/completions", "messages", {"type": "image_url", "image_url": {"url": at}}) for at in IMAGES),
-        ("responses", "input", {"type": "input_image", "image_url": IMAGES[0]}),
-        ("messages", "messages", {"type": "image", "source": {"type": "url", "url": IMAGES[0]}}),
-    ],
-)
-def test_an_image_of_any_form_has_one_answer_where_the_model_takes_none(url, path, field, part):
-    body = {field: [{"role": "user", "content": [part]}], "max_tokens": 1, "model": None}
-    if path == "responses":
-        body["max_output_tokens"] = body.pop("max_tokens")
-    answer = httpx.post(f"{url}/v1/{path}", json=body, timeout=300)
-    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "this model takes no images")
-
-
 def test_what_is_null_is_as_if_left_out():
     nothing = dict.fromkeys(("annotations", "audio", "refusal", "function_call", "tool_calls", "anything"))
     plain = {"messages": [HELLO, {"role": "assistant", "content": None, "tool_calls": [CALL]}], "stream": True}

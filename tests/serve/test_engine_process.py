@@ -13,7 +13,6 @@ pytest.importorskip("fastapi")
 from helpers.processes import children, engine_of, soon
 from helpers.serving import Program
 from redrafter.app.options import DraftOptions, LoadOptions
-from redrafter.errors import CheckpointError
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process import start
 from redrafter.serve.engine_process.start import EngineEndedError, EngineProcess, LoadEngine
@@ -77,24 +76,6 @@ def test_an_engine_that_ends_while_it_loads_is_an_error_that_says_so():
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineEndedError, match="SIGKILL"):
         process.wait_until_loaded()
-
-
-def test_what_an_engine_does_before_it_serves_is_known(monkeypatch):
-    """One that compiles, as on a GPU, is not said to load."""
-    sends = "channel.send(start.LoadingStage('compiling kernels')); channel.send(CheckpointError('no good'))"
-    program = (
-        "from multiprocessing.connection import Connection; from redrafter.serve.engine_process import start; "
-        "from redrafter.errors import CheckpointError; "
-        "channel = start.Channel(Connection(int(sys.argv[1]))); "
-        f"channel.receive(); {sends}; channel.close(5)"
-    )
-    monkeypatch.setattr(start, "PROGRAM", program)
-    process = EngineProcess(LoadEngine(ServeOptions(), LoadOptions(), DraftOptions()))
-    assert process.doing == "loading"
-    with pytest.raises(CheckpointError, match="no good"):
-        process.wait_until_loaded()
-    assert process.doing == "compiling kernels"
-    process.close()
 
 
 @pytest.mark.variant

@@ -217,9 +217,8 @@ def test_what_is_no_image_is_refused(served, url, says):
         ("system", image_part(picture(1)), {}, "messages of the user alone"),
         ("user", image_part(picture(1), detail="high"), {}, "detail"),
         ("user", image_part(picture(1)), {"copies": 4}, "4 images in one request; at most 3"),
-        ("user", image_part(picture(1)), {"extra_body": {"prompt_logprobs": 1}}, "not scored"),
     ],
-    ids=["audio", "system", "detail", "count", "scores"],
+    ids=["audio", "system", "detail", "count"],
 )
 def test_other_parts_and_places_are_refused(served, role, part, more, says):
     message = {"role": role, "content": [part] * more.pop("copies", 1)}

@@ -194,7 +194,7 @@ async def app(scope, receive, send):
     ("path", "where", "loading", "loaded"),
     [
         ("/", "empty", "is being loaded", "document.title == 'stub'"),
-        ("/docs", "wrong", "still compiling kernels", "document.getElementById('title').textContent == 'stub 1'"),
+        ("/docs", "wrong", "still loading", "document.getElementById('title').textContent == 'stub 1'"),
     ],
     ids=["chat", "docs"],
 )

@@ -42,8 +42,8 @@ def test_it_answers_503_until_the_model_is_loaded_and_ends_though_a_client_never
             assert answer.json()["error"]["code"] == "loading"
     assert program.get("/v1/health/live").status_code == 200
     assert httpx.head(f"{program.url}/health").status_code == 503
-    assert program.get("/health").json()["error"]["message"] == "the model is still compiling kernels"
-    program.said("still compiling kernels after")
+    assert program.get("/health").json()["error"]["message"] == "the model is still loading"
+    program.said("still loading after")
     program.cue()
     program.said("ready")
     assert program.get("/health").text == "fine"

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
-from itertools import groupby, islice, pairwise
+from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -164,22 +164,6 @@ class Choice(ServedSequence):
             marked = zip(self._drafted[begin:end], self.text[begin:end], strict=True)
             runs += [("".join(text for _, text in run), bool(own)) for own, run in groupby(marked, key=itemgetter(0))]
         return {"drafts": [{"text": text, "accepted": drafted} for text, drafted in runs]}
-
-    def prompt_logprobs(self, count: int) -> list[dict[str, Any] | None]:
-        """Return the log-probabilities of a scored prompt in vLLM's format.
-
-        Each token has entries by id for itself and for the `count` likeliest ids. The first token has no context: None.
-        """
-
-        def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
-            return {"logprob": logprob, "rank": rank, "decoded_token": self._token_writer.text(token, False)}
-
-        entries: list[dict[str, Any] | None] = [None]
-        for token, score in zip(self.prompt[1:], self.prompt_scores, strict=True):
-            ranked = enumerate(islice(score.likeliest.items(), count), 1)
-            others = {f"{other}": entry(other, value, rank) for rank, (other, value) in ranked if other != token}
-            entries.append({f"{token}": entry(token, score.logprob, score.rank)} | others)
-        return entries
 
 
 def usage_and_metrics(choices: Sequence[Choice]) -> dict[str, Any]:

@@ -34,15 +34,11 @@ class CompletionChoice(Choice):
     def __init__(self, prompt: Sequence[int], request: CompletionRequest, *served: Any, echo: str = ""):
         super().__init__(prompt, request, *served)
         self._echo, self._echoes, self._count = echo, request.echo, request.logprobs
-        self._prompt_count = request.prompt_logprobs
 
     def format_choice(self, index: int) -> dict[str, Any]:
         """Return an entry of `choices` of a whole answer."""
         text, logprobs = self._echo + self.text, self._logprobs_field(self.lines, True)
-        entry = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": self.finish}
-        if self._prompt_count is None:
-            return entry
-        return entry | {"prompt_logprobs": self.prompt_logprobs(self._prompt_count)}
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": self.finish}
 
     def format_chunks(self, index: int, text: str, lines: list[TokenLine]) -> list[dict[str, Any]]:
         """Return the entry of `choices` of a stream's chunk. The arguments are as in `ChatChoice.format_chunks`."""

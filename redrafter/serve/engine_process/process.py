@@ -42,7 +42,7 @@ from redrafter.serve.engine_process.messages import (
     EngineFailed,
     Submit,
 )
-from redrafter.serve.engine_process.start import Channel, LoadEngine, LoadingStage
+from redrafter.serve.engine_process.start import Channel, LoadEngine
 from redrafter.serve.engine_process.worker import SharedWorker, Worker
 from redrafter.serve.log import start_logging
 
@@ -91,8 +91,7 @@ def _run(channel: Channel) -> int:
         pair = load_pair(request)
         _LOG.info("loaded %s in %.1f s", pair.name, time.monotonic() - began)
         engine = ServedEngine.from_pair(pair, request.options, request.load)
-        if request.options.warm_up and pair.engine.target.device.type == "cuda":
-            channel.send(LoadingStage("compiling kernels and capturing steps"))
+        if request.options.warm_up:
             engine.warm_up()
     except ReDrafterError as error:
         channel.send(error)

@@ -58,13 +58,6 @@ class EngineFacts:
     image_inputs: frozenset[str] = frozenset()  # names of the model's inputs for images, in addition to ids and mask
 
 
-@dataclass(frozen=True)
-class LoadingStage:
-    """A progress message of an engine that has not sent its `EngineFacts` yet."""
-
-    doing: str  # current activity, such as "loading"
-
-
 class EngineEndedError(ReDrafterError):
     """The engine's process ended without being asked to."""
 
@@ -112,15 +105,12 @@ class EngineProcess:
     def __init__(self, request: LoadEngine) -> None:
         connection, self._process = start_interpreter(PROGRAM)
         self.channel = Channel(connection)
-        self.doing = "loading"  # its activity while loading, from its last `LoadingStage`
         self.channel.send(request)
 
     def wait_until_loaded(self) -> EngineFacts:
         """Wait until the engine is loaded, and return its facts, or raise the error that prevented loading."""
         try:
-            answer: EngineFacts | LoadingStage | ReDrafterError = self.channel.receive()
-            while isinstance(answer, LoadingStage):
-                self.doing, answer = answer.doing, self.channel.receive()
+            answer: EngineFacts | ReDrafterError = self.channel.receive()
         except EOFError:
             raise EngineEndedError(f"{self.describe_end()}: nothing is served") from None
         if isinstance(answer, ReDrafterError):

@@ -53,7 +53,6 @@ class ServerProcess:
         # Pages shown while the model loads; their scripts poll until it is loaded.
         self._loading_pages = {"/": page("page.html", 503), "/docs": page("docs.html", 503)}
         self._ending: asyncio.Future[None] | None = None
-        self._doing: Callable[[], str] = lambda: "loading"  # current activity of the load
         self._engine_end: str | None = None  # description of an unexpected end of the engine
         max_connections = room_for_connections(options.max_connections)
         self._http = uvicorn.Server(http_config(self._answer, max_connections, options))
@@ -63,19 +62,16 @@ class ServerProcess:
         self,
         load: Callable[[], "tuple[Server, ASGIApp]"],
         ready: Callable[["Server"], object],
-        doing: Callable[[], str] = lambda: "loading",
     ) -> None:
         """Serve until SIGINT or SIGTERM.
 
         The first signal lets running requests finish within `--drain-timeout`; a second one drops them. `load` is
         called in a thread and returns the server and its application; until then every request is answered with 503,
-        and an exception from it ends the server. `ready` is called with the server once it is served. `doing`
-        describes the current activity of `load`, such as "loading", for the log and for requests.
+        and an exception from it ends the server. `ready` is called with the server once it is served.
 
         Raises:
             EngineEndedError: The engine ended unexpectedly; running requests received an error.
         """
-        self._doing = doing
         try:
             run(self._serve(load, ready))
         finally:
@@ -96,7 +92,7 @@ class ServerProcess:
             # Health probes are answered while the model loads in a thread.
             began, loading = time.monotonic(), asyncio.ensure_future(asyncio.to_thread(load))
             while not (await asyncio.wait([loading], timeout=LOADING_LOG_SECONDS))[0]:
-                _LOG.info("still %s after %.0f s", self._doing(), time.monotonic() - began)
+                _LOG.info("still loading after %.0f s", time.monotonic() - began)
             loaded, app = loading.result()
             gc.collect()
             freeze_objects()  # loaded objects stay alive; scanning them would stop all rows for 0.3 s
@@ -119,7 +115,7 @@ class ServerProcess:
         # Alive though not ready: an orchestrator must not restart a server for slow loading.
         if scope["path"] == "/v1/health/live":
             return await Response()(scope, receive, send)
-        refusal = ApiError(503, f"the model is still {self._doing()}", code="loading")
+        refusal = ApiError(503, "the model is still loading", code="loading")
         answer = self._loading_pages.get(scope["path"]) or error_answer(refusal, scope["path"])
         answer.headers["Retry-After"] = "5"
         await answer(scope, receive, send)

@@ -30,7 +30,6 @@ MAX_INTEGER = 2**31 - 1  # for counts and ids
 # Tags of the members of unions, by the types of their values. Pydantic puts them into the location of an error.
 _TAGS: dict[type, str] = {str: "<text>", list: "<list>", bool: "<bool>", dict: "<object>", BaseModel: "<object>"}
 _TAG = re.compile("<[a-z_ ]+>")
-IMAGE_TAGS = frozenset({"<image>", "<image_url>", "<input_image>"})
 T = TypeVar("T")
 # fail_fast, here and below: a list of a million invalid entries must not produce a million errors.
 Parts = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PARTS)]

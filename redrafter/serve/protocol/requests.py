@@ -286,14 +286,11 @@ class _Request(SharedFields):
     stop_token_ids: Ids | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
     structured_outputs: StructuredOutputs | None = None
-    prompt_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
 
     @model_validator(mode="after")
     def _check_stream(self) -> "_Request":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options are for stream=true")
-        if self.prompt_logprobs is not None and self.stream:
-            raise ValueError("a stream cannot contain prompt_logprobs: leave out one of the two")
         return self
 
     @property
@@ -303,7 +300,7 @@ class _Request(SharedFields):
 
 
 class CompletionRequest(_Request):
-    """Body of `POST /v1/completions`. With `max_tokens` 0, only the prompt is echoed or scored."""
+    """Body of `POST /v1/completions`. With `max_tokens` 0, only the prompt is echoed."""
 
     max_tokens: Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)] | None = None
     prompt: Prompts
@@ -311,16 +308,10 @@ class CompletionRequest(_Request):
     echo: StrictBool = False
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
 
-    @property
-    def prompt_count(self) -> int | None:
-        """Number of likeliest tokens to return for each prompt token; None for no log-probabilities."""
-        counts = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        return max((count for count in counts if count is not None), default=None)
-
     @model_validator(mode="after")
     def _check_counts(self) -> "CompletionRequest":
-        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise ValueError("max_tokens 0 is for echo=true or prompt_logprobs; else ask for 1 or more")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens 0 is for echo=true; else ask for 1 or more")
         return self
 
 

@@ -21,7 +21,7 @@ from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.client import Stopped
 from redrafter.serve.extension import extensions, writing_paths
 from redrafter.serve.network.guards import AccessPolicy, JsonRoute, add_guards, error_answer
-from redrafter.serve.protocol.fields import IMAGE_TAGS, Ids, Parts, Strict, field_path
+from redrafter.serve.protocol.fields import Ids, Parts, Strict, field_path
 from redrafter.serve.protocol.requests import (
     MAX_TOOLS,
     ApiError,
@@ -64,7 +64,7 @@ def create_app(
     app = FastAPI(title="redrafter", version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
     app.router.route_class = JsonRoute
     add_guards(app, policy, max_body_bytes)
-    _handle_errors(app, server)
+    _handle_errors(app)
 
     chat_page, docs_page, locked_docs_page = page("page.html"), page("docs.html"), page("docs.html", 401)
 
@@ -192,15 +192,15 @@ def _event(part: dict[str, Any]) -> bytes:
     return b"data: %b\n\n" % to_json(part)  # in a sixth of the time of `json.dumps`
 
 
-def _handle_errors(app: FastAPI, server: "Server") -> None:
+def _handle_errors(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
-        return error_answer(_api_error(error, request, server), request.scope["path"])
+        return error_answer(_api_error(error, request), request.scope["path"])
 
     for kind in (ReDrafterError, Stopped, HTTPException, RecursionError, RequestValidationError, Exception):
         app.add_exception_handler(kind, answer)
 
 
-def _api_error(error: Exception, request: Request, server: "Server") -> ApiError:
+def _api_error(error: Exception, request: Request) -> ApiError:
     """Convert an exception to the error for the client, and log the details that it omits."""
     if isinstance(error, ApiError):
         return error
@@ -210,7 +210,7 @@ def _api_error(error: Exception, request: Request, server: "Server") -> ApiError
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), headers=error.headers)
     if isinstance(error, RequestValidationError):
-        return _refused_field(error, server)
+        return _refused_field(error)
     if isinstance(error, RecursionError):
         return ApiError(400, "the body is nested too deeply")
     for kind, status, headers in (
@@ -232,14 +232,11 @@ def _api_error(error: Exception, request: Request, server: "Server") -> ApiError
     return ApiError(500, what, headers={"X-Request-Id": request_id})
 
 
-def _refused_field(error: RequestValidationError, server: "Server") -> ApiError:
+def _refused_field(error: RequestValidationError) -> ApiError:
     first = error.errors()[0]
     kind, param, message = first["type"], field_path(first), first["msg"].removeprefix("Value error, ")
     if kind == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', message)}")
-    if (not IMAGE_TAGS.isdisjoint(first["loc"]) or kind == "image") and isinstance(server.images, str):
-        # Advice on the format of images would mislead clients of a model that takes none.
-        return ApiError(400, server.images, (param or "").partition(".")[0] or None, "no_images")
     if kind in ("extra_forbidden", "unsupported"):
         advice = f": {message}" if kind == "unsupported" else ""
         return ApiError(400, f"{param} is not supported{advice}", param, "unsupported_parameter")

@@ -617,7 +617,11 @@ def test_tokens_are_counted_as_they_are_read(claude, program):
             [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}],
             "does not belong in a mess",
         ),
-        ("messages", [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}], "takes no images"),
+        (
+            "messages",
+            [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}],
+            "source.type: Input should be 'base64'",
+        ),
         (
             "messages",
             [
