@@ -1,14 +1,12 @@
 """Describe a checkpoint with torch: whether it can be a target, fits its drafter, and converts to other formats."""
 
 import copy
-import platform
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -37,9 +35,9 @@ from redrafter.formats.sources import (
     read_own,
 )
 from redrafter.formats.tensors import StoredTensor
+from redrafter.measure.record import versions
 from redrafter.model.recurrent_layers import layer_tensors
 from redrafter.model.supported import check_states_found, check_supported, config_width, stored_shapes
-from redrafter.version import __version__
 
 
 def describe(name: str, drafter_name: str | None = None) -> dict[str, object]:
@@ -170,10 +168,7 @@ def environment() -> dict[str, object]:
     boxed, gpus = boxed_pair(), range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     document = describe(str(boxed)) if boxed.is_dir() else dict[str, object](boxed_pair="not in this installation")
     document["environment"] = {
-        "redrafter": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
+        **versions(),
         "devices": ["cpu", *(f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in gpus)],
         "threads": torch.get_num_threads(),
     }

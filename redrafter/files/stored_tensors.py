@@ -20,7 +20,7 @@ from torch import Tensor
 
 from redrafter.errors import CheckpointError, first_line
 from redrafter.files.dtype_names import SAFETENSORS_CODES, SAFETENSORS_DTYPES
-from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE, open_safetensors, read_file_headers, weight_files
+from redrafter.files.headers import open_safetensors, read_file_headers, read_headers
 from redrafter.files.regular_file import open_regular, read_regular
 
 SUFFIX = ".safetensors"
@@ -44,16 +44,9 @@ class _Stamp(NamedTuple):
 def read_directory(directory: Path) -> dict[str, Tensor]:
     """Return the tensors that `save_pretrained` wrote into a directory, by name.
 
-    Raises:
-        CheckpointError: There are none, or not all of them, or they cannot be read.
+    Raises the errors of `read_headers` and `read_safetensors`.
     """
-    files, indexed = weight_files(directory)
-    if not files:
-        raise CheckpointError(f"{directory} has no {WEIGHTS_FILE}; save the model with save_pretrained")
-    tensors = read_safetensors(files)
-    if missing := indexed - tensors.keys():
-        raise CheckpointError(f"{directory / INDEX_FILE} names tensors that no file has: {min(missing)}")
-    return tensors
+    return read_safetensors([*dict.fromkeys(header.file for header in read_headers(directory).values())])
 
 
 def read_safetensors(files: Sequence[Path]) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from redrafter.files.checkpoint_kind import (
 )
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.gguf_file import GgufModel, dequantize, find_gguf, find_parts, read_gguf, shape_of
-from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE
+from redrafter.files.headers import weight_files
 from redrafter.files.hub import find_model_file
 from redrafter.files.stored_tensors import read_pickle
 from redrafter.formats import apple, dflash, eagle, trtllm
@@ -300,8 +300,7 @@ def _check_tensors(drafter: SourceDrafter, source_name: Callable[[str], str]) ->
 
 def _open_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a directory's safetensors files, or of its pickle if there are none."""
-    has_safetensors = (directory / INDEX_FILE).exists() or (directory / WEIGHTS_FILE).exists()
     file = next((directory / name for name in PICKLE_FILES if (directory / name).is_file()), None)
-    if file is None or has_safetensors:
+    if file is None or weight_files(directory)[0]:
         return open_directory(directory)
     return {name: memory_tensor(name, tensor) for name, tensor in read_pickle(file, mapped=True).items()}
