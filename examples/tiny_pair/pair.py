@@ -7,7 +7,8 @@ from typing import Any
 from drafter import NAME
 from recipe import Recipe
 
-from redrafter.convert.convert_checkpoint import merge
+from redrafter.convert.config import ConvertConfig
+from redrafter.convert.convert_checkpoint import convert
 
 SOURCES = {
     "classic_books": ("English books published before 1923", "public domain (US)"),
@@ -29,7 +30,8 @@ def make(recipe: Recipe, into: Path) -> dict[str, Any]:
     out = Path(recipe.out)
     report = json.loads((out / "report.json").read_text())
     results = json.loads((out / "evaluation" / "results.json").read_text())
-    merge(out / "base", out / "drafter", into)
+    sources = {"base_model_checkpoint_dir": str(out / "base"), "drafter_model_dir": str(out / "drafter")}
+    convert(ConvertConfig(**sources, output_dir=str(into)))
     (into / "README.md").write_text(base_card(report))
     (into / "drafter" / "README.md").write_text(drafter_card(report, results))
     return {"megabytes": round(sum(f.stat().st_size for f in into.rglob("*") if f.is_file()) / 1e6, 2)}

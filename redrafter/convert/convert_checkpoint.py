@@ -22,42 +22,6 @@ from redrafter.convert.config import ConvertConfig, check_output, main
 from redrafter.convert.plan import OUTPUT_PLANNERS, ConversionPlan, notes_on
 from redrafter.files.atomic_folder import write_folder
 from redrafter.formats.sources import is_pair, open_base, open_drafter
-from redrafter.tree.sizes import TreeShape
-
-
-def merge(
-    base: str | Path, drafter: str | Path, output: str | Path, shape: TreeShape | None = None, overwrite: bool = False
-) -> Path:
-    """Write a merged checkpoint of a model directory and a drafter directory.
-
-    Args:
-        base: Directory of the model.
-        drafter: Directory of the drafter.
-        output: Directory to write.
-        shape: Search defaults of the checkpoint; fields that are None default to the drafter's config.
-        overwrite: Whether to replace `output`, which must be a merged checkpoint itself.
-
-    Returns:
-        The path of `output`.
-
-    Raises:
-        CheckpointError: When files are missing or broken.
-        MismatchError: When the drafter was made for another base.
-        ArgumentError: The output cannot be written or the shape cannot be searched. Nothing is written in this case.
-    """
-    shape = shape or TreeShape()
-    convert(
-        ConvertConfig(
-            base_model_checkpoint_dir=str(base),
-            drafter_model_dir=str(drafter),
-            output_dir=str(output),
-            redrafter_num_beams=shape.num_beams,
-            redrafter_draft_len_per_beam=shape.draft_len_per_beam,
-            node_budget=shape.node_budget,
-            overwrite=overwrite,
-        )
-    )
-    return Path(output)
 
 
 def plan_conversion(config: ConvertConfig) -> ConversionPlan:

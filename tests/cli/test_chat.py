@@ -7,12 +7,12 @@ import pytest
 from helpers.command_line import (
     byte_tokenizer,
     fails,
+    merge,
     typed,
 )
 from redrafter.app.loading import Pair
 from redrafter.cli import main
 from redrafter.cli.chat import History
-from redrafter.convert.convert_checkpoint import merge
 
 
 @pytest.fixture

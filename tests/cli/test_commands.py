@@ -20,6 +20,7 @@ from helpers.command_line import (
     byte_fallback_tokenizer,
     byte_tokenizer,
     fails,
+    merge,
     ran,
     typed,
 )
@@ -27,7 +28,6 @@ from redrafter import DrafterConfig, RecurrentDrafter, ReDrafter
 from redrafter.app.loading import ChatEncoder, Pair
 from redrafter.cli import main
 from redrafter.cli.printer import GREEN, RESET, Printer, use_color
-from redrafter.convert.convert_checkpoint import merge
 from redrafter.engine.detokenizer import Detokenizer
 
 

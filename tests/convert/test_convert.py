@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import redrafter.cli
-from helpers.command_line import fails
+from helpers.command_line import fails, merge
 from helpers.conversion import words
 from helpers.models import HIDDEN, VOCAB, tiny_drafter, tiny_model
 from redrafter import ArgumentError, CheckpointError, MismatchError, ReDrafter
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.convert.checks import describe
-from redrafter.convert.convert_checkpoint import main, merge
+from redrafter.convert.convert_checkpoint import main
 from redrafter.tree.sizes import TreeShape
 
 

@@ -7,10 +7,10 @@ from transformers import AutoProcessor
 pytest.importorskip("PIL")
 
 from helpers.chats_with_images import llava_with_processor, picture
+from helpers.command_line import merge
 from helpers.models import HIDDEN, paged, tiny_drafter
 from helpers.seeing_models import tiny_seeing_model
 from redrafter import ReDrafter
-from redrafter.convert.convert_checkpoint import merge
 from redrafter.model.teacher import Teacher
 
 

@@ -16,7 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from helpers.models import tiny_model
 from redrafter import DrafterConfig, RecurrentDrafter
 from redrafter.cli import main
-from redrafter.convert.convert_checkpoint import merge
+from redrafter.convert.config import ConvertConfig
+from redrafter.convert.convert_checkpoint import convert
+from redrafter.tree.sizes import TreeShape
 
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
 TEXT = "Zürich: 10 € für 日本 🙂, ja! "
@@ -125,3 +127,20 @@ def _trained(text: torch.Tensor, steps: int, **changes: int) -> PreTrainedModel:
 def typed(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """Make a text what the command reads from stdin."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+def merge(base: Path, drafter: Path, output: Path, shape: TreeShape | None = None, overwrite: bool = False) -> Path:
+    """Write a merged checkpoint of a model directory and a drafter directory, and return its path."""
+    shape = shape or TreeShape()
+    convert(
+        ConvertConfig(
+            base_model_checkpoint_dir=str(base),
+            drafter_model_dir=str(drafter),
+            output_dir=str(output),
+            redrafter_num_beams=shape.num_beams,
+            redrafter_draft_len_per_beam=shape.draft_len_per_beam,
+            node_budget=shape.node_budget,
+            overwrite=overwrite,
+        )
+    )
+    return output

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import CompressedTensorsConfig, TorchAoConfig
 
+from helpers.command_line import merge
 from helpers.models import tiny_drafter, tiny_model, uneven_batch
 from helpers.quantized import save_compressed
 from redrafter import ReDrafter
 from redrafter.checkpoints.drafters import embedding_norms
-from redrafter.convert.convert_checkpoint import merge
 
 CAPABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = pytest.mark.skipif(not CAPABLE, reason="needs a GPU of compute capability 8.9")
