@@ -106,14 +106,14 @@ def test_a_cancelled_call_takes_part_in_no_later_step(engine, monkeypatch):
     monkeypatch.setattr(Scheduler, "step", slow)
 
     async def work():
-        tokens = engine.astream(IDS[:1], max_new_tokens=70, do_sample=False, speculate=False)
+        tokens = engine.astream(IDS[:1], max_new_tokens=1000, do_sample=False, speculate=False)
         await anext(tokens)
         await tokens.aclose()
 
     asyncio.run(work())
     for thread in threads():
         thread.join(timeout=60)
-    assert sum(steps) < 35, "its rows are decoded to their ends"
+    assert sum(steps) < 500, "its rows are decoded to their ends"
 
 
 LONG = {"input_ids": torch.arange(40)[None] * 7 % 83 + 4, **GREEDY}  # longer than a block, so its prefix is stored

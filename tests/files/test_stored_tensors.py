@@ -85,7 +85,7 @@ def test_only_regular_files_are_read(tmp_path, kind):
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(300)
     assert len(told) == 3, "it waits for somebody who writes"
     assert all("model.safetensors cannot be read" in message for message in told)
 

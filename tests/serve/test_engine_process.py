@@ -53,9 +53,9 @@ def test_a_server_is_not_healthy_while_its_engine_is_stopped(mortal):
     engine = engine_of(mortal.process.pid)
     os.kill(engine, signal.SIGSTOP)
     paths = ("/health", "/v1/health/live", "/v1/health/ready", "/v1/health/model")
-    assert soon(lambda: {mortal.get(path).status_code for path in paths} == {503}, 30)
+    assert soon(lambda: {mortal.get(path).status_code for path in paths} == {503})
     os.kill(engine, signal.SIGCONT)
-    assert soon(lambda: mortal.healthy, 30)
+    assert soon(lambda: mortal.healthy)
 
 
 @pytest.mark.slow

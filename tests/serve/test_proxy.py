@@ -64,7 +64,7 @@ def port(tmp_path_factory: Any) -> Iterator[int]:
         words = [str(NGINX), "-p", str(folder), "-e", "stderr", "-c", str(folder / "nginx.conf")]
         process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
         try:
-            assert soon(lambda: answers(port) or process.poll() is not None, 30)
+            assert soon(lambda: answers(port) or process.poll() is not None)
             assert process.poll() is None, process.stderr and process.stderr.read()
             yield port
         finally:
@@ -126,7 +126,7 @@ def test_streams_come_part_by_part_and_leavers_are_noticed(port):
             heard = b""
             while b"data: 1" not in heard:
                 heard += connection.recv(1000)
-        assert soon(lambda: [each["path"] for each in SEEN] == ["/stream", "ended"], 5)
+        assert soon(lambda: [each["path"] for each in SEEN] == ["/stream", "ended"])
 
 
 def test_bodies_come_whole_and_slow_heads_are_closed(port):

@@ -66,7 +66,7 @@ class Collector:
         def found() -> list[Any]:
             return [span for span in self.spans() if attributes(span).get("gen_ai.request.id") == request_id]
 
-        assert soon(found, 20)
+        assert soon(found)
         [span] = found()
         return span, attributes(span)
 
@@ -222,7 +222,7 @@ def test_who_waits_leaves_or_is_refused_is_told(traced, collector):
     with httpx.stream(**stream, headers={"x-request-id": "leaves"}) as answer:
         assert answer.status_code == 200
         waiting.start()
-        assert soon(lambda: traced.metrics()["vllm:num_requests_waiting"] == 1, 10)
+        assert soon(lambda: traced.metrics()["vllm:num_requests_waiting"] == 1)
         refused = traced.post("/v1/completions", body | {"n": 3}, headers={"x-request-id": "refused"})
         assert refused.status_code == 429
     waiting.join()

@@ -269,7 +269,7 @@ def test_prompts_are_tokenised_while_a_batch_is_decoded(pair, config, monkeypatc
         return task
 
     def decoded(self: AnswerWriter, batch: list[Task]) -> object:
-        assert tokenised.wait(20), "row 2 is tokenized only after the batch"
+        assert tokenised.wait(300), "row 2 is tokenized only after the batch"
         return decode(self, batch)
 
     rows = [talk(f"number {number}", "x") for number in range(4)]

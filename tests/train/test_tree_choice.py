@@ -17,18 +17,15 @@ from redrafter.train.tree_choice import best_tree, candidates, choose_tree
 from redrafter.tree.sizes import TreeShape
 
 
-@pytest.mark.parametrize(
-    ("deep", "wide", "chosen"),
-    [
+def test_the_tree_that_writes_most_is_chosen_and_of_equals_the_shallowest():
+    shapes = {"deep": TreeShape(3, 9, 26), "wide": TreeShape(6, 4, 25)}
+    for deep, wide, chosen in (
         ((5.0, 3.0), (4.0, 3.0), "deep"),  # the mean of both temperatures counts
         ((4.0, 3.0), (3.0, 4.5), "wide"),
         ((4.02, 3.0), (4.0, 3.0), "wide"),  # as good: the shallower one
         ((4.2, 3.0), (4.0, 3.0), "deep"),
-    ],
-)
-def test_the_tree_that_writes_most_is_chosen_and_of_equals_the_shallowest(deep, wide, chosen):
-    shapes = {"deep": TreeShape(3, 9, 26), "wide": TreeShape(6, 4, 25)}
-    assert best_tree({shapes["deep"]: deep, shapes["wide"]: wide}) == shapes[chosen]
+    ):
+        assert best_tree({shapes["deep"]: deep, shapes["wide"]: wide}) == shapes[chosen]
 
 
 def test_of_trees_as_deep_the_best_is_chosen():
