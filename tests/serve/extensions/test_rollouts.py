@@ -4,8 +4,8 @@ import asyncio
 import os
 import shutil
 import threading
-import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.engine_in_thread import EngineThread, ServerHere
+from helpers.processes import soon
 from helpers.serving import listening
 from redrafter import Engine, boxed_pair
 from redrafter.app.loading import Pair
@@ -54,29 +55,51 @@ def folders(tmp_path_factory):
     drafter.save_pretrained(folder / "drafter")
     drafter.config.base_embedding_norms = [9.0] * 8
     drafter.save_pretrained(folder / "misfit")
+    weights = load_file(folder / "base" / "model.safetensors")
+    weights["model.norm.weight"][0] = torch.nan
+    save_file(weights, folder / "diverged.safetensors")
     return folder
 
 
-@pytest.fixture
-def served() -> Iterator[ServerHere]:
+@contextmanager
+def serving() -> Iterator[tuple[ServerHere, httpx.Client]]:
     pair, options = Pair.load(LOAD), ServeOptions()
     engine = ServedEngine.from_pair(pair, options, LOAD)
     thread = EngineThread(engine.scheduler, pair.tokenizer, engine.facts)
     server = load_server(thread, options, LOAD, ApiKeys(), ApiKeys(["sesame"], "operator"))
     server.engine.start()
     try:
-        with listening(server_app(server)) as url:
+        with listening(server_app(server)) as url, httpx.Client(base_url=url, timeout=300) as http:
             here = ServerHere(server, url)
             here.memory = engine.scheduler.memory
-            yield here
+            yield here, http
     finally:
         server.engine.stop()
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[tuple[ServerHere, httpx.Client]]:
+    with serving() as here:
+        yield here
+
+
 @pytest.fixture
-def http(served) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served.url, timeout=300) as client:
-        yield client
+def served(shared) -> ServerHere:
+    """A server whose weights and drafter no test changes."""
+    return shared[0]
+
+
+@pytest.fixture
+def http(shared) -> httpx.Client:
+    """A client of `served`."""
+    return shared[1]
+
+
+@pytest.fixture
+def own() -> Iterator[tuple[ServerHere, httpx.Client]]:
+    """A server for one test, which changes it, and a client of it."""
+    with serving() as here:
+        yield here
 
 
 def plain_text(model: torch.nn.Module, ids: list[int], count: int) -> list[int]:
@@ -140,19 +163,6 @@ def test_operators_have_keys_of_their_own(monkeypatch):
         collect_operator_keys(["a b "], ApiKeys())
 
 
-def test_texts_after_new_weights_are_those_of_the_new_model(http, folders):
-    new = AutoModelForCausalLM.from_pretrained(folders / "base", dtype=torch.float32)
-    before = complete(http).json()["choices"][0]["text"]
-    complete(http, prompt=PROMPT * 6)
-    assert operate(http, "/v1/update_weights", {"path": str(folders / "base")}).status_code == 200
-    expected = text_of(new)
-    assert expected != before
-    for how in ({}, {"speculate": False}):
-        assert complete(http, **how).json()["choices"][0]["text"] == expected
-    usage = complete(http, prompt=PROMPT * 6).json()["usage"]
-    assert usage["prompt_tokens_details"]["cached_tokens"] == 0, "nothing of it was read by the new model"
-
-
 def stream(url, count, started: threading.Event, parts: list, **more) -> None:
     """Read the token ids of a stream; set `started` when the first have come."""
     body = {"prompt": PROMPT, "max_tokens": count, "temperature": 0, "stream": True, "ignore_eos": True} | more
@@ -163,12 +173,14 @@ def stream(url, count, started: threading.Event, parts: list, **more) -> None:
                 started.set()
 
 
-@pytest.mark.parametrize("speculate", [True, False])
-def test_a_stream_goes_on_through_new_weights_with_what_it_has(http, served, folders, speculate):
-    """Its first part is the old model's text, and the rest is what the new one writes after that part."""
+def test_a_stream_continues_through_new_weights_and_later_texts_are_those_of_the_new_model(own, folders):
+    """The stream's first part is the old model's text, and the rest is what the new one writes after that part."""
+    served, http = own
+    before = complete(http).json()["choices"][0]["text"]
+    complete(http, prompt=PROMPT * 6)
     started, parts = threading.Event(), []
     ids = served.server.tokenizer(PROMPT).input_ids
-    worker = threading.Thread(target=stream, args=(served.url, 220, started, parts), kwargs={"speculate": speculate})
+    worker = threading.Thread(target=stream, args=(served.url, 220, started, parts))
     worker.start()
     assert started.wait(60)
     assert operate(http, "/v1/update_weights", {"path": str(folders / "base")}).status_code == 200
@@ -176,6 +188,12 @@ def test_a_stream_goes_on_through_new_weights_with_what_it_has(http, served, fol
     text = "".join(parts)
     old = AutoModelForCausalLM.from_pretrained(boxed_pair(), dtype=torch.float32)
     new = AutoModelForCausalLM.from_pretrained(folders / "base", dtype=torch.float32)
+    expected = text_of(new)
+    assert expected != before
+    for how in ({}, {"speculate": False}):
+        assert complete(http, **how).json()["choices"][0]["text"] == expected
+    usage = complete(http, prompt=PROMPT * 6).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0, "nothing of it was read by the new model"
     old.generation_config.eos_token_id = new.generation_config.eos_token_id = None
     tokens, decode = plain_text(old, ids, 220), served.server.tokenizer.decode
     assert text != decode(tokens, skip_special_tokens=True), "the update came too late to be seen"
@@ -187,9 +205,13 @@ def test_a_stream_goes_on_through_new_weights_with_what_it_has(http, served, fol
         tokens[:n] + plain_text(new, [*ids, *tokens[:n]], 220 - n) for n in range(shared, max(shared - 40, 0), -1)
     )
     assert any(decode(each, skip_special_tokens=True) == text for each in candidates)
+    diverged = {"path": str(folders / "diverged.safetensors"), "allow_not_finite": True}
+    assert operate(http, "/v1/update_weights", diverged).json()["not_finite"] == ["model.norm.weight"]
+    assert complete(http).status_code == 500
 
 
-def test_a_drafter_is_swapped_under_streams_without_a_changed_text(http, served, folders):
+def test_a_drafter_is_swapped_under_streams_without_a_changed_text(own, folders):
+    served, http = own
     expected = text_of(AutoModelForCausalLM.from_pretrained(boxed_pair(), dtype=torch.float32), 160)
     whole: list[list[str]] = [[], [], []]
     workers = []
@@ -231,6 +253,7 @@ def test_a_drafter_is_swapped_under_streams_without_a_changed_text(http, served,
 def test_what_does_not_fit_is_refused_by_name_and_texts_go_on(http, folders, tmp_path):
     before = complete(http).json()["choices"][0]["text"]
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
+    diverged = {"path": str(folders / "diverged.safetensors")}
     cases = [
         ("/v1/drafter", {"path": str(folders / "misfit")}, 400, "made for another base"),
         ("/v1/drafter", {"path": str(folders / "base")}, 400, ""),
@@ -243,6 +266,7 @@ def test_what_does_not_fit_is_refused_by_name_and_texts_go_on(http, folders, tmp
         ("/v1/drafter", {"path": "x", "force": True}, 400, "force is not supported"),
         ("/v1/update_weights", {"path": str(tmp_path)}, 400, "cannot be read"),
         ("/v1/update_weights", {"path": str(folders / "drafter")}, 400, "drafter"),
+        ("/v1/update_weights", diverged, 400, "such as model.norm.weight"),
         ("/v1/update_weights", {}, 400, "path"),
         ("/v1/sleep", {"level": 2}, 400, "level is not supported"),
     ]
@@ -279,22 +303,6 @@ def test_files_that_are_no_regular_ones_or_are_cut_short_stop_nobody(http, serve
     assert parts
     assert not worker.is_alive()
     assert complete(http).json()["choices"][0]["text"] == before
-
-
-def test_weights_that_are_not_finite_are_refused_or_named_in_the_answer(http, folders, tmp_path):
-    weights = load_file(folders / "base" / "model.safetensors")
-    weights["model.norm.weight"][0] = torch.nan
-    save_file(weights, tmp_path / "diverged.safetensors")
-    body = {"path": str(tmp_path / "diverged.safetensors")}
-    answer = operate(http, "/v1/update_weights", body)
-    assert (answer.status_code, "such as model.norm.weight" in answer.text) == (400, True)
-    assert complete(http).status_code == 200
-    answer = operate(http, "/v1/update_weights", body | {"allow_not_finite": True})
-    assert (answer.status_code, answer.json()["not_finite"]) == (200, ["model.norm.weight"])
-    assert complete(http).status_code == 500
-    answer = operate(http, "/v1/update_weights", {"path": str(folders / "base")})
-    assert (answer.status_code, answer.json()["not_finite"]) == (200, [])
-    assert complete(http).status_code == 200
 
 
 def test_an_error_that_nobody_expected_in_a_change_is_told_without_its_text(http, served, folders, monkeypatch):
@@ -354,8 +362,7 @@ def test_memory_is_given_back_while_the_server_sleeps_and_clients_may_leave(http
     assert not any(pool.untyped_storage().nbytes() for pool in pools)
     left.set()
     worker.join(60)
-    for _ in range(200):
-        time.sleep(0.05 * bool(served.server.engine.streams))
+    assert soon(lambda: not served.server.engine.streams)
     operate(http, "/v1/wake")
     assert all(pool.untyped_storage().nbytes() for pool in pools)
     assert complete(http).status_code == 200
