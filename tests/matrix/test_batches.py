@@ -3,13 +3,11 @@
 import pytest
 import torch
 
-from helpers.features import FEATURES, GREEDY, NEW, PAIRS, SAMPLED, SIMPLE, case, pair
+from helpers.features import ENGINES, FEATURES, GREEDY, NEW, PAIRS, SAMPLED, case, pair
 from helpers.models import paged, row_texts
 
-# A batch on a paged cache is among the fast cases of test_sequences.
-FAST = {(*of, "dense" if "dense" in FEATURES[of[0]].caches else "own") for of in SIMPLE} | {
-    ("text", "drafter", "paged")
-}
+# The fast cases of test_sequences have each feature with a drafter, and paged caches.
+FAST = {("text", engine, "dense") for engine in ENGINES} | {("text", "drafter", "paged")}
 CASES = [case(*of, cache, fast=(*of, cache) in FAST) for of in PAIRS for cache in FEATURES[of[0]].caches]
 SHORT = NEW // 2  # of a row alone, whose text begins as that of a longer one does
 

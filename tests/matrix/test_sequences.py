@@ -25,7 +25,10 @@ MEMORIES: dict[str, dict] = {
 SCHEDULES = [(memory, order) for memory in MEMORIES for order in ("in turn", "ahead")]
 SCHEDULES.remove(("dense", "ahead"))
 PREEMPTING = ("few blocks", "ahead")
-FAST = SIMPLE - {("invariant", "drafter")}  # which tests/engine/test_modes.py serves, in a tenth of the time
+# Fast tests of tests/scheduler and of tests/engine/test_modes.py serve the other simple ones in a tenth of the time.
+FAST = {
+    of for of in SIMPLE if of[0] not in ("invariant", "adapters", "convolutions", "images and adapters", "fp8 images")
+}
 FEW = [PREEMPTING, ("dense", "in turn"), ("chunks", "in turn"), ("host", "in turn")]
 CASES = [
     case(*of, "-".join(schedule), fast=of in FAST and schedule in (FEW[:2] if of == ("text", "drafter") else FEW[:1]))
