@@ -35,6 +35,7 @@ from redrafter.files.cpu_quota import cpu_quota
 from redrafter.measure.decode import PromptIds, Run, pad_token_of, timed_run
 from redrafter.parallel.launched import launched_processes
 from redrafter.sampling.params import NUMBERS
+from redrafter.scheduler.request import check_token_ids
 
 NO_DRAFT_OPTIONS = DraftOptions()
 # Alternatives to a drafter that messages suggest, for commands that have these options.
@@ -153,12 +154,8 @@ class Pair:
             spellings = dict.fromkeys(tuple(self.tokenizer(text, add_special_tokens=False).input_ids) for text in texts)
             arguments["bad_words_ids"] = [list(ids) for ids in spellings if ids]
         # An id outside of the vocabulary would be ignored silently, or fail on the device.
-        size = self.engine.target.vocab_size
         for flag, ids in (("logit-bias", options.logit_bias or ()), ("stop-token-ids", options.stop_token_ids)):
-            if wrong := [token for token in ids if not 0 <= token < size]:
-                raise ArgumentError(
-                    f"--{flag} {wrong[0]} is not a token: the model's vocabulary has the ids 0 to {size - 1}"
-                )
+            check_token_ids(ids, self.engine.target.vocab_size, f"--{flag}")
         if options.stop_token_ids:
             arguments["eos_token_id"] = [*end_tokens(self.engine.model), *options.stop_token_ids]
         if sampling and self.engine.model.generation_config.top_k is None:

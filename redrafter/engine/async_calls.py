@@ -15,7 +15,7 @@ from torch import Tensor
 
 from redrafter.engine.arguments import OwnArguments, PreparedCall
 from redrafter.engine.call import GenerateCall, GenerateOutput
-from redrafter.engine.request import Request
+from redrafter.engine.request import CallRequest
 from redrafter.engine.streamers import StepStreamer
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.scheduler.scheduler import Scheduler
@@ -24,7 +24,7 @@ from redrafter.scheduler.scheduler import Scheduler
 class _PendingCall:
     """A call that is being decoded, and the coroutine that waits for it."""
 
-    def __init__(self, request: Request, held: ExitStack, stream: StepStreamer | None):
+    def __init__(self, request: CallRequest, held: ExitStack, stream: StepStreamer | None):
         self.call = GenerateCall(request, stream)
         self.sequences = [row.sequence for row in self.call.rows]
         self._held = held  # the contexts that hold its adapters, and the engine's weights
@@ -79,7 +79,7 @@ class AsyncCalls:
         self,
         scheduler: Scheduler,
         prepare: Callable[..., PreparedCall],
-        reading: Callable[[PreparedCall], AbstractContextManager[Request]],
+        reading: Callable[[PreparedCall], AbstractContextManager[CallRequest]],
     ):
         """Begin without calls.
 
@@ -138,12 +138,12 @@ class AsyncCalls:
             await asyncio.wait([task])
 
     @torch.inference_mode()
-    def _read(self, prompts: Sequence[Any], arguments: Mapping[str, Any], held: ExitStack) -> Request:
+    def _read(self, prompts: Sequence[Any], arguments: Mapping[str, Any], held: ExitStack) -> CallRequest:
         """Turn the arguments of a call into a request that the shared batch can decode."""
         own = OwnArguments(**{name: value for name, value in arguments.items() if name in OwnArguments._fields})
         others = {name: value for name, value in arguments.items() if name not in OwnArguments._fields}
         request = held.enter_context(self._reading(self._prepare(own, *prompts, **others)))
-        custom = next((each for params in request.params for each in (*params.extra, *params.extra_last)), None)
+        custom = next((each for row in request.rows for each in (*row.params.extra, *row.params.extra_last)), None)
         if custom is not None:
             raise UnsupportedError(
                 f"agenerate() shares its steps with other calls, and takes no {type(custom).__name__} of your own: "

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers.generation.stopping_criteria import StoppingCriteria, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from redrafter.engine.request import Request
+from redrafter.engine.request import CallRequest
 from redrafter.engine.streamers import StepStreamer
 from redrafter.errors import ArgumentError, NotFiniteError, warn
 from redrafter.scheduler.scheduler import Scheduler
@@ -57,22 +57,12 @@ class OutputRow:
 
     def __init__(self, index: int, prompt: list[int], call: "GenerateCall"):
         """Make a row that has not begun; `prompt` has its padding."""
-        request = call.request
         self._index, self._prompt, self._call = index, prompt, call
         self.text: list[int] = []  # new tokens so far
         self.scores: list[Tensor] = []  # processed scores of its tokens, `[count, V]` float32 per step, if recorded
         self.logits: list[Tensor] = []  # logits of its tokens, likewise
-        self.sequence = TokenSequence(
-            prompt=prompt[len(prompt) - request.lengths[index] :],
-            max_new_tokens=request.limits[index] - request.lengths[index],
-            params=request.params[index],
-            sink=self._record,
-            find_stop=self._find_stop if request.criteria else None,
-            adapter=request.adapters[index],
-            index=index,
-            keeps=request.keeps,
-            images=request.images[index],
-        )
+        find_stop = self._find_stop if call.request.criteria else None
+        self.sequence = TokenSequence(call.request.rows[index], self._record, find_stop)
 
     def _find_stop(self, new: Sequence[int]) -> int | None:
         """Return the index of the first of `new` tokens that ends the text, or None."""
@@ -160,7 +150,7 @@ class GenerateCall:
         error: The error that ended the first failed row; None where there is no such row.
     """
 
-    def __init__(self, request: Request, stream: StepStreamer | None = None):
+    def __init__(self, request: CallRequest, stream: StepStreamer | None = None):
         """Make rows before their first tokens; `stream`, if given, receives tokens as they are made."""
         self.request, self.stream = request, stream
         self.ended, self.error = 0, None  # type: int, BaseException | None
@@ -179,7 +169,7 @@ class GenerateCall:
 
         scheduler.on_failure = fail
         try:
-            scheduler.enqueue(*(row.sequence for row in self.rows))
+            scheduler.submit(*(row.sequence for row in self.rows))
             yield
         finally:
             # Also after an error or an interrupt: the batch and its blocks serve the next call.
@@ -221,7 +211,7 @@ class GenerateCall:
         sequences = torch.cat([request.input_ids, new], dim=1).to(request.device)
         if not request.as_dict:
             return sequences
-        seeds = None if request.params[0].greedy else [params.seed for params in request.params]
+        seeds = None if request.rows[0].params.greedy else [row.params.seed for row in request.rows]
         # transformers annotates these fields more narrowly than the values it assigns itself.
         return GenerateOutput(
             sequences=sequences,  # type: ignore[arg-type]
@@ -243,8 +233,8 @@ class GenerateCall:
         cut_short = [
             row.sequence
             for row, cut in zip(self.rows, self.request.cut_short, strict=False)
-            if cut and len(row.text) == row.sequence.max_new_tokens
-            if row.text[-1] not in row.sequence.params.stop_token_ids
+            if cut and len(row.text) == row.sequence.request.max_new_tokens
+            if row.text[-1] not in row.sequence.request.params.stop_token_ids
         ]
         if cut_short:
             which = "the text" if len(self.rows) == 1 else f"{len(cut_short)} of {len(self.rows)} texts"

@@ -35,7 +35,7 @@ from redrafter.engine.changes import Changeable
 from redrafter.engine.idle_batches import IdleBatches
 from redrafter.engine.modes import set_modes
 from redrafter.engine.options import EngineOptions
-from redrafter.engine.request import Request, read_request, row_adapters
+from redrafter.engine.request import CallRequest, read_request, row_adapters
 from redrafter.engine.streamers import ColumnStream, StepStreamer, takes_columns
 from redrafter.errors import ArgumentError, UnsupportedError, warn
 from redrafter.features import ADAPTIVE_DRAFTS, ASYNC_CALLS, SERVING, FeatureSet
@@ -210,7 +210,7 @@ class Engine(Changeable):
 
     @contextmanager
     def scheduler_for(
-        self, request: Request, speculate: bool = True, models: Models | None = None
+        self, request: CallRequest, speculate: bool = True, models: Models | None = None
     ) -> Iterator[Scheduler]:
         """Yield a scheduler without sequences for the rows of a request; `models` draft, or this engine for None.
 
@@ -223,19 +223,21 @@ class Engine(Changeable):
             self._warned = True
             warn(f"{self.target.name} is decoded without CUDA graphs, slower: {reason}")
         memory = None if reason else self.shared_memory
-        rows = min(len(request.lengths), most)
+        rows, params = min(len(request.rows), most), [row.params for row in request.rows]
         limits = Limits(
             rows,
             sys.maxsize,
+            max_seq_len=self.options.max_seq_len,
+            max_input_len=self.options.max_input_len,
             max_queue_size=0,
             guaranteed_no_evict=True,
             paced=False,
             admit_together=max(rows // 8, min(rows // 4, 2), 1),  # measured on a GPU: docs/benchmarks.md
             bulk=True,
         )
-        with (self.lender or self).batches.lent(drafting, memory, request.params, most, speculate=speculate) as batch:
+        with (self.lender or self).batches.lent(drafting, memory, params, most, speculate=speculate) as batch:
             scheduler = Scheduler(drafting, memory, limits, speculate=speculate, batch=batch)
-            batch.reserve(max(request.limits))
+            batch.reserve(max(len(row.prompt) + row.max_new_tokens for row in request.rows))
             yield scheduler
 
     @property
@@ -347,8 +349,10 @@ class Engine(Changeable):
         rows = min(Limits.max_batch_size, self.options.max_batch_size)
         # The memory of `generate` has room for both on a GPU.
         memory = self.shared_memory if self.target.device.type == "cuda" else self.make_memory(rows)
-        scheduler = Scheduler(self, memory, Limits(max_batch_size=rows, max_queue_size=0))
-        return AsyncCalls(scheduler, self._prepare, self._reading)
+        limits = Limits(
+            rows, max_seq_len=self.options.max_seq_len, max_input_len=self.options.max_input_len, max_queue_size=0
+        )
+        return AsyncCalls(Scheduler(self, memory, limits), self._prepare, self._reading)
 
     def custom_generate(
         self,
@@ -395,7 +399,7 @@ class Engine(Changeable):
                 return GenerateCall(request, stream).decode(scheduler, own.progress)
 
     @contextmanager
-    def _reading(self, call: PreparedCall) -> Iterator[Request]:
+    def _reading(self, call: PreparedCall) -> Iterator[CallRequest]:
         """Yield the request of a call, and hold the models' current weights and the rows' adapters in the context."""
         rows = len(call.input_ids)
         names = row_adapters(call.own.adapter, call.prompts or rows, rows)

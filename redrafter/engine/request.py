@@ -26,12 +26,11 @@ from redrafter.engine.modes import check_processors
 from redrafter.engine.options import EngineOptions
 from redrafter.errors import ArgumentError
 from redrafter.grammar.grammar import Grammar
-from redrafter.model.images import ImagePrompt
 from redrafter.model.lora import Adapter
 from redrafter.model.target import Target
 from redrafter.sampling.hf_processors import TemperaturePerRow, fold_rows, index_of_warpers, read_processors
 from redrafter.sampling.params import SamplingParams
-from redrafter.scheduler.sequence import check_draft_limit
+from redrafter.scheduler.request import GenerationRequest, check_draft_limit
 
 MAX_TEXT_TOKENS = 1 << 31  # longer limits are cut here, as they need not fit into a 64-bit integer
 
@@ -119,21 +118,17 @@ MAX_TEXT_TOKENS = 1 << 31  # longer limits are cut here, as they need not fit in
 
 
 @dataclass(frozen=True)
-class Request:
-    """All inputs of decoding one call, with its rows in order."""
+class CallRequest:
+    """All inputs of decoding one call."""
 
     input_ids: Tensor  # left-padded prompts on the host, `[B, P]`
-    lengths: list[int]  # lengths of the prompts, without padding
-    limits: list[int]  # maximum length of each row, including its prompt
-    params: list[SamplingParams]  # sampling parameters of each row
-    adapters: Sequence[Adapter | None]  # LoRA adapter of each row, None for the model alone
-    images: Sequence[ImagePrompt | None]  # images of each row's prompt; None for a row without any
+    rows: Sequence[GenerationRequest]  # in their order
     device: torch.device  # device of the returned ids
     cut_short: Sequence[bool] = ()  # whether a row's limit is the end of the target's context, before the requested one
     pad_token: int = 0  # fills rows after their end
     criteria: Sequence[StoppingCriteria] = ()  # called for each token on the host
     deadline: float = float("inf")  # `time.time()` after which no step begins
-    keeps: frozenset[str] = frozenset()  # which of "scores" (processed) and "logits" are recorded
+    keeps: frozenset[str] = frozenset()  # which of "scores" (processed) and "logits" are returned
     as_dict: bool = True  # whether a `GenerateOutput` is returned in place of ids
     slow_processors: Sequence[str] = ()  # names of processors that run node by node
 
@@ -149,8 +144,8 @@ def read_request(
     stopping_criteria: StoppingCriteriaList,
     attention_mask: Tensor | None = None,
     **prepared: object,
-) -> Request:
-    """Turn a call prepared by Hugging Face into a `Request`; `prepared` are the model's other inputs.
+) -> CallRequest:
+    """Turn a call prepared by Hugging Face into a `CallRequest`; `prepared` are the model's other inputs.
 
     Raises:
         ArgumentError: For values out of range.
@@ -161,7 +156,7 @@ def read_request(
     # A GPU is asked for ids and mask once, instead of for each number that follows from them.
     own, ids = call.own, call.input_ids.cpu()
     mask = None if attention_mask is None else attention_mask.cpu()
-    seen = check_ids(ids, mask, target, options)
+    seen = read_mask(ids, mask)
     images = read_prepared(prepared, ids, seen, target)
     if config.num_return_sequences is not None and config.num_return_sequences < 1:
         raise ArgumentError(f"num_return_sequences must be 1 or more, got {config.num_return_sequences}")
@@ -176,7 +171,8 @@ def read_request(
         if type(criterion) is MaxLengthCriteria:
             lengths.append(criterion.max_length)
         elif type(criterion) is EosTokenCriteria:
-            eos |= set(criterion.eos_token_id.tolist())
+            # An id that the model lacks is never drawn, and is no index of its logits.
+            eos |= {token for token in criterion.eos_token_id.tolist() if 0 <= token < target.vocab_size}
         elif type(criterion) is MaxTimeCriteria:
             deadline = min(deadline, criterion.initial_timestamp + criterion.max_time)
         else:
@@ -196,35 +192,42 @@ def read_request(
     drawn: list[dict[str, object]] = [{"temperature": 0.0}] * rows
     if sampled:
         drawn = [{"seed": each} for each in target.ranks.from_first(row_seeds(own.seed, rows))]
-    settings = zip(
+    drawn_with = zip(
         fold_rows(functions, rows, eos, sampled=sampled),
         drawn,
         _grammars(call.params.get("grammar"), rows),
         row_draft_limits(own.num_speculative_tokens, rows, speculate=own.speculate),
         strict=True,
     )
+    params = [
+        SamplingParams(
+            **row | draw | dict(call.params) | {"grammar": grammar}, num_speculative_tokens=limit, stop_token_ids=eos
+        )
+        for row, draw, grammar, limit in drawn_with
+    ]
     recorded = {"scores": config.output_scores, "logits": config.output_logits}
     as_dict = bool(config.return_dict_in_generate)
-    return Request(
+    keeps = frozenset(name for name, wanted in recorded.items() if wanted and as_dict)
+    return CallRequest(
         input_ids=ids,
-        lengths=counts,
-        limits=limits,
-        params=[
-            SamplingParams(
-                **row | draw | dict(call.params) | {"grammar": grammar},
-                num_speculative_tokens=limit,
-                stop_token_ids=eos,
+        rows=[
+            GenerationRequest(
+                prompt=prompt[width - counts[row] :],
+                max_new_tokens=limits[row] - counts[row],
+                params=params[row],
+                adapter=adapters[row],
+                index=row,
+                keeps=keeps,
+                images=images[row],
             )
-            for row, draw, grammar, limit in settings
+            for row, prompt in enumerate(ids.tolist())
         ],
-        adapters=adapters or [None] * rows,
-        images=images,
         device=call.input_ids.device if call.device is None else call.device,
         cut_short=[target.context == most < more for most, more in zip(limits, asked, strict=True)],
         pad_token=_pad_token(config, eos),
         criteria=criteria,
         deadline=deadline,
-        keeps=frozenset(name for name, wanted in recorded.items() if wanted and as_dict),
+        keeps=keeps,
         as_dict=as_dict,
         slow_processors=slow,
     )
@@ -247,42 +250,14 @@ def _pad_token(config: GenerationConfig, eos: frozenset[int]) -> int:
     return min(eos, default=0)
 
 
-def check_ids(input_ids: Tensor, mask: Tensor | None, target: Target, options: EngineOptions) -> Tensor:
-    """Check prompts of the right shape, and return where they have tokens, `[B, P]` bool.
-
-    Raises:
-        ArgumentError: An id is not in the target's vocabulary, a row is not left-padded or has no token, or the longest
-            row leaves no room for new tokens.
-    """
-    # One reduction and one copy to the host for both bounds.
-    low, high = (int(x) for x in input_ids.aminmax())
-    # On a GPU an id out of range would end the process with a device assertion.
-    if low < 0 or high >= target.vocab_size:
-        bad = low if low < 0 else high
-        raise ArgumentError(f"token id {bad} is out of range: the target's vocabulary has {target.vocab_size} ids")
-    seen = torch.ones_like(input_ids, dtype=torch.bool)
-    longest = input_ids.shape[1]
-    if mask is not None and not bool((mask := mask.bool()).all()):
-        seen, longest = mask, int(mask.sum(dim=1).max())
-        if not bool(seen.any(dim=1).all()):
-            row = int((~seen.any(dim=1)).nonzero()[0])
-            raise ArgumentError(f"row {row} of attention_mask has no token: empty prompt")
-        # A token followed by padding means right padding.
-        if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
-            raise ArgumentError("attention_mask is not left-padded; set tokenizer.padding_side = 'left'")
-    context = target.context
-    if context is not None and longest >= context:
-        raise ArgumentError(
-            f"the prompt has {longest} tokens and the target's context is {context}: no room is left to write; "
-            "shorten the prompt"
-        )
-    if options.max_input_len is not None and longest > options.max_input_len:
-        raise ArgumentError(
-            f"the prompt has {longest} tokens and max_input_len is {options.max_input_len}: shorten it, or raise that"
-        )
-    if options.max_seq_len is not None and longest >= options.max_seq_len:
-        raise ArgumentError(
-            f"the prompt has {longest} tokens and max_seq_len is {options.max_seq_len}: no room is left to write; "
-            "shorten it, or raise that"
-        )
-    return seen
+def read_mask(input_ids: Tensor, mask: Tensor | None) -> Tensor:
+    """Return where prompts have tokens, `[B, P]` bool; `ArgumentError` for rows that are empty or not left-padded."""
+    if mask is None or bool((mask := mask.bool()).all()):
+        return torch.ones_like(input_ids, dtype=torch.bool)
+    if not bool(mask.any(dim=1).all()):
+        row = int((~mask.any(dim=1)).nonzero()[0])
+        raise ArgumentError(f"row {row} of attention_mask has no token: empty prompt")
+    # A token followed by padding means right padding.
+    if bool((mask[:, :-1] & ~mask[:, 1:]).any()):
+        raise ArgumentError("attention_mask is not left-padded; set tokenizer.padding_side = 'left'")
+    return mask

@@ -17,7 +17,7 @@ from redrafter.drafting.policy import DraftPolicy, FixedTreePolicy
 from redrafter.drafting.proposer import Proposer, SearchProposer
 from redrafter.engine.call import GenerateCall
 from redrafter.engine.engine import Engine
-from redrafter.engine.request import Request
+from redrafter.engine.request import CallRequest
 from redrafter.errors import CacheFullError
 from redrafter.measure.decode import PromptIds, Stopwatch
 from redrafter.model.forward_batch import ForwardBatch
@@ -26,6 +26,7 @@ from redrafter.parallel.ranks import ALONE, Ranks
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.captured_step import capture
 from redrafter.scheduler.paged_memory import PagedMemory
+from redrafter.scheduler.request import GenerationRequest
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.tree.token_tree import Tree
 
@@ -170,13 +171,12 @@ class StepWork:
         rows, lengths = len(self.prompts), [len(prompt) for prompt in self.prompts]
         padded = [[0] * (max(lengths) - len(prompt)) + list(prompt) for prompt in self.prompts]
         new = 2 * self.advance + proposer.depth + 2
-        request = Request(
+        request = CallRequest(
             input_ids=torch.tensor(padded, device="cpu"),
-            lengths=lengths,
-            limits=[length + new for length in lengths],
-            params=[SamplingParams(temperature=self.temperature, seed=self.seed + row) for row in range(rows)],
-            adapters=[None] * rows,
-            images=[None] * rows,
+            rows=[
+                GenerationRequest(prompt, new, SamplingParams(temperature=self.temperature, seed=self.seed + row))
+                for row, prompt in enumerate(self.prompts)
+            ],
             device=self.engine.target.device,
         )
         self.engine.forget_prefixes()

@@ -272,8 +272,6 @@ class LaunchedStep:
         grafted: Nodes of each row's tree that were copied from the sequence.
         size: Rows that it was made for.
         proposer: The proposer of the drafts; None for the draws after prompts.
-        timer: Measures the step; None for a step whose time corrects nothing.
-        correct: Called with the seconds of the step once it was read; None likewise.
     """
 
     sequences: Sequence[TokenSequence]
@@ -285,8 +283,6 @@ class LaunchedStep:
     grafted: int
     size: int
     proposer: Proposer | None = None
-    timer: "Timer | None" = None
-    correct: Callable[[float], object] | None = None
 
     @classmethod
     def from_output(
@@ -297,8 +293,6 @@ class LaunchedStep:
         proposer: Proposer | None = None,
         *,
         needs_logits: bool = True,
-        timer: "Timer | None" = None,
-        correct: Callable[[float], object] | None = None,
     ) -> "LaunchedStep":
         """Copy what will be needed from a step's output, which the next step may overwrite.
 
@@ -308,13 +302,13 @@ class LaunchedStep:
         counts = dict[int, int]()
         # Only the rows that asked for them: logits are as large as the vocabulary.
         for row, sequence in enumerate(sequences if needs_logits else ()):
-            if "logits" in sequence.keeps:
+            if "logits" in sequence.request.keeps:
                 # A copy, since the next replay overwrites the output.
                 logits[row] = output.logits[row].index_select(0, output.path.nodes[row])
-            if "scores" in sequence.keeps:
+            if "scores" in sequence.request.keeps:
                 scores[row] = output.scores[row].index_select(0, output.path.nodes[row])
-            if sequence.params.logprobs is not None:
-                counts[row] = sequence.params.logprobs
+            if sequence.request.params.logprobs is not None:
+                counts[row] = sequence.request.params.logprobs
         logprobs = None
         tokens = output.report.tokens
         if counts:
@@ -338,8 +332,6 @@ class LaunchedStep:
             grafted=output.grafted,
             size=len(tokens),
             proposer=proposer,
-            timer=timer,
-            correct=correct,
         )
 
     @cached_property
@@ -364,11 +356,11 @@ class LaunchedStep:
         for row, (sequence, tokens, accepted, drafted, finite, copied) in enumerate(rows):
             count = min(accepted + 1, finite)
             drawn = SequenceDelta(tokens[:count], copied=copied, overflowed=finite <= accepted)
-            if drafts and sequence.params.speculate:
+            if drafts and sequence.request.params.speculate:
                 drawn.drafted, drawn.copies = drafted, min(self.grafted, drafted)
             if detailed:  # most steps are not, and each line here runs for every row of every step
                 drawn.logits, drawn.scores = (x[row][:count] if row in x else None for x in (self.logits, self.scores))
-                if (wanted := sequence.params.logprobs) is not None:
+                if (wanted := sequence.request.params.logprobs) is not None:
                     lines = list(islice(scored, accepted + 1 if self.packed.on_host else len(tokens)))[:count]
                     drawn.logprobs = [(own, dict(zip(ids[:wanted], top, strict=False))) for (own, *top), ids in lines]
             yield sequence, drawn
@@ -380,13 +372,13 @@ class LaunchedForward:
 
     Attributes:
         draws: The step, or the draws of the tokens that follow prompts; None where no prompt is complete.
-        prompt_tokens: Tokens of a forward over prompts alone, with those of padding; 0 where its time is not measured.
-        timer: Measures a forward over prompts alone; None for a step.
+        timer: Measures the forward; None where its time is of no use.
+        use_seconds: Called with the seconds of the forward before its tokens are reported; None likewise.
     """
 
     draws: LaunchedStep | None
-    prompt_tokens: int = 0
     timer: "Timer | None" = None
+    use_seconds: Callable[[float], object] | None = None
 
 
 class Timer:

@@ -116,9 +116,11 @@ def choose_chunks(prefilling: Sequence[TokenSequence], budget: int, padded: bool
     whole, the one that was admitted first however long it is: in a second forward where it is longer than `budget`.
     """
     plan = _ForwardPlan(padded)
-    prefilling = sorted(prefilling, key=lambda sequence: sequence.priority)  # else in the order of their admission
+    prefilling = sorted(
+        prefilling, key=lambda sequence: sequence.request.priority
+    )  # else in the order of their admission
     # The first half of the budget goes to the shortest prompts.
-    for sequence in sorted(prefilling, key=lambda s: (s.priority, s.prefill_length - s.prefilled)):
+    for sequence in sorted(prefilling, key=lambda s: (s.request.priority, s.prefill_length - s.prefilled)):
         plan.add(sequence, max(budget // 2, 1), whole=not chunked)
     for sequence in prefilling:
         # The second pass may also enlarge chunks of the first one, with tokens that short prompts left over.
@@ -193,7 +195,7 @@ def choose_room(prompts: int, tokens: int, rooms: Sequence[int]) -> int:
 
 def rope_length(target: Target, sequence: TokenSequence) -> int:
     """Return a lower bound on the length that selects RoPE frequencies of a prompt that may be read in chunks."""
-    prompt = len(sequence.prompt)
+    prompt = len(sequence.request.prompt)
     return prompt if target.rope is None else target.rope.prompt_length(prompt, sequence.prefill_length)
 
 
@@ -297,12 +299,12 @@ class Prefiller:
         A prompt with images is read whole, in its own forward; where forwards have a pace, one of them a round.
         The round's step uses the most of `step_nodes` of the budget of one forward. Returns the chunks of each forward.
         """
-        seeing = [sequence for sequence in sequences if sequence.images is not None]
+        seeing = [sequence for sequence in sequences if sequence.request.images is not None]
         forwards = [[(sequence, sequence.prefill_length)] for sequence in seeing[: 1 if self._limits.paced else None]]
         most = self._limits.max_num_tokens - max(step_nodes)
         chunked = self._limits.chunked
         budget = max(min(most, self.pace.tokens) if chunked and self._limits.paced else most, BLOCK_SIZE)
-        texts = [sequence for sequence in sequences if sequence.images is None]
+        texts = [sequence for sequence in sequences if sequence.request.images is None]
         kinds = [[sequence for sequence in texts if sequence.needs_scores is scored] for scored in (False, True)]
         # Each kind gets a forward in the same round, so together they may take no longer than one.
         share = max(budget // max(sum(map(bool, kinds)), 1), BLOCK_SIZE)
@@ -334,9 +336,9 @@ class Prefiller:
 
         def show(row: int, first: int, logits: Tensor) -> None:
             sequence = sequences[row]
-            count = sequence.params.prompt_logprobs
+            count = sequence.request.params.prompt_logprobs
             assert count is not None
-            following = list(sequence.prompt[first + 1 : first + 1 + len(logits)])
+            following = list(sequence.request.prompt[first + 1 : first + 1 + len(logits)])
             sequence.prompt_scores.extend(score_prompt(logits, following, count))
 
         # Before the target, which needs its result last: both are only launched here.
@@ -357,11 +359,11 @@ class Prefiller:
             ArgumentError: The images do not fit the prompt.
             UnsupportedError: The sequence's adapter changes how images are read.
         """
-        if sequence.images is None:
+        if sequence.request.images is None:
             return None
-        if sequence.adapter is not None:
-            sequence.adapter.check_images()
-        prompt = sequence.images.prepare(self._target.model, sequence.prompt)
+        if sequence.request.adapter is not None:
+            sequence.request.adapter.check_images()
+        prompt = sequence.request.images.prepare(self._target.model, sequence.request.prompt)
         sequence.position_shift = prompt.position_shift
         return prompt
 

@@ -28,7 +28,16 @@ from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.forward_batch import Prompts
 from redrafter.model.shared_model import Revision
 from redrafter.model.target import Target
-from redrafter.scheduler.captured_step import CapturedStep, HostCopy, LaunchedStep, StepKey, Timer, bucket, new_state
+from redrafter.scheduler.captured_step import (
+    CapturedStep,
+    HostCopy,
+    LaunchedForward,
+    LaunchedStep,
+    StepKey,
+    Timer,
+    bucket,
+    new_state,
+)
 from redrafter.scheduler.draft_reader import DraftReader
 from redrafter.scheduler.engine_change import Models
 from redrafter.scheduler.paged_memory import PagedMemory
@@ -242,7 +251,7 @@ class RunningBatch:
             sequence.row = None
         self._empty += ended
         # Code on the host that computes scores, such as a grammar, must not be called for a text that has ended.
-        bulk = bulk and not any(sequence.params.asks_host for sequence in sequences)
+        bulk = bulk and not any(sequence.request.params.asks_host for sequence in sequences)
         if bulk and len(self._empty) < len(self.rows) // ROWS_PER_EMPTY_ROW:
             for row in ended:
                 self._deactivate(slice(row, row + 1))
@@ -270,12 +279,12 @@ class RunningBatch:
         self.state.length[rows].fill_(0)
         self.caches.clear(rows)
 
-    def step(self, prompts: PromptStep = NO_PROMPTS) -> tuple[LaunchedStep, StepOutput]:
+    def step(self, prompts: PromptStep = NO_PROMPTS) -> tuple[LaunchedForward, StepOutput]:
         """Launch one step of all rows, without drafts if no row takes any. The caller holds the lock of the memory.
 
         Without rows, it reads chunks of prompts alone.
 
-        Returns the step, and its output, which the next step may overwrite.
+        Returns the launched step, and its output, which the next step may overwrite.
         """
         step = self.prepare_step(prompts)
         # A step that also reads prompts, or pays for what only first ones pay for on a GPU, is not timed.
@@ -292,10 +301,8 @@ class RunningBatch:
         else:
             packed = step.replay()
         needs = self._requirements is None or self._requirements.logits
-        launched = LaunchedStep.from_output(
-            tuple(self.rows), step.output, packed, step.proposer, needs_logits=needs, timer=timer, correct=correct
-        )
-        return launched, step.output
+        draws = LaunchedStep.from_output(tuple(self.rows), step.output, packed, step.proposer, needs_logits=needs)
+        return LaunchedForward(draws, timer, correct), step.output
 
     def prepare_step(self, prompts: PromptStep = NO_PROMPTS) -> CapturedStep:
         """Return the next step of all rows, which is captured if it is the first of its kind."""
@@ -327,7 +334,7 @@ class RunningBatch:
         # A step without adapters skips their matrices, so it needs a separate key.
         version, stacks = 0, self.target.adapters.stacks
         if stacks is not None and (
-            requirements.adapters or any(sequence.adapter is not None for sequence, _ in chunks)
+            requirements.adapters or any(sequence.request.adapter is not None for sequence, _ in chunks)
         ):
             version = stacks.version
 
@@ -355,7 +362,7 @@ class RunningBatch:
             return
         assert cache is not None, "a draft model has a cache"
         rows = min(len(self.rows) + len(sequences), len(self._sizes))
-        sampled = any(not sequence.params.greedy for sequence in (*self.rows, *sequences))
+        sampled = any(not sequence.request.params.greedy for sequence in (*self.rows, *sequences))
         unread = sum(prompts.ends) - sum(prompts.starts)
         step = StepRows(self._sizes[rows], rows, rows, sampled=sampled, unread=unread)
         self._reader.read_prompts(sequences, prompts, cache, wanted=self.policy.wants_prompts(step))
@@ -365,10 +372,10 @@ class RunningBatch:
         self.sampling.load_texts(self.rows)
         self._requirements = BatchRequirements(
             self.sampling.kind(self.rows),
-            sum(sequence.params.speculate for sequence in self.rows),
-            any(not sequence.params.greedy for sequence in self.rows),
-            any(sequence.keeps or sequence.params.logprobs is not None for sequence in self.rows),
-            any(sequence.adapter is not None for sequence in self.rows),
+            sum(sequence.request.params.speculate for sequence in self.rows),
+            any(not sequence.request.params.greedy for sequence in self.rows),
+            any(sequence.request.keeps or sequence.request.params.logprobs is not None for sequence in self.rows),
+            any(sequence.request.adapter is not None for sequence in self.rows),
         )
         return self._requirements
 
@@ -378,7 +385,7 @@ class RunningBatch:
             return self._plain
         match = None
         if self._knows_matches:  # a CPU's step is read before the next one, so all tokens are known
-            match = any(row.params.speculate and row.repeats.has_match(row.tokens) for row in self.rows)
+            match = any(row.request.params.speculate and row.repeats.has_match(row.tokens) for row in self.rows)
         step = StepRows(
             self._sizes[len(self.rows)],
             len(self.rows),
@@ -386,7 +393,7 @@ class RunningBatch:
             prompt_tokens=prompt_tokens,
             cached=sum(len(sequence.tokens) for sequence in self.rows),
             match=match,
-            indices=[sequence.index for sequence in self.rows],
+            indices=[sequence.request.index for sequence in self.rows],
             sampled=requirements.sampled,
             unread=sum(len(row.tokens) - 1 - row.unread_from for row in self.rows if row.unread_from is not None),
         )

@@ -39,15 +39,16 @@ class RunningSet:
         preempted: Number of preemptions so far.
     """
 
-    def __init__(self, batch: RunningBatch, blocks: SequenceBlocks | None, *, bulk: bool = False):
+    def __init__(self, batch: RunningBatch, blocks: SequenceBlocks | None, limits: Limits, settle: Settle):
         """Begin without sequences.
 
         Args:
             batch: The rows of the sequences that step.
             blocks: The blocks of the cache; None for a dense one, which has room for every slot.
-            bulk: Whether rows of ended sequences are freed in groups, as `Limits.bulk` defines.
+            limits: Limits of the sequences that run and wait.
+            settle: Waits for launched forwards.
         """
-        self._batch, self._blocks, self._bulk = batch, blocks, bulk
+        self._batch, self._blocks, self._limits, self._settle = batch, blocks, limits, settle
         self.prefilling: dict[TokenSequence, None] = {}
         self._lock = threading.Lock()  # of the queue and of the cancelled sequences
         self._queue = WaitingQueue()
@@ -70,11 +71,6 @@ class RunningSet:
         return len(self.prefilling) + len(self._batch.rows)
 
     @property
-    def clients(self) -> int:
-        """Number of clients with a sequence that waits or holds a slot."""
-        return self._queue.clients
-
-    @property
     def sequences(self) -> tuple[TokenSequence, ...]:
         """Sequences with a slot: those in rows of the batch, then those whose prompts are being read, each once.
 
@@ -83,14 +79,14 @@ class RunningSet:
         stepping = [sequence for sequence in self._batch.rows if not sequence.ended]
         return tuple(dict.fromkeys((*stepping, *self.prefilling)))
 
-    def enqueue(self, sequences: Sequence[TokenSequence], limits: Limits) -> None:
+    def enqueue(self, sequences: Sequence[TokenSequence]) -> None:
         """Queue the sequences of one client, all or none of them.
 
         Raises:
             QueueFullError: Too many sequences wait, as `WaitingQueue.refuse_if_full` defines.
         """
         with self._lock:
-            self._queue.refuse_if_full(limits, self.running, sequences[0].client, len(sequences))
+            self._queue.refuse_if_full(self._limits, self.running, sequences[0].request.client, len(sequences))
             for sequence in sequences:
                 sequence.stats = Stats(accepted_by_depth=[0] * self._batch.depth)
                 self._arrivals += 1
@@ -127,19 +123,17 @@ class RunningSet:
             if not sequence.ended:
                 self.end(sequence, SequenceDelta((), finish="cancelled"))
 
-    def admit(self, limits: Limits, settle: Settle, *, mixed_prefill: bool) -> None:
+    def admit(self, *, mixed_prefill: bool) -> None:
         """Give slots and blocks to the next sequences of the queue, as many as there is room for.
 
         Call this once a round. If there is room for none while none runs, it waits a moment for others to release some.
 
         Args:
-            limits: Limits of the sequences that run at once.
-            settle: Waits for launched forwards.
             mixed_prefill: Whether steps read prompts, so that admitting one sequence alone costs no extra forward.
         """
         self._rounds += 1
         if self._blocks is None or self._blocks.have_turn:
-            self._admit(limits, settle, mixed_prefill=mixed_prefill)
+            self._admit(mixed_prefill=mixed_prefill)
         if self._blocks is not None:
             # With a running sequence the round must continue: it releases blocks itself when it ends.
             if self.waiting and not self.running:
@@ -147,8 +141,8 @@ class RunningSet:
             else:
                 self._blocks.end_wait()
 
-    def _admit(self, limits: Limits, settle: Settle, *, mixed_prefill: bool) -> None:
-        free = limits.max_batch_size - self.running
+    def _admit(self, *, mixed_prefill: bool) -> None:
+        limits, free = self._limits, self._limits.max_batch_size - self.running
         # A forward for prompts alone delays all rows, so it is worth waiting until it can admit several sequences.
         if not mixed_prefill and self.running and 0 < free < min(limits.admit_together, self.waiting):
             return
@@ -159,7 +153,7 @@ class RunningSet:
                 slotless = sequence is not None and not self._queue.running(sequence)
             if sequence is None:
                 return
-            if self.running >= limits.max_batch_size and not self._free_a_slot(sequence, limits, settle, slotless):
+            if self.running >= limits.max_batch_size and not self._free_a_slot(sequence, slotless):
                 return
             with self._lock:
                 if sequence not in self._queue:
@@ -168,11 +162,11 @@ class RunningSet:
                 self._queue.start(sequence)
                 self.prefilling[sequence] = None
             # Stop at the first that does not fit: smaller ones after it would keep it waiting for good.
-            if not self._allocate(sequence, limits, settle, slotless):
+            if not self._allocate(sequence, slotless):
                 self._put_back(sequence)
                 return
 
-    def _allocate(self, sequence: TokenSequence, limits: Limits, settle: Settle, slotless: bool) -> bool:
+    def _allocate(self, sequence: TokenSequence, slotless: bool) -> bool:
         """Give blocks to a sequence that was given a slot, and return whether there were enough.
 
         If it could never get enough, it ends with an error. Others may be preempted for it, as for a slot.
@@ -182,7 +176,7 @@ class RunningSet:
         if self._blocks is None:
             return True
         # Without the guarantee, blocks for the prompt and one token suffice; rows grow as they step.
-        positions = sequence.max_length if limits.guaranteed_no_evict else sequence.prefill_length + 1
+        positions = sequence.max_length if self._limits.guaranteed_no_evict else sequence.prefill_length + 1
         slots = positions + self._batch.overshoot
         # Each preemption frees blocks, so the allocation is tried again until it fits or none can be preempted.
         while sequence.block_table is None:
@@ -193,7 +187,7 @@ class RunningSet:
                 if not self._blocks.could_hold(sequence, slots):
                     self.end(sequence, SequenceDelta((), finish="error", error=error))
                     return True
-                if not self._free_a_slot(sequence, limits, settle, slotless=slotless, positions=slots):
+                if not self._free_a_slot(sequence, slotless, positions=slots):
                     admission.round = earlier_round
                     return False
         if admission.queued is None:
@@ -202,9 +196,7 @@ class RunningSet:
             self.charge(sequence, sequence.prefill_length - sequence.prefilled)
         return True
 
-    def _free_a_slot(
-        self, sequence: TokenSequence, limits: Limits, settle: Settle, slotless: bool, positions: int = 0
-    ) -> bool:
+    def _free_a_slot(self, sequence: TokenSequence, slotless: bool, positions: int = 0) -> bool:
         """Preempt a sequence in favour of a waiting one, and return whether there was one to preempt.
 
         One of a higher priority number gives way, however briefly it has had its slot. One of the same number does only
@@ -214,22 +206,20 @@ class RunningSet:
 
         Args:
             sequence: The sequence that waits.
-            limits: Limits, which may promise that none is preempted.
-            settle: Waits for launched forwards.
             slotless: Whether its client had no slot of its priority before.
             positions: Positions that it needs.
         """
-        if self._blocks is None or limits.guaranteed_no_evict:
+        if self._blocks is None or self._limits.guaranteed_no_evict:
             return False
         candidates = [
             (other, other.block_table)
             for other in self.sequences
             if other.block_table is not None
             and (
-                other.priority > sequence.priority
+                other.request.priority > sequence.request.priority
                 or (
                     slotless
-                    and other.priority == sequence.priority
+                    and other.request.priority == sequence.request.priority
                     and self._rounds - (other.admission.round or 0) >= MIN_ROUNDS_IN_PLACE
                     and self._queue.running(other) > 1
                 )
@@ -242,7 +232,7 @@ class RunningSet:
         # Chosen before `settle`, which may end sequences; the caller tries again if the choice has ended.
         chosen = self._next_to_preempt([other for other, _ in candidates])
         # Its blocks may be allocated again only once the tokens in flight are known.
-        settle()
+        self._settle()
         # `settle` read the tokens in flight, which may have ended it.
         if not chosen.ended:
             self._preempt(chosen)
@@ -253,7 +243,9 @@ class RunningSet:
 
         It is never the oldest of the lowest number unless that is the only one, so at least one always advances.
         """
-        return max(sequences, key=lambda each: (each.priority, self._queue.running(each), each.admission.arrival))
+        return max(
+            sequences, key=lambda each: (each.request.priority, self._queue.running(each), each.admission.arrival)
+        )
 
     def put_all_back(self) -> None:
         """Let every sequence with a slot wait again, in the order of their arrival."""
@@ -276,7 +268,7 @@ class RunningSet:
         with self._lock:
             self._queue.put_back(sequence)
 
-    def grow(self, settle: Settle) -> list[TokenSequence]:
+    def grow(self) -> list[TokenSequence]:
         """Allocate blocks for each row's next step, and preempt the least urgent sequences if there are too few.
 
         Returns the sequences that received blocks; some of them may have been preempted since.
@@ -295,7 +287,7 @@ class RunningSet:
                 except CacheFullError as error:
                     # Reading the tokens in flight is cheaper than preempting: a sequence that has ended releases its
                     # blocks.
-                    if settle():
+                    if self._settle():
                         continue  # a sequence may have ended
                     if self._blocks.could_hold(sequence, slots):
                         self._preempt(self._next_to_preempt(self.sequences))
@@ -325,7 +317,7 @@ class RunningSet:
         if self._blocks is not None and not keep:
             for sequence, _ in ended:
                 self._blocks.withdraw(sequence)
-        self._take_back([sequence for sequence, _ in ended], keep, bulk=self._bulk)
+        self._take_back([sequence for sequence, _ in ended], keep, bulk=self._limits.bulk)
         for sequence, delta in ended:
             with self._lock:
                 if sequence in held:

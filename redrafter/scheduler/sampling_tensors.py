@@ -148,14 +148,14 @@ class SamplingTensors:
         self._flags[:, rows] = whole[len(INTEGERS) :].bool()
         self._floats[:, rows] = real[: len(FLOATS)].float()
         self._doubles[:, rows] = real[len(FLOATS) :]
-        every = [sequence.params for sequence in sequences]
+        every = [sequence.request.params for sequence in sequences]
         if any(each.thinking for each in every) or self._budgets_written:
             none = [0] * THINKING_COLUMNS
             lines = [none if x.thinking is None else x.thinking.line(guided=x.grammar is not None) for x in every]
             self._thinking[rows] = to_device(lines, device, torch.long)
             self._budgets_written = True
         for row, sequence in enumerate(sequences, start=first):
-            params = sequence.params
+            params = sequence.request.params
             if self._bias_and_stops is not None or params.logit_bias or params.min_new_tokens:
                 self._write_bias_and_stops(row, params)
             for mine, theirs in zip(self._own_of(params), (*params.extra, *params.extra_last), strict=True):
@@ -192,7 +192,7 @@ class SamplingTensors:
         """Return the key of the captured step when these sequences are in the first rows; None without any."""
         if not sequences:
             return None
-        params = [sequence.params for sequence in sequences]
+        params = [sequence.request.params for sequence in sequences]
         greedy = all(each.greedy for each in params)
         guided = any(each.grammar is not None for each in params)
         if not self._of_call:
@@ -207,7 +207,7 @@ class SamplingTensors:
             greedy=greedy,
             limited=any(each.num_speculative_tokens is not None for each in params),
             guided=guided,
-            keeps_scores=any("scores" in sequence.keeps for sequence in sequences),
+            keeps_scores=any("scores" in sequence.request.keeps for sequence in sequences),
             extra=_kinds(params[0].extra),
             extra_last=_kinds(params[0].extra_last),
         )
@@ -237,7 +237,7 @@ class SamplingTensors:
 
             return [each(*(setting(name)[:rows] for name in each.reads)) for each in kinds]
 
-        params = sequences[0].params
+        params = sequences[0].request.params
         own = [each.map(lambda setting: setting[:rows]) for each in self._own_of(params)]
         if isinstance(kind, CallKind):
             edits, cuts = ([each for each in group if each in kind.asked] for group in (EDITS, CUTS))
@@ -284,7 +284,7 @@ class SamplingTensors:
         if not sequences:
             return
         self._grammars.of_rows[:] = [sequence.guide for sequence in sequences]
-        params = [sequence.params for sequence in sequences]
+        params = [sequence.request.params for sequence in sequences]
         for at, mine in enumerate(self._own_of(params[0])):
             if isinstance(mine, HostProcessor):
                 mine.of_rows[:] = [(*each.extra, *each.extra_last)[at].of_rows[0] for each in params]  # type: ignore[union-attr]
@@ -306,10 +306,10 @@ def _kinds(processors: Iterable[OwnProcessor]) -> Hashable:
 
 def _numbers(sequence: TokenSequence) -> tuple[list[int], list[float]]:
     """Return a row's numbers in the order of the columns: integers with flags, then floats and doubles."""
-    params = sequence.params
+    params = sequence.request.params
     # Greedy rows get neutral cuts: these cannot change the likeliest token, and equal kinds share steps.
     numbers = {name: getattr(NEUTRAL if params.greedy and name in WARPING else params, name) for name in _READ}
-    numbers |= {"seed": params.seed, "prompt": len(sequence.prompt), "limit": sequence.max_length}
+    numbers |= {"seed": params.seed, "prompt": len(sequence.request.prompt), "limit": sequence.max_length}
     limit = NO_DRAFT_LIMIT if params.num_speculative_tokens is None else params.num_speculative_tokens
     numbers |= {"greedy": params.greedy, "draft_limit": limit}
     return [numbers[name] for name in (*INTEGERS, *FLAGS)], [numbers[name] for name in (*FLOATS, *DOUBLES)]

@@ -22,6 +22,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from math import isnan
 
 import torch
@@ -34,6 +35,7 @@ from redrafter.scheduler.captured_step import LaunchedForward, LaunchedStep, Tim
 from redrafter.scheduler.engine_change import EngineChange, Models
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.prefill import Chunk, PrefilledRows, Prefiller, padded_tokens
+from redrafter.scheduler.request import RequestBounds, check_requests
 from redrafter.scheduler.row_caches import PagedRows
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.running_set import RunningSet
@@ -42,8 +44,6 @@ from redrafter.scheduler.sequence import (
     DraftSequence,
     SequenceDelta,
     TokenSequence,
-    check_draft_limit,
-    check_sequences,
     not_finite,
 )
 from redrafter.scheduler.sequence_blocks import SequenceBlocks
@@ -109,7 +109,7 @@ class Scheduler:
         batch.draft_with(engine, limits.max_batch_size, speculate=speculate)
         self.prefiller = Prefiller(engine.target, draft_model, limits)
         self._blocks = None if memory is None else SequenceBlocks(memory, draft_model is not None, limits.reuse)
-        self.running_set = RunningSet(batch, self._blocks, bulk=limits.bulk)
+        self.running_set = RunningSet(batch, self._blocks, limits, self.settle)
         self.longest = self._bound()
         self.overlap = memory is not None and engine.target.device.type == "cuda"
         self.mixed_prefill = self.overlap and self.prefiller.can_mix
@@ -136,6 +136,11 @@ class Scheduler:
         return self._memory
 
     @property
+    def bounds(self) -> RequestBounds:
+        """What the engine can serve."""
+        return RequestBounds(self.engine.target.vocab_size, self.longest, self.limits.max_input_len, self.batch.depth)
+
+    @property
     def idle(self) -> bool:
         """Return whether a round would have nothing to do."""
         if self.asleep:
@@ -149,26 +154,12 @@ class Scheduler:
             QueueFullError: Too many sequences wait, as `WaitingQueue.refuse_if_full` defines.
             ArgumentError: One of them can never be served.
         """
-        if not sequences:
-            return
-        check_sequences(sequences, self.longest, self.engine.target.vocab_size)
-        for sequence in sequences:
-            sequence.max_new_tokens = min(sequence.max_new_tokens, self.longest - len(sequence.prompt))
-        self.enqueue(*sequences)
-
-    def enqueue(self, *sequences: TokenSequence) -> None:
-        """Queue the sequences of one client without checks, all or none of them.
-
-        Raises:
-            ArgumentError: One of them limits its drafts to more levels than there are.
-            QueueFullError: Too many sequences wait, as `WaitingQueue.refuse_if_full` defines.
-        """
-        for sequence in sequences:
-            check_draft_limit(sequence.params.num_speculative_tokens, self.batch.depth)
+        check_requests([sequence.request for sequence in sequences], self.bounds)
         if self._draft_vocabulary is not None:
             for sequence in sequences:
                 sequence.draft = DraftSequence(DraftText(self._draft_vocabulary))
-        self.running_set.enqueue(sequences, self.limits)
+        if sequences:
+            self.running_set.enqueue(sequences)
 
     def cancel(self, *sequences: TokenSequence) -> None:
         """End sequences before their next step, except sequences that have ended or were never submitted."""
@@ -223,7 +214,7 @@ class Scheduler:
                 return
             if self._memory is not None:  # a dense cache lasts for one call
                 self._follow_changes()
-            self.running_set.admit(self.limits, self.settle, mixed_prefill=self.mixed_prefill)
+            self.running_set.admit(mixed_prefill=self.mixed_prefill)
             # Prompts that the step will read are excluded here, or they would be read twice.
             mixed = self._mixed_sequences()
             alone = [sequence for sequence in self.running_set.prefilling if sequence not in mixed]
@@ -236,12 +227,12 @@ class Scheduler:
         with self._ending(lambda: [sequence for sequence in self.batch.rows if not sequence.ended]):
             if self.asleep:
                 return
-            if self._blocks is not None and (grown := self.running_set.grow(self.settle)):
+            if self._blocks is not None and (grown := self.running_set.grow()):
                 self.batch.update_block_tables(grown)
             # Processors on the host need all tokens. Each launched forward adds at least one token, so the step in
             # flight may end all rows.
-            if any(s.params.asks_host for s in self.batch.rows) or all(
-                s.written + s.launched >= s.max_new_tokens for s in self.batch.rows
+            if any(s.request.params.asks_host for s in self.batch.rows) or all(
+                s.written + s.launched >= s.request.max_new_tokens for s in self.batch.rows
             ):
                 self.settle()
             older = len(self._launched)
@@ -271,7 +262,7 @@ class Scheduler:
     def _read_chunks(self, chunks: Sequence[Chunk]) -> None:
         """Launch a forward over prompts only. It writes to nothing but their blocks, so an error ends no others."""
         timer = Timer(self.engine.target.device)
-        seeing = chunks[0][0].images is not None
+        seeing = chunks[0][0].request.images is not None
         with self._ending(lambda: [sequence for sequence, _ in chunks if not sequence.ended]):
             try:
                 rows = self.prefiller.forward(chunks, self.batch.caches, self.batch.read_drafts)
@@ -284,8 +275,8 @@ class Scheduler:
             first = self._start_decoding(rows)
             timer.stop()
             # The time that images take says nothing about other prompts.
-            size = 0 if seeing else padded_tokens(chunks, self.prefiller.padded)
-            self._launch(LaunchedForward(first, size, timer))
+            size = padded_tokens(chunks, self.prefiller.padded)
+            self._launch(LaunchedForward(first, timer, None if seeing else partial(self.prefiller.pace.measure, size)))
 
     def _mixed_sequences(self) -> list[TokenSequence]:
         """Return the sequences whose prompts are read in the forwards of steps, which are captured."""
@@ -293,7 +284,7 @@ class Scheduler:
             return []
         prefilling, rows = self.running_set.prefilling, len(self.batch.rows)
         # A prompt that is scored needs the logits of all its tokens; one with images, a forward of the model's own.
-        texts = [sequence for sequence in prefilling if not sequence.needs_scores and sequence.images is None]
+        texts = [sequence for sequence in prefilling if not sequence.needs_scores and sequence.request.images is None]
         # Where rows are few and prompts long, steps would read these in too many small parts.
         few = len(prefilling) <= rows or self.prefiller.fit_steps(texts, rows, self.batch.step_nodes)
         return texts if few else []
@@ -309,9 +300,9 @@ class Scheduler:
                 self._blocks.publish(sequence, sequence.prefill_length)
             # Nothing drawn from such logits is usable, so the sequence ends before its first token.
             if any(isnan(score.logprob) for score in sequence.prompt_scores):
-                error = not_finite(len(sequence.prompt))
+                error = not_finite(len(sequence.request.prompt))
                 self.running_set.end(sequence, SequenceDelta((), finish="error", error=error), keep=False)
-            elif not sequence.max_new_tokens:
+            elif not sequence.request.max_new_tokens:
                 self.running_set.end(sequence, SequenceDelta((), finish="length"))
         rows = rows.at([row for row, sequence in enumerate(rows.sequences) if not sequence.ended])
         first = self.batch.begin(rows)
@@ -330,7 +321,7 @@ class Scheduler:
             # After the choice: only the chosen sequences are affected by an error.
             reading = [sequence for sequence, _ in chunks]
             step, output = self.batch.step(prompts)
-            self._launch(LaunchedForward(step))
+            self._launch(step)
             if not chunks:
                 return
             # Prompts that the step has read to their ends take part in the next one.
@@ -360,12 +351,12 @@ class Scheduler:
         return any_launched
 
     def _finish(self, forward: LaunchedForward) -> None:
-        """Wait for a forward, report its tokens, and measure it where it has a timer."""
+        """Wait for a forward, use its time, and report its tokens."""
+        if forward.timer is not None and forward.use_seconds is not None:
+            # Rank 0's time, or ranks would draft other trees and read other chunks.
+            forward.use_seconds(self.engine.target.ranks.from_first(forward.timer.seconds))
         if forward.draws is not None:
             self._report(forward.draws)
-        if forward.timer is not None and forward.prompt_tokens:
-            seconds = self.engine.target.ranks.from_first(forward.timer.seconds)  # or ranks would read other chunks
-            self.prefiller.pace.measure(forward.prompt_tokens, seconds)
 
     def _report(self, step: LaunchedStep) -> None:
         """Wait for the tokens of a step, and report them to the sequences that have not ended meanwhile."""
@@ -380,16 +371,16 @@ class Scheduler:
                 continue
             if drawn.drafted is not None:
                 accepted.append(max(len(drawn.tokens) - 1, 0))
-                limit = sequence.params.num_speculative_tokens
+                limit = sequence.request.params.num_speculative_tokens
                 levels.append(step.levels if limit is None else min(limit, step.levels))
-                indices.append(sequence.index)
+                indices.append(sequence.request.index)
                 copied += drawn.copied
             try:
                 delta = sequence.append(drawn)
             except Exception as error:  # raised by a criterion of this sequence
                 self._fail([sequence], error)
                 continue
-            account = sequence.client, sequence.priority
+            account = sequence.request.client, sequence.request.priority
             charged[account] = sequence, len(delta.tokens) + (charged[account][1] if account in charged else 0)
             into = running if delta.finish is None else ended if delta.error is None else failed
             into.append((sequence, delta))
@@ -399,8 +390,6 @@ class Scheduler:
             sequence.sink(sequence, delta)
         self.running_set.end_together(ended)
         self.running_set.end_together(failed, keep=False)
-        if step.timer is not None and step.correct is not None:
-            step.correct(self.engine.target.ranks.from_first(step.timer.seconds))  # or ranks would draft other trees
         if accepted and step.proposer is not None:
             outcomes = step.report.outcomes
             self.batch.policy.record(

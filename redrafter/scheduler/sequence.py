@@ -1,7 +1,7 @@
 """One requested sequence of tokens, how it is drawn, and the tokens that each round adds to it."""
 
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise, zip_longest
 from typing import Literal
@@ -14,10 +14,8 @@ from redrafter.drafting.vocabulary_map import DraftText
 from redrafter.errors import ArgumentError, NotFiniteError
 from redrafter.features import ADAPTERS, IMAGES, Feature
 from redrafter.grammar.grammar import GuidedText
-from redrafter.model.images import ImageInputs, ImagePrompt
-from redrafter.model.lora import Adapter
-from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.logprobs import PromptScore
+from redrafter.scheduler.request import GenerationRequest
 
 
 @dataclass
@@ -170,21 +168,12 @@ class Admission:
 
 @dataclass(eq=False)  # a sequence equals only itself: comparing fields would look through whole prompts
 class TokenSequence:
-    """A prompt, the tokens that follow it, and its state of decoding.
+    """A request while it is served: its prompt, the tokens that follow it, and its state of decoding.
 
     Attributes:
-        prompt: Token ids.
-        max_new_tokens: Most tokens that may follow; 0 if the prompt is only to be read.
-        params: How tokens are drawn.
+        request: What is requested.
         sink: Called with every delta, in the thread of the engine.
         find_stop: Called with the tokens of a step; returns the index of the one that ends the sequence, or None.
-        client: The client that requested the sequence. Clients share the server fairly.
-        priority: Sequences with lower numbers are served first, and may preempt sequences with higher ones.
-        cache_salt: Only sequences with the same salt share blocks of the cache.
-        adapter: LoRA adapter of its forwards; None for the model alone.
-        index: Its index among the sequences of one call; 0 for a request of a server.
-        keeps: Tensors reported with its tokens: "logits", "scores" (the logits after processors), both or neither.
-        images: The images of the prompt; None for a prompt without any.
         position_shift: Offset from the index of its tokens to their positions, once its images
             were read.
         tokens: The prompt and the tokens that follow it so far.
@@ -206,18 +195,9 @@ class TokenSequence:
         guide: State of its grammar; None without a grammar.
     """
 
-    prompt: Sequence[int]
-    max_new_tokens: int
-    params: SamplingParams
+    request: GenerationRequest
     sink: Callable[["TokenSequence", SequenceDelta], object]
     find_stop: Callable[[Sequence[int]], int | None] | None = None
-    client: str = ""
-    priority: int = 0
-    cache_salt: str | None = None
-    adapter: Adapter | None = None
-    index: int = 0
-    keeps: frozenset[str] = frozenset()
-    images: ImageInputs | ImagePrompt | None = None
     position_shift: int = 0
     tokens: list[int] = field(default_factory=list)
     block_table: BlockTable | None = None
@@ -236,34 +216,30 @@ class TokenSequence:
     prompt_scores: list[PromptScore] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.prompt)
-        grammar = self.params.grammar
-        self.guide = None if grammar is None else GuidedText(grammar, self.params.stop_token_ids)
+        self.tokens, params = list(self.request.prompt), self.request.params
+        self.guide = None if params.grammar is None else GuidedText(params.grammar, params.stop_token_ids)
 
     @property
     def written(self) -> int:
         """Number of tokens that follow the prompt so far."""
-        return len(self.tokens) - len(self.prompt)
+        return len(self.tokens) - len(self.request.prompt)
 
     @property
     def inputs(self) -> dict[Feature, int]:
         """The numbers that features read in its row of a forward, as entries of `ForwardBatch.inputs`."""
-        return {ADAPTERS: 0 if self.adapter is None else self.adapter.slot, IMAGES: self.position_shift}
-
-    @property
-    def prefix_salt(self) -> Hashable:
-        """Salt under which it shares blocks with other sequences: adapters change keys and values."""
-        return self.cache_salt if self.adapter is None else (self.cache_salt, self.adapter.number)
+        adapter = self.request.adapter
+        return {ADAPTERS: 0 if adapter is None else adapter.slot, IMAGES: self.position_shift}
 
     @property
     def needs_scores(self) -> bool:
         """Return whether log-probabilities of the prompt were requested and some are still missing."""
-        return self.params.prompt_logprobs is not None and len(self.prompt_scores) < len(self.prompt) - 1
+        asked = self.request.params.prompt_logprobs is not None
+        return asked and len(self.prompt_scores) < len(self.request.prompt) - 1
 
     @property
     def max_length(self) -> int:
         """Most tokens of the prompt and the new tokens together."""
-        return len(self.prompt) + self.max_new_tokens
+        return len(self.request.prompt) + self.request.max_new_tokens
 
     @property
     def prefill_length(self) -> int:
@@ -283,8 +259,8 @@ class TokenSequence:
 
     def append(self, drawn: SequenceDelta) -> SequenceDelta:
         """Append drawn tokens up to where the sequence ends, and return `drawn`, cut in place to those appended."""
-        stop_token_ids, written = self.params.stop_token_ids, len(self.tokens) - len(self.prompt)
-        left = self.max_new_tokens - written
+        stop_token_ids, written = self.request.params.stop_token_ids, self.written
+        left = self.request.max_new_tokens - written
         new, count = drawn.tokens, len(drawn.tokens)
         # An end token or the limit may come in the middle of accepted drafts.
         if count >= left or not stop_token_ids.isdisjoint(new):
@@ -323,45 +299,6 @@ class TokenSequence:
         elif drawn.overflowed and drawn.finish is None:
             drawn.finish, drawn.error = "error", not_finite(len(self.tokens))
         return drawn
-
-
-def check_sequences(sequences: Sequence[TokenSequence], longest: int, vocabulary: int) -> None:
-    """Raise `ArgumentError` for a sequence that can never be served."""
-    checked: set[int] = set()  # several sequences after one prompt share it
-    for sequence in sequences:
-        _check_params(sequence.params, vocabulary)
-        if id(sequence.prompt) in checked:
-            continue
-        checked.add(id(sequence.prompt))
-        if not sequence.prompt:
-            raise ArgumentError("the prompt is empty")
-        if len(sequence.prompt) >= longest:
-            raise ArgumentError(f"the prompt has {len(sequence.prompt)} tokens, and a sequence may have {longest}")
-        _check_ids(sequence.prompt, vocabulary)
-
-
-def check_draft_limit(limit: int | None, depth: int) -> None:
-    """Raise `ArgumentError` for a limit of drafts that is out of the range of an engine's `depth`."""
-    if limit is not None and not 0 <= limit <= depth:
-        allowed = "0: nothing drafts here"
-        if depth:
-            allowed = f"within the drafts of this engine (0 to {depth}; 0 for no drafts)"
-        raise ArgumentError(f"num_speculative_tokens must be {allowed}, got {limit}")
-
-
-def _check_params(params: SamplingParams, vocabulary: int) -> None:
-    _check_ids(params.stop_token_ids, vocabulary)
-    _check_ids(params.logit_bias, vocabulary)
-    for name in ("top_k", "min_new_tokens", "seed"):
-        if not 0 <= getattr(params, name) < 1 << 62:
-            raise ArgumentError(f"{name} must be from 0 to 2**62 - 1, got {getattr(params, name)}")
-
-
-def _check_ids(ids: Collection[int], vocabulary: int) -> None:
-    # min and max, not a loop: an event loop waits for it, and a request may have a million tokens.
-    for token in (min(ids, default=0), max(ids, default=0)):
-        if not 0 <= token < vocabulary:
-            raise ArgumentError(f"token id {token} is out of range: there are {vocabulary} ids")
 
 
 def not_finite(count: int) -> NotFiniteError:

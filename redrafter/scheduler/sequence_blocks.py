@@ -144,7 +144,7 @@ class SequenceBlocks:
         draft_slots = sequence.draft_bound(slots)
         # A draft prefix past the target's would hold tokens that the target must read first.
         found = sequence.draft_length(sequence.block_table.reused)
-        return blocks.admit(text.ids[: found + 1], draft_slots, reuse, sequence.cache_salt)
+        return blocks.admit(text.ids[: found + 1], draft_slots, reuse, sequence.request.cache_salt)
 
     def grow(self, sequence: TokenSequence, slots: int) -> bool:
         """Allocate blocks for at least this number of positions, and return whether more blocks were needed.
@@ -214,22 +214,28 @@ class SequenceBlocks:
 
         The ids of two prompts with different images are the same.
         """
-        if sequence.images is not None:
+        if sequence.request.images is not None:
             return False
-        return self._rope is None or self._rope.keeps_keys(len(sequence.prompt), sequence.max_length)
+        return self._rope is None or self._rope.keeps_keys(len(sequence.request.prompt), sequence.max_length)
 
     def _salt(self, sequence: TokenSequence) -> Hashable:
-        """Return the salt under which a sequence shares blocks."""
-        key = None if self._rope is None else self._rope.prefix_key(len(sequence.prompt))
-        return (sequence.prefix_salt, key) if key else sequence.prefix_salt
+        """Return the salt under which a sequence shares blocks: adapters change keys and values."""
+        request = sequence.request
+        salt = request.cache_salt if request.adapter is None else (request.cache_salt, request.adapter.number)
+        key = None if self._rope is None else self._rope.prefix_key(len(request.prompt))
+        return (salt, key) if key else salt
 
     def _cached(self, sequence: TokenSequence) -> int:
         """Count the leading tokens of a decoding sequence whose keys and values are in every cache."""
         if self._memory.draft_store is None:
             return len(sequence.tokens) - 1  # all but the pending token
-        if not sequence.params.speculate:
-            return min(len(sequence.tokens) - 2, len(sequence.prompt))  # the draft model may have read no more
+        if not sequence.request.params.speculate:
+            return min(len(sequence.tokens) - 2, len(sequence.request.prompt))  # the draft model may have read no more
         # The draft model may have proposed the last one and not read it, nor the drafts that a step has copied.
         cached = len(sequence.tokens) - 2 - sequence.unread_copies
         # A prompt is shared even where the draft model has not read it: its drafts get worse, the tokens do not change.
-        return cached if sequence.unread_from is None else min(cached, max(sequence.unread_from, len(sequence.prompt)))
+        return (
+            cached
+            if sequence.unread_from is None
+            else min(cached, max(sequence.unread_from, len(sequence.request.prompt)))
+        )

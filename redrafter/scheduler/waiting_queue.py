@@ -49,6 +49,7 @@ class Limits:
         max_batch_size: Sequences that hold a slot, whether they step or their prompts are being read.
         max_num_tokens: Tokens of one forward, drafts and chunks of prompts together.
         max_seq_len: Tokens of a sequence, prompt included; None for the context length of the model.
+        max_input_len: Tokens of a prompt; None for as many as leave room for one more.
         max_queue_size: Sequences that wait for a slot, 0 for any number, as `WaitingQueue.refuse_if_full` applies it.
         guaranteed_no_evict: Admit a sequence only when there are blocks for its greatest length, so that none is ever
             preempted.
@@ -65,6 +66,7 @@ class Limits:
     max_batch_size: int = 32
     max_num_tokens: int = 8192
     max_seq_len: int | None = None
+    max_input_len: int | None = None
     max_queue_size: int = 4096
     guaranteed_no_evict: bool = False
     chunked: bool = True
@@ -163,7 +165,6 @@ class WaitingQueue:
         self._remembered: OrderedDict[tuple[int, str], float] = OrderedDict()  # of other accounts, the latest last
         self._slotless, self._others = _AccountHeap(running=False), _AccountHeap(running=True)
         self._waiting = Counter[str]()  # numbers of waiting sequences, by client
-        self._of_clients = Counter[str]()  # numbers of accounts, by client
         self._count = 0
 
     def __len__(self) -> int:
@@ -172,16 +173,6 @@ class WaitingQueue:
     def __contains__(self, sequence: TokenSequence) -> bool:
         account = self._accounts.get(_key(sequence))
         return account is not None and sequence in account.waiting
-
-    @property
-    def clients(self) -> int:
-        """Number of clients with a sequence that waits or holds a slot."""
-        return len(self._of_clients)
-
-    @property
-    def waiting_clients(self) -> int:
-        """Number of clients with a sequence that waits."""
-        return len(self._waiting)
 
     @property
     def entries(self) -> int:
@@ -213,7 +204,7 @@ class WaitingQueue:
         # Sequences that get a free slot at once do not wait.
         waiting = len(self) + count - max(limits.max_batch_size - running, 0)
         of_client = self.waiting(client)
-        share = most // (self.waiting_clients + (not of_client))
+        share = most // (len(self._waiting) + (not of_client))
         if waiting > most and (waiting > 2 * most or of_client + count > share):
             raise QueueFullError(
                 f"{len(self)} sequences are waiting, {of_client} of them yours, and {count} more would be too many: "
@@ -222,12 +213,11 @@ class WaitingQueue:
 
     def add(self, sequence: TokenSequence) -> None:
         """Add a new sequence after the others of its client and priority."""
-        key, level = _key(sequence), self._level(sequence.priority)
+        key, level = _key(sequence), self._level(sequence.request.priority)
         account = self._accounts.get(key)
         if account is None:
             account = self._accounts[key] = _Account(*key, self._remembered.pop(key, 0))
             level.accounts += 1
-            self._of_clients[sequence.client] += 1
         if not account.waiting:
             # A returning client would otherwise have a small account, and be served alone until it has caught up.
             account.used = max(account.used, level.fair)
@@ -262,9 +252,9 @@ class WaitingQueue:
 
     def start(self, sequence: TokenSequence) -> None:
         """Remove the first sequence in order to give it a slot."""
-        account, level = self._accounts[_key(sequence)], self._levels[sequence.priority]
+        account, level = self._accounts[_key(sequence)], self._levels[sequence.request.priority]
         heads = (self._slotless.first(), self._others.first())
-        used = (head.used for head in heads if head is not None and head.priority == sequence.priority)
+        used = (head.used for head in heads if head is not None and head.priority == sequence.request.priority)
         # The smallest waiting account bounds the fair one from below, or newcomers would overtake all who wait.
         level.fair = max(level.fair, min(used, default=0.0))
         account.running += 1
@@ -273,7 +263,7 @@ class WaitingQueue:
 
     def charge(self, sequence: TokenSequence, tokens: int) -> None:
         """Add tokens that were read or drawn for a sequence with a slot to its account."""
-        level = self._levels[sequence.priority]
+        level = self._levels[sequence.request.priority]
         self._accounts[_key(sequence)].used += tokens
         level.fair += tokens / level.accounts
 
@@ -295,13 +285,15 @@ class WaitingQueue:
     def _insert(self, account: _Account, sequence: TokenSequence) -> None:
         account.waiting[sequence] = None
         self._count += 1
-        self._waiting[sequence.client] += 1
+        self._waiting[sequence.request.client] += 1
         self._list(account)
 
     def _take_out(self, account: _Account, sequence: TokenSequence) -> None:
         del account.waiting[sequence]
         self._count -= 1
-        _decrement(self._waiting, sequence.client)
+        self._waiting[sequence.request.client] -= 1
+        if not self._waiting[sequence.request.client]:
+            del self._waiting[sequence.request.client]
 
     def _list(self, account: _Account) -> None:
         """Add an account with a waiting sequence to the heap of its kind: with or without a slot."""
@@ -315,7 +307,6 @@ class WaitingQueue:
         key, level = (account.priority, account.client), self._levels[account.priority]
         del self._accounts[key]
         level.accounts -= 1
-        _decrement(self._of_clients, account.client)
         if account.used > level.fair:
             self._remembered[key] = account.used
             if len(self._remembered) > MAX_REMEMBERED_ACCOUNTS:
@@ -323,10 +314,4 @@ class WaitingQueue:
 
 
 def _key(sequence: TokenSequence) -> tuple[int, str]:
-    return sequence.priority, sequence.client
-
-
-def _decrement(counts: Counter[str], name: str) -> None:
-    counts[name] -= 1
-    if not counts[name]:
-        del counts[name]
+    return sequence.request.priority, sequence.request.client

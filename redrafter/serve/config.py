@@ -226,12 +226,13 @@ class ServeOptions:
             raise ArgumentError(f"--capture-except names keys by their numbers, such as key-2, got {bad[0]!r}")
         parse_lora_modules(self.lora_modules)
 
-    def limits(self, max_seq_len: int | None) -> Limits:
-        """Return the limits of the scheduler. max_seq_len: most tokens of a sequence; None for the model's context."""
+    def limits(self, max_seq_len: int | None, max_input_len: int | None = None) -> Limits:
+        """Return the limits of the scheduler, given the most tokens of a sequence and of a prompt, as in `Limits`."""
         return Limits(
             max_batch_size=self.max_batch_size,
             max_num_tokens=self.max_num_tokens,
             max_seq_len=max_seq_len,
+            max_input_len=max_input_len,
             max_queue_size=self.max_queue_size,
             guaranteed_no_evict=self.guaranteed_no_evict,
             chunked=self.chunked_context,

@@ -52,7 +52,7 @@ class Metrics:
             "spec_decode_num_accepted_tokens_per_pos",
             "Accepted drafts, by position",
             "position",
-            {position: str(position) for position in range(engine.facts.draft_depth)},
+            {position: str(position) for position in range(engine.facts.bounds.draft_depth)},
         )
         by_drafter = {
             "num_drafts": "Decode steps with a drafter's drafts, by the number of drafter changes before",

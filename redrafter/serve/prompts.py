@@ -12,9 +12,10 @@ from redrafter.chat.messages import render_chat
 from redrafter.chat.template import ChatError, ChatTemplate, chat_template_of, opens_with_bos
 from redrafter.chat.thoughts import Thinking, ThoughtMarks
 from redrafter.sandbox.process import SandboxedProcess
+from redrafter.scheduler.request import RequestBounds, check_prompt, too_long
 from redrafter.serve.encoding import TextEncoder
 from redrafter.serve.images import ChatImageReader
-from redrafter.serve.protocol.requests import ApiError, ChatRequest
+from redrafter.serve.protocol.requests import TOO_LONG, ApiError, ChatRequest, blaming
 
 _NOT_RENDERED = {"parsed", "annotations"}  # fields of a message
 CHUNK_CHARACTERS = 16  # per token of context; longer texts are counted in chunks of this size
@@ -26,8 +27,7 @@ class PromptEncoder:
 
     tokenizer: PreTrainedTokenizerBase
     model: str  # name of the model for clients
-    vocabulary: int  # size of the target's vocabulary
-    context: int  # most tokens of a prompt and its answer
+    bounds: RequestBounds  # of the engine
     special_tokens_in_content: bool = False  # whether control tokens spelt in messages are encoded as such
     reasoning_parser: str = "auto"  # vLLM's name of the reasoning parser
     images: ChatImageReader | str = "this model takes no images"  # the reason, where there is no reader of images
@@ -48,7 +48,7 @@ class PromptEncoder:
 
     def with_context(self, context: int) -> "PromptEncoder":
         """Return a copy with another context length, which shares the encoders of this one."""
-        other = replace(self, context=context)
+        other = replace(self, bounds=replace(self.bounds, max_seq_len=context, max_input_len=None))
         other.__dict__["_encoders"] = self._encoders
         return other
 
@@ -152,13 +152,8 @@ class PromptEncoder:
             if add_special_tokens is None:
                 add_special_tokens = not opens_with_bos(prompt, self.tokenizer)
             prompt = self._encode(self.tokenizer, prompt, add_special_tokens)
-        if not prompt:
-            raise ApiError(400, "the prompt is empty", param)
-        # Out-of-range ids would read past the embedding table on the device.
-        if (bad := next((token for token in prompt if token >= self.vocabulary), None)) is not None:
-            raise ApiError(400, f"token id {bad} is out of range: there are {self.vocabulary} ids", param)
-        if len(prompt) >= self.context:
-            raise self._too_long(f"{len(prompt)}", param)
+        with blaming(param, TOO_LONG if len(prompt) > self.bounds.longest_prompt else None):
+            check_prompt(prompt, self.bounds)
         return prompt
 
     def _check_size(self, text: str, param: str) -> None:
@@ -171,12 +166,10 @@ class PromptEncoder:
                 param,
             ) from error
         # A long text is encoded in chunks until it is clearly too long, instead of as a whole.
-        size, count = CHUNK_CHARACTERS * self.context, 0
+        most = self.bounds.longest_prompt
+        size, count = CHUNK_CHARACTERS * (most + 1), 0
         for begin in range(0, len(text), size) if len(text) > size else ():
             count += len(self._encode(self.tokenizer, text[begin : begin + size]))
-            if count > 2 * self.context:  # with a margin, since a chunk may end within a token
-                raise self._too_long(f"more than {self.context}", param)
-
-    def _too_long(self, count: str, param: str) -> ApiError:
-        message = f"the prompt has {count} tokens, and a text may come to {self.context}: shorten it"
-        return ApiError(400, message, param, "context_length_exceeded")
+            if count > 2 * (most + 1):  # with a margin, since a chunk may end within a token
+                with blaming(param, TOO_LONG):
+                    raise too_long(f"more than {most}", self.bounds)

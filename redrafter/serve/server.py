@@ -29,7 +29,8 @@ from redrafter.grammar.source import GrammarSource
 from redrafter.sampling.params import NEUTRAL, NUMBERS, SamplingParams
 from redrafter.sampling.processors import MAX_BEGIN_TOKENS, ThinkingBudget
 from redrafter.sandbox.process import SandboxedProcess
-from redrafter.scheduler.sequence import SequenceDelta, check_draft_limit
+from redrafter.scheduler.request import check_draft_limit, check_token_ids
+from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.answers.call_forms import call_form
 from redrafter.serve.answers.choice import summarize
 from redrafter.serve.answers.formats import (
@@ -51,7 +52,14 @@ from redrafter.serve.metrics import Metrics
 from redrafter.serve.network.api_keys import KEY_VARIABLE, ApiKeys
 from redrafter.serve.prompts import PromptEncoder
 from redrafter.serve.protocol.fields import MAX_PROMPTS, SMALL_BODY_BYTES, StreamOptions
-from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest, Message, TooManyTokensError
+from redrafter.serve.protocol.requests import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    TooManyTokensError,
+    blaming,
+)
 from redrafter.serve.request_grammar import chat_grammar, content_grammar
 
 if TYPE_CHECKING:
@@ -101,8 +109,7 @@ class Server:
         self.prompts = PromptEncoder(
             self.tokenizer,
             self.model,
-            facts.vocab_size,
-            facts.context,
+            facts.bounds,
             options.special_tokens_in_content,
             options.reasoning_parser,
             self.images,
@@ -127,7 +134,7 @@ class Server:
     @property
     def context(self) -> int:
         """Most tokens of a prompt and its answer together."""
-        return self.engine.facts.context
+        return self.engine.facts.bounds.max_seq_len
 
     @cached_property
     def counting_prompts(self) -> PromptEncoder:
@@ -294,7 +301,7 @@ class Server:
     def _served(self, request: AnyRequest, params: SamplingParams) -> tuple[Any, ...]:
         """Return the arguments that all choices of a request share."""
         adapter = None if request.model in (None, self.model) else request.model
-        return request, self.tokenizer, params.stop_token_ids, self.engine.facts.draft_depth, adapter
+        return request, self.tokenizer, params.stop_token_ids, self.engine.facts.bounds.draft_depth, adapter
 
     async def _serve(self, request: AnyRequest, asked: Submit, choices: list[AnyChoice], facts: Facts) -> Answer:
         if asked.params.prompt_logprobs is not None:
@@ -373,14 +380,13 @@ class Server:
             raise ApiError(400, "a text that follows a grammar ends with it: leave out ignore_eos", "ignore_eos")
         bias = {}
         for token, value in (request.logit_bias or {}).items():
-            if not (token.isdecimal() and len(token) < 20 and int(token) < facts.vocab_size):
-                what = f"logit_bias names {token!r}, which is not a token id below {facts.vocab_size}"
-                raise ApiError(400, what, "logit_bias")
+            if not (token.isdecimal() and len(token) < 20):
+                raise ApiError(400, f"logit_bias names {token!r}, which is not a token id", "logit_bias")
             bias[int(token)] = value
-        try:
-            check_draft_limit(request.num_speculative_tokens, facts.draft_depth)
-        except ArgumentError as error:
-            raise ApiError(400, str(error), "num_speculative_tokens") from error
+        with blaming("logit_bias"):
+            check_token_ids(bias, facts.bounds.vocab_size)
+        with blaming("num_speculative_tokens"):
+            check_draft_limit(request.num_speculative_tokens, facts.bounds.draft_depth)
         ends = facts.end_tokens | frozenset(request.stop_token_ids or ())
         numbers = {name: pick(name) for name in NUMBERS if hasattr(request, name)}
         return SamplingParams(

@@ -176,7 +176,7 @@ def test_lengths_have_limits(llama):
     engine = Engine(Target(llama), PlainProposer(), EngineOptions(max_input_len=12, max_seq_len=20))
     prompt = torch.arange(3, 14)[None]
     assert engine.generate(prompt, max_new_tokens=50).shape[1] <= 20
-    with pytest.raises(ArgumentError, match="max_input_len is 12"):
+    with pytest.raises(ArgumentError, match="13 tokens; a prompt may have 12"):
         engine.generate(torch.arange(3, 16)[None], max_new_tokens=2)
 
 

@@ -17,6 +17,7 @@ from redrafter import boxed_pair
 from redrafter.chat import control_tokens
 from redrafter.chat.control_tokens import ControlTokens, choose_marker, control_tokens_of
 from redrafter.chat.template import chat_template_of
+from redrafter.scheduler.request import RequestBounds
 from redrafter.serve.encoding import LONG_TEXT, TextEncoder
 from redrafter.serve.prompts import PromptEncoder
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
@@ -132,7 +133,7 @@ def test_a_copy_of_the_tokenizer_is_made_before_a_message_needs_it(tokenizer, mo
 
 
 def prompts(tokenizer: Any, **options: bool) -> PromptEncoder:
-    return PromptEncoder(tokenizer, "mine", len(tokenizer), 1 << 16, **options)
+    return PromptEncoder(tokenizer, "mine", RequestBounds(len(tokenizer), 1 << 16), **options)
 
 
 def encoded(tokenizer: Any, body: dict[str, Any], **options: bool) -> list[int]:

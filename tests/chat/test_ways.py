@@ -17,6 +17,7 @@ from redrafter.data.prompts import encode_prompt
 from redrafter.data.rows import parse_row
 from redrafter.data.suites import Dialogues, Question
 from redrafter.errors import ReDrafterError
+from redrafter.scheduler.request import RequestBounds
 from redrafter.serve.prompts import PromptEncoder
 from redrafter.serve.protocol.requests import ChatRequest
 from redrafter.train.regenerate.answer_writer import BaseLimits, RowDraws, make_task
@@ -55,7 +56,7 @@ def ways(name: str, chat: dict[str, Any]) -> dict[str, tuple[list[int], str]]:
 
     def serve() -> list[int]:
         request = ChatRequest.model_validate(chat)
-        return PromptEncoder(tokenizer, "mine", len(tokenizer), 4096).encode_chat(request)[0]
+        return PromptEncoder(tokenizer, "mine", RequestBounds(len(tokenizer), 4096)).encode_chat(request)[0]
 
     def train() -> list[int]:
         *_, last = encode_documents([parse_row(answered, "row")], tokenizer)
@@ -118,7 +119,7 @@ def test_every_way_gives_the_same_ids(name, talk):
 def test_a_prompt_that_opens_with_the_bos_token_gets_no_second_one_by_any_way(prompt):
     tokenizer = tiny_tokenizer()
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
-    encoder = PromptEncoder(tokenizer, "mine", len(tokenizer), 4096)
+    encoder = PromptEncoder(tokenizer, "mine", RequestBounds(len(tokenizer), 4096))
     expected = tokenizer("Hello", add_special_tokens=True).input_ids
     assert expected[0] == 1
     assert encoder.encode_prompts(prompt) == [expected]

@@ -30,7 +30,7 @@ WRONG = [  # besides a prompt, or in its place
     (ids(0.5), "integer"),
     (ids(5, VOCAB), f"token id {VOCAB} is out of range"),
     (ids(5, -1), "token id -1"),
-    (ids(*[5] * CONTEXT), f"{CONTEXT} tokens and the target's context is {CONTEXT}"),
+    (ids(*[5] * CONTEXT), f"{CONTEXT} tokens; a prompt may have {CONTEXT - 1}, and with its answer {CONTEXT}"),
     ({"attention_mask": MASK[:, 1:]}, "shape of input_ids"),
     ({"attention_mask": MASK[:2]}, "shape of input_ids"),
     ({"attention_mask": MASK.flip(1)}, "left-padded"),

@@ -241,7 +241,7 @@ def test_states_of_a_stored_prefix_are_restored_where_captured_steps_read_them(a
         run(served, together)
     assert [sequence.reused for sequence in sequences] == [0, 0, 80, 80, 80, 80, 96]
     for sequence in (sequences[0], *sequences[2:-1]):
-        prompt = torch.tensor([sequence.prompt], device="cuda")
+        prompt = torch.tensor([sequence.request.prompt], device="cuda")
         [whole] = generated_alone(model, prompt, torch.ones_like(prompt), 24)
         assert sequence.tokens == whole.tolist()
     assert sequences[1].tokens == sequences[-1].tokens

@@ -13,10 +13,10 @@ IDS, MASK = uneven_batch()
 def test_eos_in_the_middle_of_an_accepted_path_ends_the_row_at_once(llama):
     plain = llama.generate(IDS[:1], max_new_tokens=30, do_sample=False, eos_token_id=None)
     eos = plain[0, IDS.shape[1] + 8].item()
-    expected = llama.generate(IDS[:1], max_new_tokens=30, do_sample=False, eos_token_id=[90, eos])
+    expected = llama.generate(IDS[:1], max_new_tokens=30, do_sample=False, eos_token_id=[90, eos, 10**6])
     steps = Steps()
     out = scripted_engine(llama, plain, 1, 20).generate(
-        IDS[:1], max_new_tokens=30, do_sample=False, eos_token_id=[90, eos], streamer=steps
+        IDS[:1], max_new_tokens=30, do_sample=False, eos_token_id=[90, eos, 10**6], streamer=steps
     )
     assert torch.equal(out, expected)
     assert out.shape[1] < plain.shape[1]

@@ -55,8 +55,7 @@ class EngineThread:
 def client_of(scheduler: Scheduler, tokenizer: Any = None, facts: EngineFacts | None = None) -> EngineClient:
     """A client that has not started, of a scheduler that nobody else may run."""
     if facts is None:
-        vocabulary, depth = scheduler.engine.target.vocab_size, scheduler.batch.depth
-        facts = EngineFacts("tiny", (), vocabulary, scheduler.longest, frozenset(), OPENAI_DEFAULTS, depth, True)
+        facts = EngineFacts("tiny", (), scheduler.bounds, frozenset(), OPENAI_DEFAULTS, True)
     thread = EngineThread(scheduler, tokenizer)
     return EngineClient(thread.channel, facts, thread)
 

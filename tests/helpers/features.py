@@ -25,7 +25,7 @@ from helpers.eagle import EAGLE_FORMS, checked_drafts, random_head
 from helpers.models import CHUNKED, script_of_rows, tiny_drafter, tiny_model, uneven_batch
 from helpers.mtp import checked_layers, random_mtp
 from helpers.recurrent import generated_alone, recurrent_model
-from helpers.scheduling import KINDS, alone, make_sequence, seeing_sequence
+from helpers.scheduling import KINDS, alone, change, make_sequence, seeing_sequence
 from helpers.seeing_models import UNEVEN, prompts_with_images, tiny_seeing_model
 from helpers.vocabularies import renumbered
 from redrafter import DraftTarget, Engine, ReDrafter
@@ -296,7 +296,7 @@ class Pair:
                 texts += 1
             name = ROWS[number % len(ROWS)] if self.feature.adapters else None
             if name is not None:
-                sequences[-1].adapter = self.engine.target.adapters.hold(name)
+                change(sequences[-1], adapter=self.engine.target.adapters.hold(name))
         return sequences
 
 
@@ -329,8 +329,8 @@ def written_alone(feature: str) -> list[list[int]]:
     sequences = made.sequences()
     texts = [alone(made.engine, sequence) for sequence in sequences]
     for sequence in sequences:
-        if sequence.adapter is not None:
-            made.engine.target.adapters.release(sequence.adapter)
+        if sequence.request.adapter is not None:
+            made.engine.target.adapters.release(sequence.request.adapter)
     return texts
 
 

@@ -18,6 +18,7 @@ from redrafter.model.images import ImageInputs
 from redrafter.sampling.params import SamplingParams
 from redrafter.sampling.processors import ThinkingBudget
 from redrafter.scheduler.paged_memory import PagedMemory
+from redrafter.scheduler.request import GenerationRequest
 from redrafter.scheduler.row_caches import DenseRows
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.sampling_tensors import SamplingTensors
@@ -55,7 +56,12 @@ class Sink:
 
 
 def make_sequence(prompt: list[int], max_new_tokens: int, params: SamplingParams) -> TokenSequence:
-    return TokenSequence(prompt, max_new_tokens, params, Sink())
+    return TokenSequence(GenerationRequest(prompt, max_new_tokens, params), Sink())
+
+
+def change(sequence: TokenSequence, **fields: object) -> None:
+    """Change what is requested of a sequence that was not submitted yet."""
+    sequence.request = replace(sequence.request, **fields)
 
 
 def seeing_sequence(
@@ -65,7 +71,8 @@ def seeing_sequence(
     inputs = prompts_with_images(engine.model, [layout], seed)
     ids = inputs.pop("input_ids")[0].tolist()
     del inputs["attention_mask"]
-    return TokenSequence(ids, count, replace(params, seed=seed), Sink(inputs), images=ImageInputs(inputs))
+    request = GenerationRequest(ids, count, replace(params, seed=seed), images=ImageInputs(inputs))
+    return TokenSequence(request, Sink(inputs))
 
 
 def launch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +123,7 @@ class ThoughtLimit(LogitsProcessor):
 
 def arguments_of(sequence: TokenSequence) -> dict[str, Any]:
     """Return the arguments of `generate` by which it writes a sequence alone."""
-    params = sequence.params
+    params = sequence.request.params
     names = ["repetition_penalty", "frequency_penalty", "presence_penalty"]
     names += [] if params.greedy else ["seed", "temperature", "top_k", "top_p", "min_p"]
     kinds = {"do_sample": not params.greedy} | {name: getattr(params, name) for name in names}
@@ -126,19 +133,19 @@ def arguments_of(sequence: TokenSequence) -> dict[str, Any]:
         kinds["logit_bias"] = params.logit_bias
     if params.thinking is not None:
         assert not params.thinking.begin
-        kinds["logits_processor"] = [ThoughtLimit(params.thinking, len(sequence.prompt))]
-    ids = torch.tensor([list(sequence.prompt)])
+        kinds["logits_processor"] = [ThoughtLimit(params.thinking, len(sequence.request.prompt))]
+    ids = torch.tensor([list(sequence.request.prompt)])
     kinds["attention_mask"] = torch.ones_like(ids)  # a text that is continued may hold the id of padding
-    kinds["adapter"] = None if sequence.adapter is None else sequence.adapter.name
+    kinds["adapter"] = None if sequence.request.adapter is None else sequence.request.adapter.name
     kinds |= getattr(sequence.sink, "images", {})
     ends = sorted(params.stop_token_ids) or None
-    return kinds | {"input_ids": ids, "max_new_tokens": sequence.max_new_tokens, "eos_token_id": ends}
+    return kinds | {"input_ids": ids, "max_new_tokens": sequence.request.max_new_tokens, "eos_token_id": ends}
 
 
 def alone(engine: Engine, sequence: TokenSequence, speculate: bool = False) -> list[int]:
     """Return what `generate` writes for a sequence, without drafts by default."""
     found = engine.generate(**arguments_of(sequence), speculate=speculate)
-    return found[0, len(sequence.prompt) :].tolist()
+    return found[0, len(sequence.request.prompt) :].tolist()
 
 
 def run(scheduler: Scheduler, sequences: list[TokenSequence], apart: int = 0) -> None:
@@ -201,11 +208,11 @@ def nothing_is_held(scheduler: Scheduler) -> None:
 def without_drafts(sequences: list[TokenSequence]) -> list[TokenSequence]:
     """Let every other sequence verify no drafts, and return all of them."""
     for each in sequences[::2]:
-        each.params = replace(each.params, num_speculative_tokens=0)
+        change(each, params=replace(each.request.params, num_speculative_tokens=0))
     return sequences
 
 
 def rejection_sampled(engine: Engine, sequence: TokenSequence) -> list[int]:
     """Return what `generate` writes for a sequence, by rejection sampling unless the sequence takes no drafts."""
-    params = sequence.params
+    params = sequence.request.params
     return alone(engine, sequence, speculate=not params.greedy and params.speculate)

@@ -46,11 +46,11 @@ def test_sequences_side_by_side_write_what_each_writes_alone(feature, engine, sc
     made, dense = pair(feature, engine), memory == "dense"
     made.engine.drop_graphs()
     expected, sequences = written_alone(feature), made.sequences()
-    made.expect([[*sequence.prompt, *text] for sequence, text in zip(sequences, expected, strict=True)])
+    made.expect([[*sequence.request.prompt, *text] for sequence, text in zip(sequences, expected, strict=True)])
     if order == "ahead":
         launch_ahead(monkeypatch)
     served = dense_scheduler(made.engine, 3) if dense else scheduler(made.engine, **MEMORIES[memory])
-    drafts = RightDrafts([[*each.prompt, *tokens] for each, tokens in zip(sequences, expected, strict=True)])
+    drafts = RightDrafts([[*each.request.prompt, *tokens] for each, tokens in zip(sequences, expected, strict=True)])
     with made.watched(), drafts.drafted():
         run(served, sequences, apart=1)
     assert [sequence.sink.tokens for sequence in sequences] == expected

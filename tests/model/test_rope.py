@@ -73,8 +73,8 @@ def served_as_alone(served, sequences, apart: int = 0) -> None:
     """Run sequences, and fail unless each is what `generate` of a fresh model writes after its prompt."""
     run(served, sequences, apart)
     for sequence in sequences:
-        ids = torch.tensor([list(sequence.prompt)])
-        expected = alone(served.engine.model, ids, torch.ones_like(ids), sequence.max_new_tokens)[0]
+        ids = torch.tensor([list(sequence.request.prompt)])
+        expected = alone(served.engine.model, ids, torch.ones_like(ids), sequence.request.max_new_tokens)[0]
         assert sequence.sink.tokens == expected.tolist()
 
 
@@ -178,7 +178,7 @@ def test_texts_end_where_the_whole_context_ends(family):
     ids, mask = prompts_of([WHOLE - 6])
     expected = alone(engine.model, ids, mask, 6)
     assert torch.equal(engine.generate(ids, max_new_tokens=20, do_sample=False)[:, -6:], expected)
-    with pytest.raises(ArgumentError, match=f"the target's context is {WHOLE}"):
+    with pytest.raises(ArgumentError, match=f"a prompt may have {WHOLE - 1}"):
         engine.generate(torch.cat([ids, ids], dim=1), max_new_tokens=5)
 
 

@@ -6,6 +6,7 @@ from helpers.features import pair
 from helpers.scheduling import Sink, run_as_alone, scheduler
 from redrafter.engine.engine import Engine
 from redrafter.sampling.params import SamplingParams
+from redrafter.scheduler.request import GenerationRequest
 from redrafter.scheduler.sequence import TokenSequence
 
 GREEDY = SamplingParams(temperature=0)
@@ -25,6 +26,6 @@ def test_equal_prompts_share_blocks_where_they_have_one_adapter_and_one_salt(eng
         *((None, "a", False), (None, "a", True), (None, None, True), (None, "b", False)),
     ):
         adapter = None if name is None else engine.target.adapters.hold(name)
-        sequence = TokenSequence(PROMPT, 8, GREEDY, Sink(), adapter=adapter, cache_salt=salt)
+        sequence = TokenSequence(GenerationRequest(PROMPT, 8, GREEDY, adapter=adapter, cache_salt=salt), Sink())
         run_as_alone(served, [sequence])
         assert (sequence.reused > 0) == reused

@@ -136,7 +136,10 @@ def test_prompts_that_were_admitted_together_begin_together(monkeypatch):
     assert [count for count in begun if count] == [10, 3]
     assert [tokens for tokens in read if tokens] == [16 * ROOMS_OF_BULK[-1], 2045 - 16 * ROOMS_OF_BULK[-1], 60]
     plain = scheduler(engine, blocks=900, max_batch_size=40)
-    again = [make_sequence(list(each.prompt), each.max_new_tokens, GREEDY) for each in (*running, *first, *second)]
+    again = [
+        make_sequence(list(each.request.prompt), each.request.max_new_tokens, GREEDY)
+        for each in (*running, *first, *second)
+    ]
     run(plain, again)
     assert [each.sink.tokens for each in again] == [each.sink.tokens for each in (*running, *first, *second)]
 

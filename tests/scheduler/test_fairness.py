@@ -6,6 +6,7 @@ import pytest
 
 from helpers.scheduling import KINDS, Sink, nothing_is_held, run, same_alone, scheduler
 from redrafter.sampling.params import SamplingParams
+from redrafter.scheduler.request import GenerationRequest
 from redrafter.scheduler.running_set import MAX_CANCELLATIONS_PER_ROUND, MIN_ROUNDS_IN_PLACE
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import TokenSequence
@@ -17,7 +18,7 @@ GREEDY = KINDS["greedy"]
 def make_sequence(
     client: str, prompt: list[int] | None = None, max_new_tokens: int = 4, params: SamplingParams = GREEDY, **more
 ) -> TokenSequence:
-    return TokenSequence(prompt or [5, 6, 7], max_new_tokens, params, Sink(), client=client, **more)
+    return TokenSequence(GenerationRequest(prompt or [5, 6, 7], max_new_tokens, params, client=client, **more), Sink())
 
 
 def rounds(served: Scheduler, count: int) -> None:
@@ -31,7 +32,7 @@ def test_clients_get_equally_many_tokens_however_many_texts_they_send(engine):
     for sequences in sent:
         served.submit(*sequences)
     rounds(served, 64)
-    used = [sum(each.written + len(each.prompt) for each in sequences if each.written) for sequences in sent]
+    used = [sum(each.written + len(each.request.prompt) for each in sequences if each.written) for sequences in sent]
     assert min(used) > 150, used
     assert max(used) - min(used) < 0.2 * min(used), used
 
@@ -219,7 +220,7 @@ def test_a_round_that_fails_loses_nobody_who_waits(where, engine, monkeypatch):
     assert all(isinstance(each.sink.deltas[-1].error, ZeroDivisionError) for each in failed)
     run(served, [])
     same_alone(engine, [each for each in sequences if each not in failed])
-    assert not served.running_set.clients
+    assert served.idle
     nothing_is_held(served)
 
 
@@ -236,7 +237,9 @@ def test_a_request_is_served_for_its_client_and_under_its_salt(engine, monkeypat
 
     served, prompt, clients = scheduler(engine), [3 + n % 60 for n in range(40)], []
     submit = served.submit
-    monkeypatch.setattr(served, "submit", lambda *sent: (clients.extend(each.client for each in sent), submit(*sent)))
+    monkeypatch.setattr(
+        served, "submit", lambda *sent: (clients.extend(each.request.client for each in sent), submit(*sent))
+    )
     line = client_of(served)
     line.start()
     tokenizer = AutoTokenizer.from_pretrained(boxed_pair())

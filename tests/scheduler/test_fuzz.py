@@ -29,7 +29,16 @@ from helpers.mtp import FORMS as MTP_FORMS
 from helpers.mtp import random_mtp
 from helpers.recurrent import RECURRENT, recurrent_model
 from helpers.right_drafts import RightDrafts
-from helpers.scheduling import KINDS, alone, arguments_of, dense_scheduler, make_sequence, nothing_is_held, scheduler
+from helpers.scheduling import (
+    KINDS,
+    alone,
+    arguments_of,
+    change,
+    dense_scheduler,
+    make_sequence,
+    nothing_is_held,
+    scheduler,
+)
 from redrafter import Engine, ReDrafter
 from redrafter.cache import block_manager
 from redrafter.drafting.proposer import PlainProposer
@@ -139,14 +148,18 @@ class Episode:
         sequences = self._sequences(choices.randrange(6, 11) if self.on_host else choices.randrange(3, 10))
         for each in sequences:
             self._written[each] = alone(self._plain, each)
-        drafts.texts = [[*each.prompt, *written] for each, written in self._written.items()]
+        drafts.texts = [[*each.request.prompt, *written] for each, written in self._written.items()]
         with drafts.drafted():
             cancelled = self._serve(sequences)
             # Once more those that came first: their blocks are on the host by now, where there is one.
             oldest = sequences[-4:]
-            again = [make_sequence(list(each.prompt), each.max_new_tokens, each.params) for each in oldest]
+            again = [
+                make_sequence(list(each.request.prompt), each.request.max_new_tokens, each.request.params)
+                for each in oldest
+            ]
             for each, first in zip(again, oldest, strict=True):
-                self._written[each], each.cache_salt = self._written[first], first.cache_salt
+                self._written[each] = self._written[first]
+                change(each, cache_salt=first.request.cache_salt)
             cancelled |= self._serve(again)
             counts["calls that ended early"] = self._await_calls(sequences)
         for each in [*sequences, *again]:
@@ -157,7 +170,7 @@ class Episode:
             managers = self._served.memory.blocks, self._served.memory.draft_blocks
             counts["onboarded"] = sum(blocks.onboarded for blocks in managers if blocks is not None)
         served = self._served.running_set
-        assert not any((served.clients, served.running, served.waiting)), self
+        assert not any((served.running, served.waiting)), self
         counts["preempted"] = served.preempted
         return counts
 
@@ -212,8 +225,8 @@ class Episode:
                 params = replace(params, thinking=ThinkingBudget(choices.randrange(30), choices.randrange(33, 90)))
             new = min(choices.choice((2, 5, 20, 40, 40, 400)), longest - len(prompt))
             sequence = make_sequence(prompt, new, params)
-            sequence.client, sequence.priority = choices.choice("abc"), choices.choice((0, 0, 0, 2, -1))
-            sequence.cache_salt = choices.choice((None, None, None, "salt"))
+            who = {"client": choices.choice("abc"), "priority": choices.choice((0, 0, 0, 2, -1))}
+            change(sequence, cache_salt=choices.choice((None, None, None, "salt")), **who)
             sequences.append(sequence)
         return sequences
 
@@ -241,7 +254,9 @@ class Episode:
         """Write some sequences by coroutines at once, of which one is left midway; return how many ended early."""
         if self._engine.adaptive:  # rows of a shared batch draft alike
             return 0
-        of_calls = [each for each in sequences if each.params.thinking is None]  # of which `generate` has no argument
+        of_calls = [
+            each for each in sequences if each.request.params.thinking is None
+        ]  # of which `generate` has no argument
         of_calls = sorted(of_calls, key=lambda each: len(self._written[each]))[-2:]
         submitted, submit = list[TokenSequence](), Scheduler.submit
 
@@ -267,7 +282,7 @@ class Episode:
                 if thread.name == "redrafter-async":
                     thread.join()
         assert all(each.ended for each in submitted), self
-        return sum(each.cancelled and each.written < each.max_new_tokens for each in submitted)
+        return sum(each.cancelled and each.written < each.request.max_new_tokens for each in submitted)
 
     def _change(self, asleep: bool) -> bool:
         """Change the engine so that it writes the same tokens; return whether it sleeps then."""
@@ -290,7 +305,7 @@ class Episode:
     def _check(self, sequence: TokenSequence, cancelled: bool) -> dict[str, int]:
         """Fail unless a sequence has the tokens of plain decoding, as many as it was given time for."""
         last, expected = sequence.sink.deltas[-1], self._written[sequence]
-        where = f"{self}: {self._name}, a prompt of {len(sequence.prompt)} tokens"
+        where = f"{self}: {self._name}, a prompt of {len(sequence.request.prompt)} tokens"
         assert last.error is None, (where, last.error)
         if last.finish == "cancelled":
             assert cancelled, where

@@ -23,6 +23,7 @@ from helpers.scheduling import (
 from helpers.seeing_models import Layout, tiny_seeing_model
 from redrafter import ArgumentError, Engine
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.scheduler.sequence import TokenSequence
 
 LONG: Layout = (40, "image", 9)
 LAYOUTS: tuple[Layout, ...] = ((3, "image", 4), (2, "image", 1, "image", 3), (9, "image", 2), LONG)
@@ -39,8 +40,8 @@ def engine(request) -> Engine:
 def test_two_images_behind_the_same_ids_share_no_blocks(engine):
     first = seeing_sequence(engine, LONG, 1, KINDS["greedy"])
     other = seeing_sequence(engine, LONG, 2, KINDS["greedy"])
-    second = replace(first, images=other.images, sink=Sink(other.sink.images))
-    assert len(first.prompt) > 2 * BLOCK_SIZE
+    second = TokenSequence(replace(first.request, images=other.request.images), Sink(other.sink.images))
+    assert len(first.request.prompt) > 2 * BLOCK_SIZE
     expected = [alone(engine, sequence) for sequence in (first, second)]
     assert expected[0] != expected[1]
     served = scheduler(engine)
@@ -52,7 +53,7 @@ def test_two_images_behind_the_same_ids_share_no_blocks(engine):
 
 def test_a_text_with_the_ids_of_an_image_shares_nothing_with_it(engine):
     seeing = seeing_sequence(engine, LONG, 1, KINDS["greedy"])
-    text = replace(seeing, images=None, sink=Sink())
+    text = TokenSequence(replace(seeing.request, images=None), Sink())
     served = scheduler(engine)
     run(served, [seeing])
     run(served, [text])
@@ -66,7 +67,8 @@ def test_wrong_images_end_their_own_sequence_alone(engine):
     ]
     sequences = [*seeing, *random_sequences(2, seed=4)]
     wrong = seeing_sequence(engine, LAYOUTS[0], 9, KINDS["greedy"])
-    wrong = replace(wrong, prompt=[token + (token == 90) for token in wrong.prompt])
+    prompt = [token + (token == 90) for token in wrong.request.prompt]
+    wrong = TokenSequence(replace(wrong.request, prompt=prompt), wrong.sink)
     served = scheduler(engine)
     for sequence in (sequences[0], wrong, *sequences[1:]):
         served.submit(sequence)

@@ -39,11 +39,11 @@ def check(engine: Engine, *scored: TokenSequence, atol: float = 1e-4) -> None:
     """Compare the scores of sequences with one forward of the model as transformers has it."""
     for found in scored:
         with torch.no_grad():
-            lines = engine.model(torch.tensor([list(found.prompt)])).logits[0].float().log_softmax(-1)
-        assert len(found.prompt_scores) == len(found.prompt) - 1
-        for own, token, line in zip(found.prompt_scores, found.prompt[1:], lines, strict=False):
+            lines = engine.model(torch.tensor([list(found.request.prompt)])).logits[0].float().log_softmax(-1)
+        assert len(found.prompt_scores) == len(found.request.prompt) - 1
+        for own, token, line in zip(found.prompt_scores, found.request.prompt[1:], lines, strict=False):
             assert own.logprob == pytest.approx(float(line[token]), abs=atol)
-            expected = line.topk(found.params.prompt_logprobs)
+            expected = line.topk(found.request.params.prompt_logprobs)
             assert list(own.likeliest) == expected.indices.tolist()
             assert list(own.likeliest.values()) == pytest.approx(expected.values.tolist(), abs=atol)
 
@@ -82,7 +82,7 @@ def test_chunks_and_neighbours_change_nothing(limits, apart, engine):
     run(served, mixed, apart)
     check(engine, *scored)
     for each in mixed:
-        assert each.sink.tokens == (alone(engine, each) if each.max_new_tokens else [])
+        assert each.sink.tokens == (alone(engine, each) if each.request.max_new_tokens else [])
     nothing_is_held(served)
 
 
@@ -100,7 +100,11 @@ def test_forwards_are_cut_where_their_logits_would_be_too_many(engine, monkeypat
 
 def test_a_prompt_that_was_read_is_read_again_to_be_scored_and_found_by_others(engine):
     scored, served = scored_sequence(40, max_new_tokens=4), scheduler(engine)
-    sequences = [make_sequence(scored.prompt, 4, GREEDY), scored, make_sequence(scored.prompt, 4, GREEDY)]
+    sequences = [
+        make_sequence(scored.request.prompt, 4, GREEDY),
+        scored,
+        make_sequence(scored.request.prompt, 4, GREEDY),
+    ]
     for each in sequences:
         run_as_alone(served, [each])
     check(engine, scored)

@@ -15,6 +15,7 @@ from helpers.recurrent import recurrent_model
 from helpers.scheduling import (
     KINDS,
     alone,
+    change,
     dense_scheduler,
     go_on,
     make_sequence,
@@ -110,7 +111,7 @@ def test_rows_with_an_adapter_that_overflows_leave_others_alone(on, engine, tmp_
     fine = [make_sequence([5 + n] * (9 + n), 40, KINDS["sampled"]) for n in range(3)]
     failed = [make_sequence([20 + n] * 30, 40, KINDS["sampled"]) for n in range(2)]
     for each in failed:
-        each.adapter = engine.target.adapters.hold("wrong")
+        change(each, adapter=engine.target.adapters.hold("wrong"))
     serve(on(engine), fine[0], failed[0], fine[1], failed[1], fine[2])
     check(engine, fine, failed)
 
@@ -123,7 +124,7 @@ def test_blocks_of_a_row_that_failed_are_found_by_nobody(ahead, engine):
     first = make_sequence([*system, 9], 5, KINDS["greedy"])
     serve(served, first)
     prompt = [*system, BAD, *[4 + n % 50 for n in range(3 * BLOCK_SIZE)]]
-    failed, again = make_sequence(prompt, 20, KINDS["greedy"]), make_sequence(prompt, 20, KINDS["greedy"])
+    failed, again = make_sequence(prompt, 14, KINDS["greedy"]), make_sequence(prompt, 14, KINDS["greedy"])
     with not_finite(engine):
         serve(served, failed)
     check(engine, [first], [failed])

@@ -74,9 +74,9 @@ def test_prompts_continue_from_what_earlier_ones_have_stored(model, name, monkey
         run(served, sequences[2:])  # side by side
     assert [sequence.reused for sequence in sequences] == [0, 0] + [80] * len(KINDS)
     models = 1 + (served.memory.draft_store is not None and RECURRENT_STATES in engine.draft_model.features)
-    assert sum(read) == models * sum(len(sequence.prompt) - 80 for sequence in sequences[2:])
+    assert sum(read) == models * sum(len(sequence.request.prompt) - 80 for sequence in sequences[2:])
     same_alone(engine, sequences)
-    prompt = torch.tensor([sequences[2].prompt])
+    prompt = torch.tensor([sequences[2].request.prompt])
     [whole] = generated_alone(engine.model, prompt, torch.ones_like(prompt), 10)
     assert sequences[2].tokens == whole.tolist()
 
@@ -91,7 +91,7 @@ def test_the_next_turn_of_a_chat_continues_in_the_last_answer(model, name, order
     for turn in range(4):
         sequence = make_sequence([*prompt, 5 + turn, 9, 11], 37, GREEDY)
         run_as_alone(served, [sequence])
-        read.append(len(sequence.prompt) - sequence.reused)
+        read.append(len(sequence.request.prompt) - sequence.reused)
         prompt = list(sequence.tokens)
     assert read[0] == len(SYSTEM) + 3
     # What is new, and less than a block of the answer; two where drafts lag. A step that goes past the end loses it.
@@ -105,7 +105,7 @@ def test_the_next_turn_of_a_chat_continues_in_an_answer_that_branches_were_accep
     served, prompt = scheduler(engine), SYSTEM
     for turn in range(3):
         sequence = make_sequence([*prompt, 5 + turn, 9, 11], 37, GREEDY)
-        drafts = RightDrafts([[*sequence.prompt, *alone(plain, sequence)]], turn, share=1)
+        drafts = RightDrafts([[*sequence.request.prompt, *alone(plain, sequence)]], turn, share=1)
         with drafts.drafted():
             run_as_alone(served, [sequence])
         assert drafts.off_chain > 5
@@ -120,7 +120,7 @@ def test_rows_that_move_keep_their_states():
     run(served, firsts)  # the last one moves into the rows of those that end before it
     nexts = [make_sequence([*first.tokens, 9, 11], 20, KINDS["sampled"]) for first in firsts]
     run_as_alone(served, nexts)
-    assert max(len(sequence.prompt) - sequence.reused for sequence in nexts) <= 2 + 16
+    assert max(len(sequence.request.prompt) - sequence.reused for sequence in nexts) <= 2 + 16
 
 
 def test_a_row_that_fills_no_block_leaves_nothing_of_an_earlier_one():

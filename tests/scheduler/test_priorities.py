@@ -5,6 +5,7 @@ import pytest
 from helpers.scheduling import KINDS, Sink, nothing_is_held, run, same_alone, scheduler
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.prefill import choose_chunks
+from redrafter.scheduler.request import GenerationRequest
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.scheduler.waiting_queue import QueueFullError
@@ -15,7 +16,7 @@ GREEDY = KINDS["greedy"]
 def make_sequence(
     priority: int, prompt: list[int] | None = None, new: int = 4, params: SamplingParams = GREEDY, client: str = ""
 ) -> TokenSequence:
-    return TokenSequence(prompt or [5, 6, 7], new, params, Sink(), client=client, priority=priority)
+    return TokenSequence(GenerationRequest(prompt or [5, 6, 7], new, params, client=client, priority=priority), Sink())
 
 
 def rounds(served: Scheduler, count: int) -> None:

@@ -12,6 +12,7 @@ from helpers.scheduling import (
     KINDS,
     Sink,
     alone,
+    change,
     dense_scheduler,
     go_on,
     launch_ahead,
@@ -33,6 +34,7 @@ from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
 from redrafter.sampling.processors import RowProcessor, ThinkingBudget
 from redrafter.scheduler.captured_step import CapturedStep, HostCopy
+from redrafter.scheduler.request import GenerationRequest
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.running_set import RunningSet
 from redrafter.scheduler.sequence import TokenSequence
@@ -43,10 +45,13 @@ GREEDY = KINDS["greedy"]
 
 def check_logprobs(engine, sequence):
     """Check that the log-probabilities that a sequence was told are the model's."""
-    told, count = [line for delta in sequence.sink.deltas for line in delta.logprobs or ()], sequence.params.logprobs
+    told, count = (
+        [line for delta in sequence.sink.deltas for line in delta.logprobs or ()],
+        sequence.request.params.logprobs,
+    )
     assert len(told) == (0 if count is None else sequence.written)
     with torch.no_grad():
-        logits = engine.model(torch.tensor([sequence.tokens])).logits[0, len(sequence.prompt) - 1 : -1]
+        logits = engine.model(torch.tensor([sequence.tokens])).logits[0, len(sequence.request.prompt) - 1 : -1]
     for (own, likeliest), token, line in zip(told, sequence.sink.tokens, logits.log_softmax(-1), strict=False):
         assert own == pytest.approx(float(line[token]), abs=1e-4)
         top = line.topk(count)
@@ -84,10 +89,12 @@ def test_rows_that_end_in_one_step_are_removed_together(engine, dense, monkeypat
 
 
 def test_the_tokens_of_a_step_are_charged_to_each_client_at_once(engine, monkeypatch):
-    charged = noted(monkeypatch, RunningSet, "charge", lambda _, running, sequence, count: (sequence.client, count))
+    charged = noted(
+        monkeypatch, RunningSet, "charge", lambda _, running, sequence, count: (sequence.request.client, count)
+    )
     sequences = [make_sequence([5, 6, 7 + each], 4, GREEDY) for each in range(6)]
     for number, sequence in enumerate(sequences):
-        sequence.client = "ab"[number % 2]
+        change(sequence, client="ab"[number % 2])
     run(scheduler(engine, max_batch_size=6, speculate=False), sequences)
     assert charged[-6:] == [("a", 3), ("b", 3)] * 3
 
@@ -97,7 +104,7 @@ def test_rows_come_and_go_without_a_wait_for_a_gpu(engine, monkeypatch):
     launch_ahead(monkeypatch)
     served, sequences, waits = scheduler(engine, max_batch_size=4), random_sequences(12, seed=3), Waits()
     for sequence in sequences[::2]:
-        sequence.params = replace(sequence.params, logprobs=3)
+        change(sequence, params=replace(sequence.request.params, logprobs=3))
     monkeypatch.setattr(engine.target.prompt_reader, "masks", True)  # as on a GPU
     attention, processor = (tree_attention, "gathered_attention"), (RowProcessor, "__call__")
     monkeypatch.setattr(HostCopy, "wait", waits.on_host(HostCopy.wait))
@@ -186,7 +193,7 @@ def test_a_log_probability_is_a_number_even_of_what_the_model_never_writes(engin
 def test_a_text_ends_where_it_is_told_to(engine):
     whole = alone(engine, make_sequence([5, 6, 7], 20, GREEDY))
     stops = lambda tokens: next((i for i, token in enumerate(tokens) if token == whole[7]), None)  # noqa: E731
-    each = TokenSequence([5, 6, 7], 20, GREEDY, Sink(), stops)
+    each = TokenSequence(GenerationRequest([5, 6, 7], 20, GREEDY), Sink(), stops)
     run(scheduler(engine), [each])
     assert each.sink.tokens == whole[: whole.index(whole[7]) + 1]
     assert each.sink.deltas[-1].finish == "stop"
@@ -196,7 +203,7 @@ def test_a_text_ends_where_it_is_told_to(engine):
     ("prompt", "params", "says"),
     [
         ([], GREEDY, "empty"),
-        ([1] * 200, GREEDY, "a sequence may have"),
+        ([1] * 20, GREEDY, "20 tokens; a prompt may have 19, and with its answer 49"),
         ([VOCAB], GREEDY, "out of range"),
         ([-1], GREEDY, "out of range"),
         ([5], SamplingParams(min_new_tokens=10**20), "must be from"),
@@ -206,7 +213,7 @@ def test_a_text_ends_where_it_is_told_to(engine):
 )
 def test_what_cannot_be_served_is_refused(engine, prompt, params, says):
     with pytest.raises(ArgumentError, match=says):
-        scheduler(engine, blocks=6).submit(make_sequence(prompt, 5, params))
+        scheduler(engine, blocks=6, max_input_len=19).submit(make_sequence(prompt, 5, params))
 
 
 def fail_once(served, where: str, monkeypatch) -> None:
@@ -255,7 +262,7 @@ def test_what_fails_ends_the_rows_or_the_prompts_that_it_was_about_and_no_others
 
 def test_a_text_whose_criterion_fails_ends_alone(engine):
     others = random_sequences(3)
-    wrong = TokenSequence([5, 6, 7], 20, GREEDY, Sink(), lambda tokens: 1 / 0)
+    wrong = TokenSequence(GenerationRequest([5, 6, 7], 20, GREEDY), Sink(), lambda tokens: 1 / 0)
     served = scheduler(engine)
     served.submit(*others, wrong)
     go_on(served)
@@ -308,7 +315,7 @@ def test_after_a_warm_up_no_frequent_step_is_new_and_nothing_is_left(limits, usu
     kept, sequences = set(served.batch.captured_steps), random_sequences(12)
     drawn = [KINDS["greedy"], KINDS["sampled"], SamplingParams(**usual)]
     for number, each in enumerate(sequences):
-        each.params = replace(drawn[number % 3], seed=number)
+        change(each, params=replace(drawn[number % 3], seed=number))
     assert {rows for rows, *_ in kept} == set(served.batch.sizes)
     assert served.idle
     assert not served.running_set.preempted

@@ -7,7 +7,16 @@ import torch
 
 from helpers.generation import noted
 from helpers.models import VOCAB, tiny_drafter, tiny_model
-from helpers.scheduling import make_sequence, random_sequences, run, run_as_alone, same_alone, scheduler, until_stepping
+from helpers.scheduling import (
+    change,
+    make_sequence,
+    random_sequences,
+    run,
+    run_as_alone,
+    same_alone,
+    scheduler,
+    until_stepping,
+)
 from redrafter import ReDrafter
 from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
@@ -35,7 +44,7 @@ def rows(count: int, new: int = 30) -> list[TokenSequence]:
 def test_rows_that_share_nodes_write_what_each_writes_alone(shape):
     sequences = random_sequences(14, seed=3)
     for index in (2, 5):
-        sequences[index].params = replace(sequences[index].params, num_speculative_tokens=0)
+        change(sequences[index], params=replace(sequences[index].request.params, num_speculative_tokens=0))
     run_as_alone(sharing(*shape, max_batch_size=6), sequences, 1)
     drafted = {delta.drafted for each in sequences for delta in each.sink.deltas}
     assert len(drafted) > 3  # or all rows had as many

@@ -9,6 +9,7 @@ from helpers.models import VOCAB, tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import (
     KINDS,
     alone,
+    change,
     make_sequence,
     random_sequences,
     rejection_sampled,
@@ -42,7 +43,7 @@ def test_rows_that_limit_their_drafts_differently_share_a_step_and_write_what_th
     sequences = random_sequences(12, seed=3)
     limits = [0, 1, 2, None]
     for number, each in enumerate(sequences):
-        each.params = replace(each.params, num_speculative_tokens=limits[number % 4])
+        change(each, params=replace(each.request.params, num_speculative_tokens=limits[number % 4]))
     run_as_alone(served, sequences, 1)
     for number, each in enumerate(sequences):
         limit = limits[number % 4]

@@ -5,12 +5,13 @@ import random
 import pytest
 
 from helpers.scheduling import KINDS, Sink
+from redrafter.scheduler.request import GenerationRequest
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.scheduler.waiting_queue import MAX_REMEMBERED_ACCOUNTS, SPARE_ENTRIES, WaitingQueue
 
 
 def make_sequence(client: str, priority: int = 0) -> TokenSequence:
-    return TokenSequence([5, 6, 7], 4, KINDS["greedy"], Sink(), client=client, priority=priority)
+    return TokenSequence(GenerationRequest([5, 6, 7], 4, KINDS["greedy"], client=client, priority=priority), Sink())
 
 
 class Slow:
@@ -23,29 +24,29 @@ class Slow:
         self.fair = 0.0
 
     def places(self, client: str) -> int:
-        return sum(each.client == client for each in self.placed)
+        return sum(each.request.client == client for each in self.placed)
 
     def add(self, sequence: TokenSequence) -> None:
-        if all(each.client != sequence.client for each in self.waiting):
-            self.used[sequence.client] = max(self.used.get(sequence.client, 0), self.fair)
+        if all(each.request.client != sequence.request.client for each in self.waiting):
+            self.used[sequence.request.client] = max(self.used.get(sequence.request.client, 0), self.fair)
         self.waiting.append(sequence)
 
     def firsts(self) -> list[TokenSequence]:
         """Of every client whose turn it may be, the first text."""
-        heads = {each.client: each for each in reversed(self.waiting)}.values()
+        heads = {each.request.client: each for each in reversed(self.waiting)}.values()
         if not heads:
             return []
-        rank = {each: (self.places(each.client) > 0, self.used[each.client]) for each in heads}
+        rank = {each: (self.places(each.request.client) > 0, self.used[each.request.client]) for each in heads}
         return [each for each in heads if rank[each] == min(rank.values())]
 
     def start(self, sequence: TokenSequence) -> None:
-        self.fair = max(self.fair, min(self.used[each.client] for each in self.waiting))
+        self.fair = max(self.fair, min(self.used[each.request.client] for each in self.waiting))
         self.waiting.remove(sequence)
         self.placed.append(sequence)
 
     def charge(self, sequence: TokenSequence, tokens: int) -> None:
-        self.used[sequence.client] += tokens
-        self.fair += tokens / len({each.client for each in (*self.waiting, *self.placed)})
+        self.used[sequence.request.client] += tokens
+        self.fair += tokens / len({each.request.client for each in (*self.waiting, *self.placed)})
 
     def put_back(self, sequence: TokenSequence) -> None:
         self.placed.remove(sequence)
@@ -70,16 +71,14 @@ class SlowByPriority(dict[int, Slow]):
     def check(self, queue: WaitingQueue) -> None:
         first, waiting, placed = queue.first(), self.waiting, self.placed
         if waiting:
-            assert first in self[min(each.priority for each in waiting)].firsts()
+            assert first in self[min(each.request.priority for each in waiting)].firsts()
         else:
             assert first is None
         assert len(queue) == len(waiting)
-        assert queue.waiting_clients == len({each.client for each in waiting})
-        assert queue.clients == len({each.client for each in (*waiting, *placed)})
         for client in {client for slow in self.values() for client in slow.used}:
-            assert queue.waiting(client) == sum(each.client == client for each in waiting)
+            assert queue.waiting(client) == sum(each.request.client == client for each in waiting)
         for each in (*waiting, *placed):
-            assert queue.running(each) == self[each.priority].places(each.client)
+            assert queue.running(each) == self[each.request.priority].places(each.request.client)
 
 
 @pytest.mark.parametrize("priorities", [(0,), (0, 7, -2)], ids=str)
@@ -91,29 +90,29 @@ def test_the_queue_agrees_with_a_slow_obvious_one(clients, priorities):
         if action < 0.35 and len(slow.waiting) < 60:
             new = make_sequence(f"{made.randrange(clients)}", made.choice(priorities))
             queue.add(new)
-            slow[new.priority].add(new)
+            slow[new.request.priority].add(new)
         elif action < 0.6 and slow.waiting:
             first = queue.first()
             queue.start(first)
-            slow[first.priority].start(first)
+            slow[first.request.priority].start(first)
         elif action < 0.7 and slow.waiting:
             gone = made.choice(slow.waiting)
             queue.remove(gone)
-            slow[gone.priority].waiting.remove(gone)
+            slow[gone.request.priority].waiting.remove(gone)
         elif slow.placed:
             placed = made.choice(slow.placed)
             tokens = made.randrange(30)
             queue.charge(placed, tokens)
-            slow[placed.priority].charge(placed, tokens)
+            slow[placed.request.priority].charge(placed, tokens)
             if action < 0.75:
                 queue.put_back(placed)
-                slow[placed.priority].put_back(placed)
+                slow[placed.request.priority].put_back(placed)
             elif action < 0.9:
                 queue.end(placed)
-                slow[placed.priority].placed.remove(placed)
+                slow[placed.request.priority].placed.remove(placed)
         slow.check(queue)
     assert sorted(map(id, queue.clear())) == sorted(map(id, slow.waiting))
-    assert len(queue) == queue.waiting_clients == 0
+    assert len(queue) == 0
     assert queue.first() is None
 
 
@@ -132,13 +131,13 @@ def test_any_number_of_priorities_leaves_nothing_behind():
             assert queue.first() is stays
             queue.remove(stays)
             first = queue.first()
-            assert first.priority == min(each.priority for each in kept)
+            assert first.request.priority == min(each.request.priority for each in kept)
             kept.remove(first)
             queue.start(first)
             queue.end(first)
             queue.add(stays)
     assert queue.entries <= 6 * 42 + 3 * SPARE_ENTRIES
-    assert {each.priority for each in queue.clear()} == {each.priority for each in (stays, *kept)}
+    assert {each.request.priority for each in queue.clear()} == {each.request.priority for each in (stays, *kept)}
 
 
 def test_a_million_clients_leave_nothing_behind():
@@ -154,5 +153,4 @@ def test_a_million_clients_leave_nothing_behind():
         queue.start(each)
         queue.charge(each, 1 + number % 7)
         queue.end(each)
-    assert queue.clients == 1
     assert queue.entries <= MAX_REMEMBERED_ACCOUNTS + 3 * SPARE_ENTRIES

@@ -9,7 +9,7 @@ from helpers.adapters import saved
 from helpers.eagle import random_head
 from helpers.generation import noted
 from helpers.models import paged, tiny_drafter, tiny_model, with_tree
-from helpers.scheduling import make_sequence, random_sequences, run, run_as_alone, same_alone, scheduler
+from helpers.scheduling import change, make_sequence, random_sequences, run, run_as_alone, same_alone, scheduler
 from redrafter import DraftTarget, Engine, PromptLookup
 from redrafter.drafting.eagle import EagleProposer
 from redrafter.engine import idle_batches
@@ -83,7 +83,7 @@ def test_a_text_goes_on_from_window_to_window(name, taken):
     run(served, sequences, 2)
     assert {256, 512} <= {step.state.tokens.shape[1] for step in taken}
     same_alone(served.engine, sequences)
-    ids = torch.tensor([sequences[0].prompt])
+    ids = torch.tensor([sequences[0].request.prompt])
     expected = served.engine.model.generate(ids, max_new_tokens=40, do_sample=False)[0, ids.shape[1] :]
     assert sequences[0].sink.tokens == expected.tolist()
 
@@ -126,7 +126,7 @@ def test_steps_of_old_adapter_stacks_are_forgotten(tmp_path):
     for name, layers in (("one", ["q_proj"]), ("two", ["o_proj"])):  # each changes layers that none did before
         engine.load_adapter(name, saved(tmp_path / name, target_modules=layers)[1])
         sequences = [make_sequence(TEXT, 8, GREEDY) for _ in range(2)]
-        sequences[1].adapter = engine.target.adapters.hold(name)
+        change(sequences[1], adapter=engine.target.adapters.hold(name))
         for sequence in sequences:
             run(served, [sequence])
         assert {key.adapters for key in served.batch.captured_steps} == {0, engine.target.adapters.stacks.version}

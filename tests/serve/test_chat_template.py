@@ -14,6 +14,7 @@ pytest.importorskip("fastapi")
 from redrafter.chat.thoughts import PARSERS
 from redrafter.checkpoints.chat_templates import find_template, read_template
 from redrafter.errors import ArgumentError
+from redrafter.scheduler.request import RequestBounds
 from redrafter.serve.prompts import PromptEncoder
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
 
@@ -26,7 +27,7 @@ THINKER = LLAMA_LIKE + (
 
 def prompts(template: str) -> PromptEncoder:
     tokenizer = tiny_tokenizer(template)
-    return PromptEncoder(tokenizer, "mine", len(tokenizer), 4096)
+    return PromptEncoder(tokenizer, "mine", RequestBounds(len(tokenizer), 4096))
 
 
 def text(template: str, *messages: dict[str, Any], **more: Any) -> str:

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 pytest.importorskip("fastapi")
 
 from helpers.chats import tiny_tokenizer
+from redrafter.scheduler.request import RequestBounds
 from redrafter.serve import encoding
 from redrafter.serve.encoding import LONG_TEXT, ClientTurns, EncodingThreads, TextEncoder
 from redrafter.serve.prompts import PromptEncoder
@@ -52,7 +53,7 @@ def longest_wait() -> Iterator[list[float]]:
 
 def test_no_thread_waits_for_all_of_a_long_chat_that_spells_control_tokens():
     tokenizer = tiny_tokenizer()
-    prompts = PromptEncoder(tokenizer, "mine", len(tokenizer), 1 << 20)
+    prompts = PromptEncoder(tokenizer, "mine", RequestBounds(len(tokenizer), 1 << 20))
     request = ChatRequest.model_validate({"messages": [{"role": "user", "content": MARKS * 20_000}]})
     shares = []
     for _ in range(3):

@@ -106,8 +106,14 @@ def test_rows_with_and_without_a_grammar_share_steps():
     sequences = [*guided, *random_sequences(12)]
     run(served(engine), sequences[::2] + sequences[1::2], apart=1)
     for each in guided:
-        ids = torch.tensor([list(each.prompt)])
-        settings = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": each.params.seed, "max_new_tokens": 40}
+        ids = torch.tensor([list(each.request.prompt)])
+        settings = {
+            "do_sample": True,
+            "temperature": 0.8,
+            "top_k": 0,
+            "seed": each.request.params.seed,
+            "max_new_tokens": 40,
+        }
         settings |= {"eos_token_id": 2, "speculate": False, "grammar": grammar, "tokenizer": tokenizer}
         found = engine.generate(ids, torch.ones_like(ids), **settings)
         assert each.sink.tokens == found[0, 3:].tolist()

@@ -39,6 +39,7 @@ from helpers.chats_with_images import (
 from helpers.engine_in_thread import ServerHere, serving
 from redrafter import PromptLookup
 from redrafter.app.options import DraftOptions, LoadOptions
+from redrafter.scheduler.request import RequestBounds
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.images import ChatImageReader
 from redrafter.serve.prompts import PromptEncoder
@@ -229,7 +230,7 @@ def test_other_parts_and_places_are_refused(served, role, part, more, says):
 
 def prompts(images: Any, template: str = TEMPLATE) -> PromptEncoder:
     tokenizer = llava_processor(template).tokenizer
-    return PromptEncoder(tokenizer, "mine", len(tokenizer), 4096, images=images)
+    return PromptEncoder(tokenizer, "mine", RequestBounds(len(tokenizer), 4096), images=images)
 
 
 def request(*content: dict[str, Any]) -> ChatRequest:

@@ -23,6 +23,7 @@ from redrafter import boxed_pair
 from redrafter.app.options import LoadOptions
 from redrafter.errors import ArgumentError
 from redrafter.sampling.params import SamplingParams
+from redrafter.scheduler.request import RequestBounds
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.messages import Submit
@@ -172,7 +173,15 @@ def test_an_adapter_that_is_unloaded_while_its_prompt_is_read_is_not_served_as_t
     asked = []
 
     class Engine:
-        facts = EngineFacts("m", (), 97, 96, frozenset(), OPENAI_DEFAULTS, 3, True, adapters={"one": "somewhere"})
+        facts = EngineFacts(
+            "m",
+            (),
+            RequestBounds(97, 96, draft_depth=3),
+            frozenset(),
+            OPENAI_DEFAULTS,
+            True,
+            adapters={"one": "somewhere"},
+        )
 
         def deltas(self, request, sequences):
             asked.append(request.adapter)

@@ -1,5 +1,6 @@
 """Requests that are refused with the numbers or the names that are wrong, in each protocol."""
 
+import asyncio
 import json
 import re
 import socket
@@ -9,6 +10,15 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from helpers.engine_in_thread import server_of, written
+from redrafter.app.options import LoadOptions
+from redrafter.errors import ArgumentError
+from redrafter.sampling.params import SamplingParams
+from redrafter.scheduler.request import GenerationRequest
+from redrafter.scheduler.sequence import TokenSequence
+from redrafter.serve.config import ServeOptions
+from redrafter.serve.engine_process.engine import ServedEngine
+from redrafter.serve.protocol.requests import TOO_LONG, ApiError
 
 PROMPT = "The old man looked at the sea"
 TALK = [{"role": "user", "content": PROMPT}]
@@ -122,3 +132,27 @@ def test_a_body_with_two_lengths_is_refused_and_its_connection_closed(url, encod
     assert heard.count(b"HTTP/1.1") == 1
     message = json.loads(heard.partition(b"\r\n\r\n")[2])["error"]["message"]
     assert "Content-Length or a Transfer-Encoding, not both" in message
+
+
+def test_a_prompt_longer_than_max_input_len_is_refused_by_the_server_and_by_its_engine(loaded):
+    served = server_of(loaded, load=LoadOptions(max_input_len=4))
+    served.engine.start()
+    try:
+        with pytest.raises(ApiError, match="5 tokens; a prompt may have 4") as refused:
+            served.prompts.encode_prompts([5] * 5)
+        assert (refused.value.param, refused.value.code) == ("prompt", TOO_LONG)
+        assert served.prompts.encode_prompts([5] * 4) == [[5] * 4]
+        with pytest.raises(ArgumentError, match="5 tokens; a prompt may have 4"):
+            asyncio.run(written(served.engine, [5] * 5, 2))
+    finally:
+        served.engine.stop()
+
+
+def test_an_end_token_that_the_model_lacks_refuses_no_request(loaded, monkeypatch):
+    monkeypatch.setattr(loaded.engine.model.generation_config, "eos_token_id", [2, 10**6])
+    served = ServedEngine.from_pair(loaded, ServeOptions(), LoadOptions())
+    served.scheduler.submit(
+        TokenSequence(
+            GenerationRequest([5, 6], 1, SamplingParams(stop_token_ids=served.facts.end_tokens)), lambda *_: None
+        )
+    )

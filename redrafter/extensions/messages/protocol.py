@@ -16,6 +16,7 @@ from redrafter.serve.protocol.fields import (
 )
 from redrafter.serve.protocol.requests import (
     MAX_TOOLS,
+    TOO_LONG,
     ApiError,
     SharedFields,
     ToolName,
@@ -43,7 +44,7 @@ def messages_error(error: ApiError) -> tuple[int, dict[str, Any]]:
         lengths = f"{error.prompt} + {error.asked} > {error.context}"
         advice = "decrease input length or `max_tokens` and try again"
         message = f"input length and `max_tokens` exceed context limit: {lengths}, {advice}"
-    elif error.code == "context_length_exceeded":
+    elif error.code == TOO_LONG:
         message = f"prompt is too long: {message}"
     message = error_body(status, message)["error"]["message"]
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")

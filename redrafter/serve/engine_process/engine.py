@@ -23,6 +23,7 @@ from redrafter.model.lora import Adapter
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.paged_memory import MOST_ROWS
 from redrafter.scheduler.prefill import ROOMS_ALONE, rooms_of
+from redrafter.scheduler.request import GenerationRequest
 from redrafter.scheduler.running_batch import MIN_POSITIONS
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import TokenSequence
@@ -53,7 +54,7 @@ class ServedEngine:
             FeatureSet("redrafter serve", ADAPTIVE_DRAFTS).check(SERVING)
         adapters = parse_lora_modules(options.lora_modules)
         engine.load_adapters(adapters)  # before the KV cache takes the free memory
-        limits = options.limits(load.max_seq_len)
+        limits = options.limits(load.max_seq_len, load.max_input_len)
         min_rows = MOST_ROWS if engine.target.device.type == "cuda" else 1  # a GPU also has memory for prefixes
         memory = engine.make_memory(max(limits.max_batch_size, min_rows), reuse=limits.reuse)
         scheduler = Scheduler(engine, memory, limits, options.speculate)
@@ -65,11 +66,9 @@ class ServedEngine:
         facts = EngineFacts(
             pair.name,
             _describe(pair, scheduler, options),
-            engine.target.vocab_size,
-            scheduler.longest,
-            frozenset(end_tokens(engine.model, pair.tokenizer)),
+            scheduler.bounds,
+            frozenset(token for token in end_tokens(engine.model, pair.tokenizer) if token < engine.target.vocab_size),
             _sampling_defaults(engine),
-            scheduler.batch.depth,
             limits.reuse,
             adapters,
             engine.target.image_inputs if engine.target.images.on_paged.ok else frozenset(),
@@ -139,11 +138,11 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
     scheduler must have no sequences; all of the warm-up's have the same adapter, or none.
     """
     began = time.monotonic()
-    limits, scheduler.limits = scheduler.limits, replace(scheduler.limits, max_queue_size=0)
-    policy = scheduler.batch.policy
+    most, policy = scheduler.limits.max_batch_size, scheduler.batch.policy
     # A policy that never pauses, so that all drafted steps are captured.
     scheduler.batch.policy = FixedTreePolicy({size: policy.first(size) for size in scheduler.batch.sizes})
     longest = min(scheduler.longest, MIN_POSITIONS[scheduler.engine.target.device.type]) - scheduler.batch.overshoot - 2
+    longest = min(longest, scheduler.bounds.longest_prompt + 1)
     mixed = scheduler.mixed_prefill
 
     def lengths_for(rooms: Sequence[int]) -> list[int]:
@@ -153,7 +152,8 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
     scheduler.batch.reserve(scheduler.longest)  # a later growth of buffers would discard captured steps
 
     def submit(prompt: list[int], count: int, params: SamplingParams, salt: str | None = None) -> TokenSequence:
-        sequence = TokenSequence(prompt, count, params, lambda *_: None, cache_salt=salt, adapter=adapter)
+        request = GenerationRequest(prompt, count, params, cache_salt=salt, adapter=adapter)
+        sequence = TokenSequence(request, lambda *_: None)
         scheduler.submit(sequence)
         return sequence
 
@@ -190,19 +190,19 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
         frequent += [(usual, usual), (usual, GREEDY)]
     # A single row loads all kernels that more rows need.
     for rows, kind in [*itertools.product(sizes, frequent), *((1, (params,)) for params in RARE)]:
-        decoding = min(rows, limits.max_batch_size - 1)
+        decoding = min(rows, most - 1)
         for limit in (None, 0):
             limited = [replace(each, num_speculative_tokens=limit) for each in kind]
-            write(min(rows, limits.max_batch_size), 1, limited)
+            write(min(rows, most), 1, limited)
             # While a large batch reads prompts, drafts may cost more than they gain: without drafts it also reads them.
             if decoding and mixed and (limit is None or rows >= MANY_ROWS):
                 prefill_mixed(decoding, limited)
     for length in sorted({*PROMPT_TOKENS, *lengths_for(ROOMS_ALONE)}):
         if length < longest:
             write(1, length, frequent[0])
-            write(min(2, limits.max_batch_size), length, frequent[0])
+            write(min(2, most), length, frequent[0])
     _LOG.info("captured %d steps in %.1f s", len(scheduler.batch.captured_steps), time.monotonic() - began)
-    scheduler.limits, scheduler.batch.policy = limits, policy
+    scheduler.batch.policy = policy
     # Clients must not see hits on the prompts above.
     scheduler.memory.forget_prefixes()
     scheduler.prefiller.restart_pace()  # compilation makes these durations unrepresentative

@@ -18,6 +18,7 @@ from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.errors import ReDrafterError
 from redrafter.features import HOST_CACHE, NO_PREFIX_REUSE, FeatureSet
 from redrafter.sandbox.process import shut_down, start_interpreter
+from redrafter.scheduler.request import RequestBounds
 from redrafter.serve.config import ServeOptions
 
 # A fresh interpreter, since CUDA does not survive a fork. It ignores Ctrl-C, which is for the server, from the start.
@@ -48,11 +49,9 @@ class EngineFacts:
 
     model: str  # directory or hub id
     description: tuple[str, ...]  # log lines that describe the model and its drafts
-    vocab_size: int
-    context: int  # most tokens of a prompt and its output
+    bounds: RequestBounds  # what requests may ask for
     end_tokens: frozenset[int]  # ids that end a sequence
     sampling: Mapping[str, float]  # default sampling parameters, by name
-    draft_depth: int  # depth of the deepest draft tree
     reuse: bool  # whether cached prefixes are reused
     adapters: Mapping[str, str] = field(default_factory=dict)  # LoRA adapters' directories, by name
     image_inputs: frozenset[str] = frozenset()  # names of the model's inputs for images, in addition to ids and mask

@@ -23,6 +23,7 @@ from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.images import ImageInputs
 from redrafter.scheduler.engine_change import EngineChange
 from redrafter.scheduler.logprobs import PromptScore
+from redrafter.scheduler.request import GenerationRequest
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
 from redrafter.serve.engine_process.engine import ServedEngine, load_pair
@@ -102,21 +103,20 @@ class Worker:
         # Held before anything else, so that it cannot be unloaded between the check and the first step.
         adapter = None if request.adapter is None else adapters.hold(request.adapter, len(request.numbers))
         try:
-            sequences = {
-                number: TokenSequence(
+            longest, sequences = self.scheduler.longest, dict[int, TokenSequence]()
+            for index, (number, prompt) in enumerate(zip(request.numbers, request.prompts, strict=True)):
+                asked = GenerationRequest(
                     prompt,
-                    request.max_new_tokens,
+                    min(request.max_new_tokens, longest - len(prompt)),
                     # Each sequence of a request draws from its own stream of random numbers.
                     replace(request.params, seed=request.params.seed + index, grammar=grammar),
-                    partial(self._write, number),
                     client=request.client,
                     priority=request.priority,
                     cache_salt=request.cache_salt,
                     adapter=adapter,
                     images=images,
                 )
-                for index, (number, prompt) in enumerate(zip(request.numbers, request.prompts, strict=True))
-            }
+                sequences[number] = TokenSequence(asked, partial(self._write, number))
             self._sequences.update(sequences)  # registered first, since a delta may arrive before `submit` returns
             self._requests.update(dict.fromkeys(sequences, request.request_id))
             self.scheduler.submit(*sequences.values())
@@ -180,8 +180,8 @@ class Worker:
         self._deltas.append((number, delta))
         if delta.finish is not None:
             del self._sequences[number], self._reused[number], self._requests[number]
-            if sequence.adapter is not None:
-                self.scheduler.engine.target.adapters.release(sequence.adapter)
+            if (adapter := sequence.request.adapter) is not None:
+                self.scheduler.engine.target.adapters.release(adapter)
 
     def _run(self) -> None:
         try:

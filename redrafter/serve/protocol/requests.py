@@ -5,7 +5,8 @@ https://platform.openai.com/docs/api-reference
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, StrictBool, model_validator
@@ -13,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
 from redrafter.chat.schemas import read_parameters
-from redrafter.errors import ReDrafterError
+from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.serve.protocol.fields import (
     MAX_INTEGER,
     Bias,
@@ -198,6 +199,9 @@ class Message(Strict):
         return [part.image_url.url for part in self.parts if isinstance(part, ImagePart)]
 
 
+TOO_LONG = "context_length_exceeded"  # code of an error about too many tokens
+
+
 class ApiError(ReDrafterError, HTTPException):
     """An error to return to the client: HTTP status, message, path of the invalid field, code, and headers.
 
@@ -219,6 +223,15 @@ class ApiError(ReDrafterError, HTTPException):
         return self.detail
 
 
+@contextmanager
+def blaming(param: str, code: str | None = None) -> Iterator[None]:
+    """Raise an `ArgumentError` of the context as an `ApiError` about a field of the request."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise ApiError(400, str(error), param, code) from error
+
+
 class TooManyTokensError(ApiError):
     """The prompt and the requested tokens exceed the context. The message has vLLM's wording.
 
@@ -230,7 +243,7 @@ class TooManyTokensError(ApiError):
         self.prompt, self.asked, self.context = prompt, asked, context
         lengths = f"maximum context length is {context} tokens and your request has {prompt} input tokens"
         message = f"'{param}' is too large: {asked}. This model's {lengths} ({asked} > {context} - {prompt})."
-        super().__init__(400, f"{message} Ask for {context - prompt} at most.", param, "context_length_exceeded")
+        super().__init__(400, f"{message} Ask for {context - prompt} at most.", param, TOO_LONG)
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from redrafter.engine.detokenizer import decode_tokens
 from redrafter.errors import ArgumentError, ReDrafterError, UnsupportedError
 from redrafter.sandbox.process import SandboxedProcess
+from redrafter.scheduler.request import check_token_ids
 from redrafter.scheduler.waiting_queue import QueueFullError
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.client import Stopped
@@ -29,6 +30,7 @@ from redrafter.serve.protocol.requests import (
     CompletionRequest,
     Message,
     Tool,
+    blaming,
     error_body,
 )
 from redrafter.serve.routes.page import page
@@ -315,10 +317,9 @@ def add_token_routes(app: FastAPI, server: "Server") -> None:
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         server.check_model(body.model)
-        vocabulary = server.engine.facts.vocab_size
-        if (bad := next((token for token in body.tokens if token >= vocabulary), None)) is not None:
-            raise ApiError(400, f"token id {bad} is out of range: there are {vocabulary} ids", "tokens")
-        if len(body.tokens) > (most := server.counting_prompts.context):
+        with blaming("tokens"):
+            check_token_ids(body.tokens, server.engine.facts.bounds.vocab_size)
+        if len(body.tokens) > (most := server.counting_prompts.bounds.max_seq_len):
             raise ApiError(400, f"{len(body.tokens)} tokens; at most {most}", "tokens")
         return {"prompt": await asyncio.to_thread(decode_tokens, server.tokenizer, body.tokens)}
 

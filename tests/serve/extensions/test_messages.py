@@ -21,6 +21,7 @@ from redrafter.extensions.messages.protocol import (
     MessagesRequest,
 )
 from redrafter.extensions.messages.routes import as_chat, message_events
+from redrafter.scheduler.request import RequestBounds
 from redrafter.scheduler.waiting_queue import QueueFullError
 from redrafter.serve.answers.call_forms import HarmonyMessages
 from redrafter.serve.engine_process.client import Stopped
@@ -335,7 +336,7 @@ def test_what_agents_send_is_read(client, program, claude):
 
 def prompts_of(template: str) -> PromptEncoder:
     tokenizer = tiny_tokenizer(template)
-    return PromptEncoder(tokenizer, "mine", len(tokenizer), 4096)
+    return PromptEncoder(tokenizer, "mine", RequestBounds(len(tokenizer), 4096))
 
 
 def asked(template: str = LLAMA_LIKE, **body: Any) -> ChatRequest:
