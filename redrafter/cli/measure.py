@@ -88,7 +88,8 @@ def bench_pair(pair: Pair, load: LoadOptions, options: BenchOptions, note: str |
     arguments = fixed_length(engine, pair.tokenizer, tokens, options.temperature) | {"seed": options.seed}
     if options.suite is not None:
         arguments["eos_token_id"] = sorted(end_tokens(engine.model, pair.tokenizer))
-    check_room(engine, every, tokens)
+    # `generate` would write fewer tokens.
+    check_room(max(map(len, every)), tokens, engine.target.context, engine.options.max_seq_len)
     at_once = max(engine.options.max_batch_size, *options.batch_sizes)  # do not split a large batch into several
     engine.options = replace(engine.options, max_batch_size=at_once)
     bandwidth, pad_token = copy_bandwidth(engine.target.device), pad_token_of(pair.tokenizer)
@@ -199,7 +200,9 @@ def evaluate_pair(pair: Pair, options: EvaluateOptions, records: Records) -> lis
         beams, depth = options.shapes[0] if options.shapes else search
         budget = node_count(next(iter(options.node_budgets), None), beams, depth, target.device)
         trees = list(dict.fromkeys([TreeShape(beams, depth, budget), *trees]))
-    most = _max_prompt_tokens(options, target.fixed_rope_context)
+    context = target.fixed_rope_context
+    check_room(max(options.prompt_lengths, default=1), options.new_tokens, context)
+    most = sys.maxsize if context is None else context - options.new_tokens
     source = PromptSource(options.prompts, pair.tokenizer, options.num_prompts, options.seed, **options.cut)
     chosen: Mapping[Any, dict[str, list[list[int]]]] = {None: {}}
     if options.prompt_lengths:
@@ -239,23 +242,6 @@ def evaluate_pair(pair: Pair, options: EvaluateOptions, records: Records) -> lis
         advice = misses.advise(found, trees[0], head, vocabulary, sum(categories.values()))
         lines += ["", "suggestions", *(f"  {line}" for line in advice)]
     return lines
-
-
-def _max_prompt_tokens(options: EvaluateOptions, context: int | None) -> int:
-    """Return the maximum number of prompt tokens; raise `ArgumentError` if the options leave no room for a prompt."""
-    if context is None:
-        return sys.maxsize
-    room = context - options.new_tokens
-    if room < 1:
-        raise ArgumentError(
-            f"--new-tokens {options.new_tokens} leaves no room for a prompt in the model's context of {context}"
-        )
-    if max(options.prompt_lengths, default=0) > room:
-        raise ArgumentError(
-            f"--prompt-lengths {max(options.prompt_lengths)} and --new-tokens {options.new_tokens} are more than the "
-            f"model's context of {context} tokens: give lengths of at most {room}, or fewer new tokens"
-        )
-    return room
 
 
 def _say(what: str, text: str) -> None:

@@ -153,14 +153,13 @@ def fixed_length(
     return {"max_new_tokens": new_tokens} | (sampling if temperature else {"do_sample": False})
 
 
-def check_room(engine: Engine, prompts: PromptIds, new_tokens: int) -> None:
-    """Raise `ArgumentError` if the longest prompt and its new tokens do not fit, where `generate` would write fewer."""
-    longest = max(map(len, prompts))
-    for what, most in (("context", engine.target.context), ("max_seq_len", engine.options.max_seq_len)):
-        if most is not None and longest + new_tokens > most:
+def check_room(prompt: int, new_tokens: int, *limits: int | None) -> None:
+    """Raise `ArgumentError` if a prompt of so many tokens and its new ones are more than a limit; None is none."""
+    for limit in limits:
+        if limit is not None and prompt + new_tokens > limit:
             raise ArgumentError(
-                f"the longest prompt with --max-new-tokens {new_tokens} comes to {longest + new_tokens} tokens, and "
-                f"the {what} is {most}: lower it, or give shorter prompts"
+                f"a prompt of {prompt} tokens and {new_tokens} new ones are more than the {limit} of the model's "
+                "context or of --max-seq-len: give shorter prompts, or ask for fewer new tokens"
             )
 
 

@@ -91,7 +91,7 @@ def test_the_table_is_printed_and_written_in_other_forms(everything):
         ("--against eager --batch-sizes 2", "add 1 to --batch-sizes"),
         ("--batch-sizes 0,2", "--batch-sizes must be from 1 to"),
         ("--max-new-tokens 1", "must be from 2 to 1000000"),
-        ("--max-new-tokens 1000", "context is 1024"),
+        ("--max-new-tokens 1000", "1000 new ones are more than the 1024 of the model's context"),
         ("--prompts nowhere.txt", "nowhere.txt"),
         ("--json /nowhere/bench.json", "cannot write /nowhere/bench.json"),
         ("--plot bench.jpg", "--plot draws a .png"),
@@ -136,8 +136,8 @@ def test_no_token_ends_a_text_and_the_models_habits_are_gone():
     assert [len(row) for row in run.tokens] == [8, 8, 8]
     assert run.tokens == plain.run_batch(PROMPTS, 0).tokens
     assert 0 < run.first_token < run.seconds
-    with pytest.raises(ArgumentError, match=f"context is {CONTEXT}"):
-        check_room(plain.engine, PROMPTS, 90)
+    with pytest.raises(ArgumentError, match=f"90 new ones are more than the {CONTEXT} of"):
+        check_room(9, 90, None, CONTEXT)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

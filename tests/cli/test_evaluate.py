@@ -172,8 +172,11 @@ def test_each_length_counts_what_a_replay_of_its_prompts_counts(boxed, tmp_path)
         ("--tree 5x5", "--tree"),
         ("--shapes 1x4096", "--shapes 1x4096 has 4097 nodes; at most 4096"),
         ("--shapes 5000x2", "num_beams=5000 is more than the drafter's vocabulary"),
-        ("--new-tokens 5000", "leaves no room for a prompt in the model's context"),
-        ("--prompt-lengths 8,900", "900 and --new-tokens 128 are more than the model's context of 1024"),
+        ("--new-tokens 5000", "a prompt of 1 tokens and 5000 new ones are more than the 1024 of the model's context"),
+        (
+            "--prompt-lengths 8,900",
+            "a prompt of 900 tokens and 128 new ones are more than the 1024 of the model's context",
+        ),
         ("--prompt-lengths 896,800", "--prompt-lengths 896: no prompt of the prompts that ship has as many tokens"),
         ("--prompt-lengths 8 --explain", "leave out --prompt-lengths, or --explain"),
         ("--explain --shapes 5x5,1x4", "--explain explains one tree: give one of --shapes, got 5x5,1x4"),

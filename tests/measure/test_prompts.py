@@ -97,7 +97,7 @@ def test_every_command_writes_on_from_the_same_prompts(monkeypatch, tmp_path, fo
         seen.extend(prompts)
         raise StopError("enough")
 
-    monkeypatch.setattr(measure_module, "check_room", lambda engine, prompts, tokens: stop(prompts))
+    monkeypatch.setattr(measure_module, "_batches", lambda prompts, *_: stop(prompts[""]))
     monkeypatch.setattr(measure_module, "_short_enough", lambda prompts, *_: stop(prompts[""]))
     monkeypatch.setattr(measure_module, "write_texts", lambda target, prompts, *_, **__: stop(prompts))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row, _ in ROWS))
