@@ -29,6 +29,7 @@ __all__ = [
     "ReDrafterError",
     "ReDrafterWarning",
     "UnsupportedError",
+    "check_characters",
     "did_you_mean",
     "ends_device",
     "first_line",
@@ -101,6 +102,15 @@ def warn(message: str) -> None:
 
 def _package_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def check_characters(text: str, what: str, kind: type[ReDrafterError] = ArgumentError) -> None:
+    """Raise an error for a text with a lone surrogate, which has no UTF-8; `what` names the text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"{text[error.start]!a} at {error.start}, a lone surrogate, which is not a character"
+        raise kind(f"{what} holds {found}") from error
 
 
 def first_line(error: BaseException) -> str:

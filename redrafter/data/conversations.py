@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from redrafter.errors import CheckpointError, first_line
+from redrafter.errors import CheckpointError, check_characters, first_line
 
 TURN_KEYS = ("messages", "conversations", "conversation")
 SYSTEM_KEYS = ("system", "system_prompt")
@@ -75,10 +75,7 @@ def check_string(value: Any, where: str, name: str) -> str:
     """Return a string; raise `CheckpointError` for another type, and for a string that has no UTF-8."""
     if not isinstance(value, str):
         raise _malformed(where, f"{name} must be a string", value)
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise CheckpointError(f"{where}: {name} holds a lone surrogate, which is not text") from error
+    check_characters(value, f"{where}: {name}", CheckpointError)
     return value
 
 

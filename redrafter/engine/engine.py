@@ -198,11 +198,9 @@ class Engine(Changeable):
 
     @property
     def shared_memory(self) -> PagedMemory:
-        """The paged memory of this engine, or of the one that lends it."""
-        return (self.lender or self).open_memory()
-
-    def open_memory(self) -> PagedMemory:
-        """Return `memory`, which the first call allocates."""
+        """The paged memory of this engine, or of the one that lends it, which the first use allocates."""
+        if self.lender is not None:
+            return self.lender.shared_memory
         with self._lock:
             if self.memory is None:
                 self.memory = self.make_memory(max_rows=self.options.max_batch_size)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from redrafter.errors import ArgumentError
+from redrafter.errors import ArgumentError, check_characters
 from redrafter.grammar.limits import MAX_GRAMMAR_CHARS
 
 KINDS = ("json_schema", "json_object", "regex", "lark", "ebnf", "choice")
@@ -77,12 +77,7 @@ def checked_text(value: object) -> str:
         raise ArgumentError(f"grammar: a text is needed, got {_shorten(value)}")
     if len(value) > MAX_GRAMMAR_CHARS:
         raise ArgumentError(f"grammar: it has {len(value)} characters, {MAX_GRAMMAR_CHARS} are the most")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ArgumentError(
-            f"grammar: a lone surrogate, which is not a character, {value[error.start]!r}, at {error.start}"
-        ) from error
+    check_characters(value, "grammar: a text")
     return value
 
 

@@ -11,6 +11,7 @@ from redrafter.chat.control_tokens import choose_marker, control_tokens_of, remo
 from redrafter.chat.messages import render_chat
 from redrafter.chat.template import ChatError, ChatTemplate, chat_template_of, opens_with_bos
 from redrafter.chat.thoughts import Thinking, ThoughtMarks
+from redrafter.errors import check_characters
 from redrafter.sandbox.process import SandboxedProcess
 from redrafter.scheduler.request import RequestBounds, check_prompt, too_long
 from redrafter.serve.encoding import TextEncoder
@@ -157,14 +158,8 @@ class PromptEncoder:
         return prompt
 
     def _check_size(self, text: str, param: str) -> None:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ApiError(
-                400,
-                f"the prompt holds {error.object[error.start]!a}, a lone surrogate, which is not a character",
-                param,
-            ) from error
+        with blaming(param):
+            check_characters(text, "the prompt")
         # A long text is encoded in chunks until it is clearly too long, instead of as a whole.
         most = self.bounds.longest_prompt
         size, count = CHUNK_CHARACTERS * (most + 1), 0

@@ -144,7 +144,7 @@ def test_first_requests_at_once_make_one_paged_memory(monkeypatch):
     made = []
     monkeypatch.setattr(PagedMemory, "on", lambda *_, **__: time.sleep(0.05) or made.append(object()) or made[-1])
     engine = KINDS["drafter"]()
-    assert len(set(in_threads(lambda _: engine.open_memory(), 4))) == len(made) == 1
+    assert len(set(in_threads(lambda _: engine.shared_memory, 4))) == len(made) == 1
 
 
 class Gate:

@@ -295,7 +295,7 @@ def test_steps_of_other_sizes_compile_no_attention_kernel(architecture):
     # Strides that 16 divides in any layout have the same variants, as those of real models do.
     engine = with_tree(tiny_model(architecture, head_dim=16).cuda(), tiny_drafter().cuda(), 5, 5)
     engine.options = EngineOptions(kv_cache_free_gpu_memory_fraction=0.1, compile=False)
-    engine.open_memory()
+    assert engine.shared_memory
     before = set(compiled)
     assert len(before) > 3
     for rows in (1, 4, 64):
