@@ -264,22 +264,39 @@ class BodyLimits:
         """Serve a request under the limits."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        request = scope["request"] = JsonRequest(self, scope, receive)
+        too_long = ApiError(413, f"the body is longer than {self.max_bytes} bytes")
         # A declared size is refused before any of the body is read; chunked bodies are counted as they come.
         length = dict(scope["headers"]).get(b"content-length", b"")
-        try:
-            request.check_length(int(length) if length.isdigit() else 0)
-        except ApiError as error:
-            return await error_answer(error, scope["path"])(scope, receive, send)
+        if length.isdigit() and int(length) > self.max_bytes:
+            return await error_answer(too_long, scope["path"])(scope, receive, send)
+        read = held = 0
+
+        async def receive_some() -> Message:
+            nonlocal read, held
+            message = await receive()
+            size = len(message.get("body", b""))
+            read += size
+            if read > self.max_bytes:
+                raise too_long
+            if read > SMALL_BODY_BYTES:
+                self.hold(size)
+                held += size
+            return message
+
+        def release() -> None:
+            nonlocal held
+            self.hold(-held)
+            held = 0
 
         async def answer(message: Message) -> None:
-            request.release()  # only now: a request that waits for its turn, as with images, holds its body
+            release()  # only now: a request that waits for its turn, as with images, holds its body
             await send(message)
 
+        scope["parse"] = self.parse
         try:
-            await self.app(scope, request.receive, answer)
+            await self.app(scope, receive_some, answer)
         finally:
-            request.release()
+            release()
 
     def hold(self, size: int) -> None:
         """Count held bytes of a large body, or reject it if too many are held; a negative size releases bytes."""
@@ -308,40 +325,14 @@ class BodyLimits:
 
 
 class JsonRequest(Request):
-    """A request whose body arrives and is parsed under `BodyLimits`."""
-
-    def __init__(self, limits: BodyLimits, scope: Scope, receive: Receive):
-        super().__init__(scope, self._receive_some)
-        self.limits, self._receive_any = limits, receive
-        self._read = self._held = 0
-
-    def check_length(self, length: int) -> None:
-        """Raise `ApiError` if a body of `length` bytes is too long."""
-        if length > self.limits.max_bytes:
-            raise ApiError(413, f"the body is longer than {self.limits.max_bytes} bytes")
-
-    async def _receive_some(self) -> Message:
-        """Return the next message of the request, or raise `ApiError` once its body exceeds the limits."""
-        message = await self._receive_any()
-        size = len(message.get("body", b""))
-        self._read += size
-        self.check_length(self._read)
-        if self._read > SMALL_BODY_BYTES:
-            self.limits.hold(size)
-            self._held += size
-        return message
-
-    def release(self) -> None:
-        """Release the counted bytes of the body."""
-        self.limits.hold(-self._held)
-        self._held = 0
+    """A request whose body is parsed under `BodyLimits`."""
 
     async def json(self) -> Any:
         """Read and parse the body, and return its value."""
         if not hasattr(self, "_json"):
             body = await self.body()
             self.scope["facts"]["body_bytes"] = len(body)
-            self._json = await self.limits.parse(body, _loads)
+            self._json = await self.scope["parse"](body, _loads)
             del body
             self._body = b""  # free it, since it may be large and a stream may last
         return self._json
@@ -406,7 +397,7 @@ class JsonRoute(APIRoute):
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            return await handler(request.scope["request"])
+            return await handler(JsonRequest(request.scope, request.receive))
 
         return handle
 
