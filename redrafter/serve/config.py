@@ -1,6 +1,5 @@
 """Options of `redrafter serve`, and configuration files for them, including files for TensorRT-LLM's server."""
 
-import json
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -155,8 +154,7 @@ class ServeOptions:
     )
     lora_modules: tuple[str, ...] = option(
         (),
-        'LoRA adapters to serve as further models: name=path, or {"name": "...", "path": '
-        '"..."}; the path is a directory that PEFT wrote',
+        "LoRA adapters to serve as further models: name=path; the path is a directory that PEFT wrote",
         metavar="NAME=PATH",
     )
     allow_runtime_lora_updating: bool = option(
@@ -287,23 +285,12 @@ def _entries(file: str) -> list[tuple[str, Any]]:
 
 
 def parse_lora_modules(words: Sequence[str]) -> dict[str, str]:
-    """Parse `--lora-modules` into a mapping from adapter names to directories.
-
-    Each word is `name=path` or JSON `{"name": "...", "path": "..."}`; anything else raises `ArgumentError`.
-    """
+    """Parse the words `name=path` of `--lora-modules` into a mapping; raises `ArgumentError` for another form."""
     modules: dict[str, str] = {}
     for word in words:
         name, _, path = word.partition("=")
-        unknown: set[str] = set()
-        if word.lstrip().startswith("{"):
-            try:
-                module = json.loads(word)
-            except ValueError:
-                module = {}
-            name, path = module.get("name"), module.get("path")
-            unknown = set(module) - {"name", "path", "base_model_name"}
-        if not (isinstance(name, str) and isinstance(path, str) and name and path) or unknown:
-            raise ArgumentError(f'--lora-modules are name=path or {{"name": "...", "path": "..."}}, got {word!r}')
+        if not name or not path:
+            raise ArgumentError(f"--lora-modules are name=path, got {word!r}")
         if name in modules:
             raise ArgumentError(f"--lora-modules names {name!r} twice: give each adapter another name")
         modules[name] = path

@@ -49,7 +49,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def program(folders) -> Iterator[ServerHere]:
-    modules = f"one={folders['one']}", f'{{"name": "two", "path": "{folders["two"]}"}}'
+    modules = f"one={folders['one']}", f"two={folders['two']}"
     load = LoadOptions(dtype="float32", max_loras=3, device="cpu")
     with serving(load, lora_modules=modules, allow_runtime_lora_updating=True) as server:
         yield server
@@ -196,7 +196,7 @@ def test_an_adapter_that_is_unloaded_while_its_prompt_is_read_is_not_served_as_t
 
 
 def test_modules_that_are_misspelt_or_of_one_name_are_refused():
-    for word in "one", "=x", "one=", '{"name": "one"}', '{"name": "one", "path": "x", "r": 3}', "{":
+    for word in "one", "=x", "one=":
         with pytest.raises(ArgumentError, match="--lora-modules are name=path"):
             ServeOptions(lora_modules=(word,))
     with pytest.raises(ArgumentError, match="names 'one' twice"):
