@@ -346,27 +346,25 @@ def test_a_text_continues_until_its_last_delta_and_counts_its_steps(drafted, dra
     assert (delta.finish, delta.error) == ("error", error)
 
 
-@pytest.mark.parametrize("kind", ["blocked", "long", "idle"])
-async def test_an_engine_whose_round_neither_ends_nor_computes_is_not_healthy(monkeypatch, served, client, kind):
-    monkeypatch.setattr(client_module, "SILENT_SECONDS", 0.4)
-    monkeypatch.setattr(process, "BEAT_SECONDS", 0.1)
-    freed, step = threading.Event(), served.step
-    if kind == "idle":
-        freed.set()
+async def test_an_engine_whose_round_neither_ends_nor_computes_is_not_healthy(monkeypatch, served, client):
+    monkeypatch.setattr(client_module, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(process, "BEAT_SECONDS", 0.05)
+    step = served.step
 
     def stay_in_step() -> None:
-        if kind == "blocked":
-            freed.wait(60)
-        while kind == "long" and not freed.is_set():
+        while computes and not freed.is_set():
             pass
+        freed.wait(60)
         step()
 
     monkeypatch.setattr(served, "step", stay_in_step)
-    text = asyncio.ensure_future(written(client, [5, 6], 4))
-    if kind != "blocked":
-        await asyncio.sleep(1.2)
-    assert await asyncio.to_thread(soon, lambda: client.healthy == (kind != "blocked"), 60)
-    assert client.alive
-    freed.set()
-    assert len(await text) == 4
+    for computes in (False, True):
+        freed = threading.Event()
+        text = asyncio.ensure_future(written(client, [5, 6], 4))
+        await asyncio.sleep(0.6 * computes)
+        assert await asyncio.to_thread(soon, lambda healthy=computes: client.healthy is healthy, 60)
+        assert client.alive
+        freed.set()
+        assert len(await text) == 4
+    await asyncio.sleep(0.6)  # with nothing to do
     assert await asyncio.to_thread(soon, lambda: client.healthy, 60)
