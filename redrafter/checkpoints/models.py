@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils.hub import cached_file
 
 from redrafter.drafting.drafter_model import DrafterModel
-from redrafter.drafting.estimates import LARGE_BYTES
+from redrafter.drafting.step_times import LARGE_BYTES
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, did_you_mean, first_line, warn
 from redrafter.features import FP8_WEIGHTS, GGUF_FILE, QUANTISED_WEIGHTS, TENSOR_PARALLELISM, FeatureSet
 from redrafter.files.checkpoint_kind import check_config, check_path, check_source, load_error, wrong_kind_error

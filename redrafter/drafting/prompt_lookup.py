@@ -93,7 +93,7 @@ class PromptLookupProposer:
     ngram: int
     draft_len: int
 
-    model = shared_nodes = without_text = None
+    beams, model, shared_nodes, without_text = 0, None, None, None
 
     def __post_init__(self) -> None:
         for name in ("ngram", "draft_len"):
@@ -147,6 +147,11 @@ class WithPromptLookup:
     def model(self) -> Target | None:
         """The LM that drafts, or None."""
         return self.without_text.model
+
+    @property
+    def beams(self) -> int:
+        """W, beams of the other proposer's search."""
+        return self.without_text.beams
 
     @property
     def nodes(self) -> int:

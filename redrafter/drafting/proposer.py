@@ -75,6 +75,10 @@ class Proposer(Protocol):
         """K, the most levels of drafts below the pending token."""
 
     @property
+    def beams(self) -> int:
+        """W, beams of the search for drafts; 0 without a search."""
+
+    @property
     def scratch_slots(self) -> int:
         """Slots after a row's committed tokens that a step writes to."""
 
@@ -111,7 +115,8 @@ class Proposer(Protocol):
 class PlainProposer:
     """Drafts nothing: plain decoding, in the same engine."""
 
-    nodes, depth, scratch_slots, model, shared_nodes, without_text, sizes = 1, 0, 1, None, None, None, None
+    nodes, depth, beams, scratch_slots = 1, 0, 0, 1
+    model = shared_nodes = without_text = sizes = None
 
     def propose(
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None

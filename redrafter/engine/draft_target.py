@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from redrafter.checkpoints.models import bind, check_quantization, locate_gguf
 from redrafter.checkpoints.vocabularies import Tokenizer, map_unlike_vocabularies
 from redrafter.drafting.draft_model import DraftModelProposer
-from redrafter.drafting.policy import CostPolicy, DraftLengthPolicy, DraftPolicy, text_nodes
+from redrafter.drafting.policy import CostPolicy, DraftPolicy, text_nodes
 from redrafter.drafting.prompt_lookup import WithPromptLookup
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
@@ -30,11 +30,6 @@ Acceptance = Literal["match", "rejection"]
 ACCEPTANCE: tuple[Acceptance, ...] = ("match", "rejection")
 
 CAPTURED_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # draft lengths for which steps are captured, up to the longest
-# Costs of a forward other than reading weights, by device: each layer, in parameters that could be read in its time;
-# each further node in one row, in forwards of one node. Measured on two cores of a Xeon in float32 and an H200 in
-# bfloat16.
-LAYER_COST_PARAMETERS = {"cpu": 6e6, "cuda": 70e6}
-NODE_COST_FORWARDS = {"cpu": 0.05, "cuda": 0.0}
 TOKENS_PER_FORWARD = 1.2  # tokens that a forward of the target yields where drafting pays
 
 
@@ -87,8 +82,6 @@ class DraftTarget(Engine):
         self.draft_vocabulary = vocabulary
         self.rejection_sampling = acceptance == "rejection"
         self.acceptance, self.adaptive, self.draft_len = acceptance, adaptive, draft_len
-        self._draft_cost = _cost(draft_model) / _cost(target)
-        self._node_cost = NODE_COST_FORWARDS.get(target.device.type, 0.0)
         captured = target.device.type == draft_model.device.type == "cuda"
         shorter = CAPTURED_LENGTHS if captured else range(1, draft_len)
         # Captured lengths are few, as each has its own graphs; a CPU can use any length.
@@ -106,7 +99,7 @@ class DraftTarget(Engine):
                 confidence=self._doubt if adaptive and not captured and target.ranks.size == 1 else None,
                 vocabulary=vocabulary,
             )
-            for length in sorted(lengths)
+            for length in sorted(lengths, reverse=True)
         }
         super().__init__(target, self._by_length[draft_len], options)
         self._with_text: dict[int, WithPromptLookup] = {}
@@ -125,7 +118,7 @@ class DraftTarget(Engine):
             or states
         ):
             return proposer
-        count = text_nodes(bucket(rows), proposer.nodes, target.device.type)
+        count = text_nodes(bucket(rows), proposer.nodes, target.device.type, self._assumed)
         if not count:
             return proposer
         # If copies were accepted, the last draft of the model may follow them, and it has not been read either.
@@ -217,29 +210,17 @@ class DraftTarget(Engine):
 
         On a CPU, drafts are omitted while they do not pay. A GPU launches a step before the tokens of the last one are
         known, so there a draft model could not read what undrafted steps have written. Rejection sampling writes other
-        tokens without drafts, so with it no clock may omit them.
+        tokens without drafts. So there each step drafts, of a length that pays best.
         """
-        if self.pauses and self.target.device.type == "cpu" and not self.rejection_sampling:
-            kinds = {
-                size: list(self._by_length.values()) if self.adaptive else [self.proposer_for(size)] for size in sizes
-            }
-            return CostPolicy(self.times_by(self._assumed), kinds, self.histories)
-        if not self.adaptive:
+        always = not self.pauses or self.rejection_sampling or self.target.device.type != "cpu"
+        if always and not self.adaptive:
             return super().draft_policy(sizes, memory)
-        # If drafting also stops at low confidence, about half of the drafts are computed.
-        share = 1.0 if self._by_length[self.draft_len].confidence is None else 0.5
-        cost, node_cost = share * self._draft_cost, self._node_cost
-        return DraftLengthPolicy(self._by_length, lambda rows: cost + node_cost * (rows - 1))
+        lengths = list(self._by_length.values())
+        kinds = {size: lengths if self.adaptive else [self.proposer_for(size)] for size in sizes}
+        return CostPolicy(self.times_by(self._assumed), kinds, self.histories, always=always)
 
     def _doubt(self, rows: int) -> float:
         """Return the probability above which a further draft pays, in a step of `rows` rows."""
-        return min(TOKENS_PER_FORWARD * (self._draft_cost + self._node_cost * rows), 0.9)
-
-
-def _cost(model: Target) -> float:
-    """Return the cost of one token's forward in parameters read: all except an embedding table that is not the head."""
-    table = model.embedding.weight
-    count = sum(parameter.numel() for parameter in model.model.parameters())
-    # A forward reads one row of the embedding table per token.
-    count -= 0 if model.head.weight is table else table.numel()
-    return count + len(model.shapes) * LAYER_COST_PARAMETERS.get(model.device.type, 0.0)
+        costs = self.step_times or self._assumed
+        added = costs.time_of(self.proposer, rows) / costs.time_of(self.plain, rows) - 1
+        return min(TOKENS_PER_FORWARD * added / self.draft_len, 0.9)

@@ -3,7 +3,7 @@
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NoReturn
@@ -14,11 +14,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from redrafter.cache.to_device import made_on_host
-from redrafter.drafting.estimates import StepCosts
-from redrafter.drafting.loss_budget import AcceptanceHistory
-from redrafter.drafting.policy import PRIOR_COPIED, DraftPolicy, FixedTreePolicy
+from redrafter.drafting.policy import AcceptanceHistory, DraftPolicy
 from redrafter.drafting.proposer import PlainProposer, Proposer, SearchProposer
-from redrafter.drafting.step_times import SHARED_EVERY, StepTimes
+from redrafter.drafting.step_times import SHARED_EVERY, StepCosts, StepTimes
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.arguments import (
     AdapterNames,
@@ -77,6 +75,7 @@ class Engine(Changeable):
             token.
         clock: Clock of the calling thread that times steps on a CPU; None to time none. It changes no token.
         step_times: Measured times of steps; None before the first call that drafts.
+        histories: The acceptance of earlier drafts, of greedy steps and of sampled ones, since the models last changed.
     """
 
     pauses = True
@@ -100,7 +99,7 @@ class Engine(Changeable):
         self.lender: Engine | None = None  # the engine whose memory is used in place of its own
         self._warned = False
         self.step_times: StepTimes | None = None  # of steps by `StepCosts`, once there were some
-        self._histories: dict[bool, AcceptanceHistory] = {}  # by whether steps sample
+        self.histories = {sampled: AcceptanceHistory() for sampled in (False, True)}
         self._lock = threading.Lock()  # so that of two concurrent first requests only one allocates the memory
 
     def __reduce__(self) -> NoReturn:
@@ -126,7 +125,7 @@ class Engine(Changeable):
     def derive(self) -> None:
         """Forget the acceptance of drafts too, which other weights change."""
         super().derive()
-        self._histories = {}
+        self.histories = {sampled: AcceptanceHistory() for sampled in (False, True)}
 
     def proposer_for(self, rows: int) -> Proposer:
         """Return the proposer for a batch of `rows` rows."""
@@ -134,7 +133,7 @@ class Engine(Changeable):
 
     def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
         """Return the policy that chooses the drafts of steps of these batch sizes."""
-        return FixedTreePolicy({size: self.proposer_for(size) for size in sizes})
+        return DraftPolicy({size: self.proposer_for(size) for size in sizes})
 
     def times_by(self, costs: StepCosts) -> StepTimes:
         """Return the times of steps by these costs, with the corrections of earlier batches."""
@@ -145,23 +144,10 @@ class Engine(Changeable):
             return self.step_times
 
     @property
-    def histories(self) -> Mapping[bool, AcceptanceHistory]:
-        """The acceptance of earlier drafts, of greedy steps and of sampled ones, since the models last changed."""
-        with self._lock:
-            if not self._histories:
-                copied = PRIOR_COPIED if self.copies_at_first else 0.0
-                self._histories = {sampled: AcceptanceHistory(copied=copied) for sampled in (False, True)}
-            return self._histories
-
-    @property
-    def copies_at_first(self) -> bool:
-        """Whether copied drafts are expected to pay before any was made."""
-        return self.target.device.type == "cpu"
-
-    @property
     def _corrected_every(self) -> int:
         """One in so many steps corrects the costs of steps by its time; 0 for none."""
-        if self.target.device.type == "cpu" and self.clock is None:
+        # With rejection sampling, other drafts draw other tokens, so no clock may choose them.
+        if self.rejection_sampling or (self.target.device.type == "cpu" and self.clock is None):
             return 0
         return 1 if self.target.ranks.size == 1 else SHARED_EVERY
 

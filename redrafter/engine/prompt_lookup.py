@@ -24,13 +24,11 @@ class PromptLookup(Engine):
         ```
     """
 
-    copies_at_first = True
-
     def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
         """Return a policy that omits drafts while they do not pay, and never with `pauses` off."""
         if not self.pauses:
             return super().draft_policy(sizes, memory)
-        return CostPolicy(self.times_by(self._assumed), {size: [self.proposer] for size in sizes}, self.histories)
+        return CostPolicy(self.times_by(self._assumed), {}, self.histories, dict.fromkeys(sizes, self.proposer))
 
     @classmethod
     @takes_options

@@ -10,10 +10,11 @@ from redrafter.checkpoints.drafters import check_beams, check_pair, draft_length
 from redrafter.checkpoints.models import bind, check_quantization, locate_gguf
 from redrafter.drafting.drafter_model import DrafterModel, check_draft_ids
 from redrafter.drafting.drafter_types import open_drafter_model
-from redrafter.drafting.estimates import QUALITIES, QUALITY, SHARING_ROWS, StepCosts, best_trees, time_at
 from redrafter.drafting.policy import CostPolicy, DraftPolicy, text_nodes
 from redrafter.drafting.prompt_lookup import WithPromptLookup
-from redrafter.drafting.proposer import Proposer, SearchProposer, step_tokens
+from redrafter.drafting.proposer import Proposer, SearchProposer
+from redrafter.drafting.step_times import StepCosts
+from redrafter.drafting.tree_choice import SHARING_ROWS, best_tree
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions, split_keywords, takes_options
 from redrafter.engine.step_timing import measure_step_costs
@@ -25,9 +26,6 @@ from redrafter.scheduler.captured_step import bucket
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.tree.beam_search import node_count
 from redrafter.tree.sizes import TreeShape
-
-# Maximum cost of verifying a whole tree before any gain is known, in forwards without drafts, by type of device.
-NEARLY_FREE = {"cuda": 1.25, "cpu": 1.5}
 
 
 class ReDrafter(Engine):
@@ -84,7 +82,7 @@ class ReDrafter(Engine):
             target.store_drafter_layer(layer)
         self.drafter, self.shape = drafter, shape
         self._measured: StepCosts | None = None
-        self._best: dict[tuple[StepCosts, int, bool, tuple[float, ...]], list[TreeShape]] = {}
+        self._best: dict[tuple[StepCosts, int], TreeShape] = {}
         self._proposers: dict[TreeShape, SearchProposer] = {}
         self._with_text: dict[tuple[int, int], WithPromptLookup] = {}
         self._compiled = compiled
@@ -165,19 +163,19 @@ class ReDrafter(Engine):
         return engine
 
     def proposer_for(self, rows: int) -> Proposer:
-        """Return the proposer for a batch of `rows` rows, before acceptance statistics exist.
+        """Return the proposer for a batch of `rows` rows.
 
-        Its shape follows from the assumed cost of a forward by nodes on the device, unless a node budget was requested.
+        Its tree is the best one by the costs of steps, measured or assumed, unless a node budget was requested.
         """
-        shape: TreeShape | None = self.shape
-        if self.shape.node_budget is None:
-            costs, whole = self._assumed, self.proposer
-            verified = time_at(costs.trees, step_tokens(whole, rows))
-            free = NEARLY_FREE[self.target.device.type]
-            if verified > free * time_at(costs.steps, rows):
-                best = self._best_shapes(self._assumed, rows, (QUALITY,))
-                shape = best[0] if best else None
-        return self._proposer_of(shape, rows)
+        shape = self.shape
+        if shape.node_budget is None:
+            # Buckets of batch sizes share one entry, as their best trees hardly differ.
+            key = self._measured or self._assumed, bucket(rows)
+            if key not in self._best:
+                share = self.target.varlen.ok and rows >= SHARING_ROWS
+                self._best[key] = best_tree(key[0], self.proposer, key[1], share=share)
+            shape = self._best[key]
+        return self._with_copies(self._propose(self.target, shape), rows)
 
     def derive(self) -> None:
         """Rebuild the drafter's tables from its weights."""
@@ -187,28 +185,21 @@ class ReDrafter(Engine):
     def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
         """Return the policy that chooses the drafts of steps of these batch sizes.
 
-        With a requested tree shape, a step drafts this tree or nothing; otherwise it chooses among several
-        trees. With `pauses` off, each step drafts the tree of `proposer_for`.
+        A step drafts the tree of `proposer_for`, copies, both or nothing. With `pauses` off, each step drafts the tree.
         """
         if not self.pauses:
             return super().draft_policy(sizes, memory)
         costs = self.step_costs(memory)
-        on_cpu = self.target.device.type == "cpu"
-        kinds = dict[int, list[Proposer]]()
-        copying = dict[int, Proposer]()
+        candidates, copying = dict[int, list[Proposer]](), dict[int, Proposer]()
         for size in sizes:
-            found = [self.proposer_for(size)]
-            if self.adapts:
-                # Trees that are best for a weak drafter and for a good one, since acceptance is not known yet.
-                shapes = self._best_shapes(costs, size, QUALITIES[self.target.device.type])
-                # Costs that were measured while another program used the device may say that nothing pays.
-                shapes = shapes or self._best_shapes(self._assumed, size, (QUALITY,))
-                found = [self._proposer_of(shape, size) for shape in shapes]
-            kinds[size] = [each for each in found if each.depth]
+            tree = self.proposer_for(size)
+            # A CPU's steps know whether the text has something to copy. On a GPU each further kind of step would have
+            # to be captured, which costs more than copies that are rejected.
+            alone = tree.without_text if self.target.device.type == "cpu" else None
+            candidates[size] = [tree] if alone is None else [alone, tree]
             if (copies := self._with_copies(self.plain, size)).depth:
                 copying[size] = copies
-        # A CPU's steps know whether the text has something to copy.
-        return CostPolicy(self.times_by(costs), kinds, self.histories, copying, knows_matches=on_cpu)
+        return CostPolicy(self.times_by(costs), candidates, self.histories, copying)
 
     def step_costs(self, memory: PagedMemory | None) -> StepCosts:
         """Return the costs of steps: measured once on a GPU's paged cache, else assumed."""
@@ -220,25 +211,14 @@ class ReDrafter(Engine):
                 self._measured = measure_step_costs(memory, self.proposer)
             return self._measured
 
-    def _best_shapes(self, costs: StepCosts, rows: int, qualities: tuple[float, ...]) -> list[TreeShape]:
-        share = self.target.varlen.ok and rows >= SHARING_ROWS
-        # Buckets of batch sizes share one entry, as their best trees hardly differ.
-        key = costs, bucket(rows), share, qualities
-        if key not in self._best:
-            self._best[key] = best_trees(costs, self.proposer, *key[1:])
-        return self._best[key]
-
-    def _proposer_of(self, shape: TreeShape | None, rows: int) -> Proposer:
-        """Return the proposer of a shape for a batch size, with drafts copied from the text where they cost little."""
-        return self.plain if shape is None else self._with_copies(self._propose(self.target, shape), rows)
-
     def _with_copies(self, proposer: Proposer, rows: int) -> Proposer:
         """Return a proposer that also copies from the text, or the same one where copying is off or costly."""
         # Recurrent layers are called once for each level, and a chain adds as many levels as it has drafts: on a GPU in
         # every step, on a CPU only where the text has a match.
         costly = RECURRENT_STATES in self.target.features and self.target.device.type != "cpu"
         copies = self.options.draft_from_text and proposer.shared_nodes is None and not costly
-        count = text_nodes(bucket(rows), proposer.nodes, self.target.device.type, self._measured) if copies else 0
+        costs = self._measured or self._assumed
+        count = text_nodes(bucket(rows), proposer.nodes, self.target.device.type, costs) if copies else 0
         if not count:
             return proposer
         return self._with_text.setdefault((id(proposer), count), WithPromptLookup(proposer, count))

@@ -216,7 +216,6 @@ def read_request(
                 max_new_tokens=limits[row] - counts[row],
                 params=params[row],
                 adapter=adapters[row],
-                index=row,
                 keeps=keeps,
                 images=images[row],
             )

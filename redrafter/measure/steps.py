@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from redrafter.cache.kv_cache import LayerShape
-from redrafter.drafting.estimates import SHARING_ROWS
-from redrafter.drafting.policy import DraftPolicy, FixedTreePolicy
+from redrafter.drafting.policy import DraftPolicy
 from redrafter.drafting.proposer import Proposer, SearchProposer
+from redrafter.drafting.tree_choice import SHARING_ROWS
 from redrafter.engine.call import GenerateCall
 from redrafter.engine.engine import Engine
 from redrafter.engine.request import CallRequest
@@ -102,7 +102,7 @@ class OneProposer:
 
     def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
         """Return a policy that drafts with the single proposer in every step."""
-        return FixedTreePolicy({size: self._at_size(size) for size in sizes})
+        return DraftPolicy({size: self._at_size(size) for size in sizes})
 
     def _at_size(self, rows: int) -> Proposer:
         """Resize the proposer: nodes that rows share grow with the batch."""

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.paged import KVCachePool, PagedCache
-from redrafter.drafting.estimates import WIDTHS
 from redrafter.drafting.proposer import SearchProposer
+from redrafter.drafting.tree_choice import WIDTHS
 from redrafter.errors import first_line
 from redrafter.kernels.attention_inputs import TOKEN_MULTIPLE, TOKENS_PER_CHUNK, AttentionInputs
 from redrafter.model.target import Target

@@ -47,7 +47,6 @@ class GenerationRequest:
         priority: Sequences with lower numbers are served first, and may preempt sequences with higher ones.
         cache_salt: Only sequences with the same salt share blocks of the cache.
         adapter: LoRA adapter of its forwards; None for the model alone.
-        index: Its index among the sequences of one call; 0 for a request of a server.
         keeps: Tensors reported with its tokens: "logits", "scores" (the logits after processors), both or neither.
         images: The images of the prompt; None for a prompt without any.
     """
@@ -59,7 +58,6 @@ class GenerationRequest:
     priority: int = 0
     cache_salt: str | None = None
     adapter: Adapter | None = None
-    index: int = 0
     keeps: frozenset[str] = frozenset()
     images: ImageInputs | ImagePrompt | None = None
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.kv_cache import KVCache
 from redrafter.cache.to_device import move_indices, to_device
-from redrafter.drafting.policy import FixedTreePolicy, StepRows
+from redrafter.drafting.policy import DraftPolicy, StepRows
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.drafting.proposer import Proposer, State, step_tokens
 from redrafter.features import ADAPTERS
@@ -138,7 +138,7 @@ class RunningBatch:
         # Batch size of a step by number of sequences; a captured step may have padding rows.
         self._sizes = {n: min(bucket(n), self._all_rows) if self._memory else n for n in range(1, rows + 1)}
         nothing = dict.fromkeys(self.sizes, models.plain)
-        self.policy = models.draft_policy(self.sizes, self._memory) if speculate else FixedTreePolicy(nothing)
+        self.policy = models.draft_policy(self.sizes, self._memory) if speculate else DraftPolicy(nothing)
         every = self.policy.proposers
         self.depth = max(proposer.depth for proposer in every)
         copies = any(proposer.without_text or isinstance(proposer, PromptLookupProposer) for proposer in every)
@@ -393,7 +393,6 @@ class RunningBatch:
             prompt_tokens=prompt_tokens,
             cached=sum(len(sequence.tokens) for sequence in self.rows),
             match=match,
-            indices=[sequence.request.index for sequence in self.rows],
             sampled=requirements.sampled,
             unread=sum(len(row.tokens) - 1 - row.unread_from for row in self.rows if row.unread_from is not None),
         )

@@ -360,7 +360,7 @@ class Scheduler:
 
     def _report(self, step: LaunchedStep) -> None:
         """Wait for the tokens of a step, and report them to the sequences that have not ended meanwhile."""
-        accepted, levels, indices, copied = list[int](), list[int](), list[int](), 0  # of rows that took drafts
+        accepted, levels, copied = list[int](), list[int](), 0  # of rows that took drafts
         Deltas = list[tuple[TokenSequence, SequenceDelta]]
         running, ended, failed = Deltas(), Deltas(), Deltas()
         charged: dict[tuple[str, int], tuple[TokenSequence, int]] = {}  # tokens by client and priority
@@ -373,7 +373,6 @@ class Scheduler:
                 accepted.append(max(len(drawn.tokens) - 1, 0))
                 limit = sequence.request.params.num_speculative_tokens
                 levels.append(step.levels if limit is None else min(limit, step.levels))
-                indices.append(sequence.request.index)
                 copied += drawn.copied
             try:
                 delta = sequence.append(drawn)
@@ -391,17 +390,14 @@ class Scheduler:
         self.running_set.end_together(ended)
         self.running_set.end_together(failed, keep=False)
         if accepted and step.proposer is not None:
-            outcomes = step.report.outcomes
             self.batch.policy.record(
                 DraftedStep(
                     size=step.size,
                     rows=len(step.sequences),
                     proposer=step.proposer,
                     accepted=accepted,
-                    copied=copied,
-                    outcomes=() if outcomes is None else outcomes.tolist(),
                     levels=levels,
-                    indices=indices,
+                    copied=copied,
                 )
             )
 

@@ -9,7 +9,10 @@ from helpers.generation import ON_BOTH_CACHES, same_undrafted
 from helpers.models import VOCAB, tiny_model, uneven_batch
 from helpers.tokenizers import TEXTS, byte_level, sentencepiece_like
 from redrafter import ArgumentError, CheckpointError, DraftTarget, MismatchError, UnsupportedError
-from redrafter.drafting.policy import DraftedStep, DraftLengthPolicy, StepRows
+from redrafter.drafting.draft_model import DraftModelProposer
+from redrafter.drafting.policy import CostPolicy, DraftedStep, StepRows
+from redrafter.drafting.proposer import PlainProposer
+from redrafter.drafting.step_times import StepCosts, StepTimes
 
 IDS, MASK = uneven_batch()
 
@@ -65,43 +68,53 @@ def test_what_cannot_be_is_refused_by_name(llama, arguments, error, named):
         DraftTarget.from_pretrained(llama, llama, **arguments)
 
 
-def drafted_step(accepted: dict[int, int], levels: int) -> DraftedStep:
-    """Return a step whose rows, by the indices of their sequences, accepted so many drafts."""
-    return DraftedStep(1, 1, None, [*accepted.values()], levels=[levels] * len(accepted), indices=[*accepted])
+class Lengths:
+    """A policy that chooses how far a draft model drafts, one row at a time."""
+
+    def __init__(self, cost: float, longest: int = 8, **settings: bool):
+        """Let each draft take the time of `cost` undrafted steps."""
+        self.by_length = {
+            length: DraftModelProposer(None, 97, beams=1, depth=length, nodes=1 + length)
+            for length in range(longest, 0, -1)
+        }
+        for proposer in self.by_length.values():
+            object.__setattr__(proposer, "model", self)  # any object but None
+        times = StepTimes(StepCosts(((1, 1.0),), ((1, cost),)), PlainProposer(), **settings)
+        self.policy = CostPolicy(times, {1: list(self.by_length.values())}, always=True)
+
+    def chosen(self) -> int:
+        return self.policy.choose(StepRows(1, 1, 1)).depth
+
+    def after(self, accepted: int, drafted: int, count: int = 40) -> int:
+        for _ in range(count):
+            self.policy.record(DraftedStep(1, 1, self.by_length[drafted], [accepted], [drafted]))
+        return self.chosen()
 
 
-def test_a_row_whose_drafts_are_kept_is_drafted_far():
-    def after(*accepted, cost=0.1, rows=None, drafted=8):
-        lengths = DraftLengthPolicy({length: length for length in range(1, 9)}, lambda rows: cost * rows)
-        for _ in range(40):
-            judged = {row: kept for row, kept in enumerate(accepted) if kept is not None}
-            lengths.record(drafted_step(judged, drafted))
-        return lengths.choose(StepRows(1, 1, 1, indices=rows or range(len(accepted))))
-
-    assert after(8) == 8
-    assert after(0) == 1
-    assert 1 < after(2) < 8
-    assert after(8, cost=1.5) == 1  # a draft that costs more than it can bring
-    assert after(8, 8, cost=0.8) == after(8, 8, rows=[0], cost=1.6) == 1
-    assert after(8, 8, rows=[0], cost=0.4) == 8  # the rows of the step count, not those that wait or have ended
-    assert after(8, 0, rows=[0]) == 8
-    assert after(8, 0, rows=[1]) == 1
-    assert after(8, None) > 1  # of a row that stands still nothing is reported
-    assert after(3, drafted=3) == 8  # what was not drafted was not refused either
+def test_the_more_drafts_are_kept_and_the_less_they_cost_the_further_a_draft_model_drafts():
+    assert Lengths(0.1).after(8, 8) == 8
+    assert Lengths(0.1).after(0, 8) == 1
+    assert 1 < Lengths(0.1).after(2, 8) < 8
+    assert Lengths(1.5).after(8, 8) == 1  # a draft that costs more than it can bring
+    assert Lengths(0.1).after(3, 3) == 8  # what was not drafted was not refused either
 
 
 def test_how_long_ago_decides_what_a_draft_counts():
-    lengths = DraftLengthPolicy({length: length for length in (1, 2, 4, 8)}, lambda rows: 0.1)
-    step = StepRows(1, 1, 1, indices=[0])
-    for _ in range(30):
-        lengths.record(drafted_step({0: 8}, 8))
-    assert lengths.choose(step) == 8
-    chosen = []
-    for _ in range(40):
-        lengths.record(drafted_step({0: 0}, 8))
-        chosen.append(lengths.choose(step))
+    lengths = Lengths(0.1)
+    assert lengths.after(8, 8, 30) == 8
+    chosen = [lengths.after(0, 8, 1) for _ in range(40)]
     assert chosen == sorted(chosen, reverse=True)
     assert chosen[-1] == 1
+
+
+def test_measured_steps_decide_how_far_a_draft_model_drafts_though_none_is_undrafted():
+    assert Lengths(0.02).after(4, 8) > 4, "drafts seem free"
+    lengths = Lengths(0.02, corrected_every=1)
+    lengths.after(4, 8)
+    for _ in range(40):  # each draft takes as long as the target
+        proposer = lengths.by_length[lengths.chosen()]
+        lengths.policy.times.correct(1, proposer, 1.0 + proposer.depth)
+    assert lengths.chosen() == 1
 
 
 def trained(tokenizer, layers):

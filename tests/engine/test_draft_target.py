@@ -16,7 +16,7 @@ from helpers.steps import prefill, read_prompts
 from helpers.vocabularies import renumbered
 from redrafter import ArgumentError, DraftTarget
 from redrafter.cache.paged import PagedCache
-from redrafter.drafting.policy import DraftLengthPolicy
+from redrafter.drafting.policy import CostPolicy
 from redrafter.drafting.vocabulary_map import DraftText
 from redrafter.engine.options import EngineOptions
 from redrafter.kernels.block_size import BLOCK_SIZE
@@ -247,9 +247,8 @@ def test_a_draft_model_may_have_more_ids_or_fewer(llama, on, vocabulary, samplin
 
 def test_a_tree_is_judged_by_how_deep_it_is(llama, monkeypatch):
     """Its 12 nodes are 4 drafts one below the other: when 4 are kept, none was refused."""
-    free = {"cpu": -0.99}  # no cost and no doubt shortens it
-    monkeypatch.setattr("redrafter.engine.draft_target.NODE_COST_FORWARDS", free)
-    levels = noted(monkeypatch, DraftLengthPolicy, "record", lambda _, policy, step: max(step.levels))
+    monkeypatch.setattr("redrafter.drafting.step_times.LEVEL", ((1, 0.0),))  # no cost and no doubt shortens it
+    levels = noted(monkeypatch, CostPolicy, "record", lambda _, policy, step: max(step.levels))
     engine = DraftTarget.from_pretrained(llama, llama, num_beams=3, node_budget=99, adaptive=True)
     engine.generate(IDS[:1], max_new_tokens=40, do_sample=False, eos_token_id=None)
     assert len(levels) > 5

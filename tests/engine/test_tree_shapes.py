@@ -7,9 +7,9 @@ from helpers.models import CONTEXT, DRAFTER_ALONE, tiny_drafter
 from redrafter import ArgumentError, ReDrafter
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
-from redrafter.drafting.estimates import StepCosts
 from redrafter.drafting.policy import MOST_COPIED
 from redrafter.drafting.prompt_lookup import WithPromptLookup
+from redrafter.drafting.step_times import StepCosts
 from redrafter.features import FeatureSet
 from redrafter.model.shared_model import Revision, SharedModel
 from redrafter.model.supported import Support
@@ -40,12 +40,12 @@ def test_an_engine_on_a_gpu_has_a_proposer_for_each_size(monkeypatch):
     both = ReDrafter(gpu, tiny_drafter())
     assert both.proposer_for(1) is both.proposer_for(1)
     assert both.proposer_for(1).nodes == 42  # with what is copied from the text
-    assert both.proposer_for(1).without_text is both.proposer_for(4).without_text is both.proposer
+    assert both.proposer_for(1).without_text is both.proposer
     engine = ReDrafter(gpu, tiny_drafter(), options=DRAFTER_ALONE)
-    assert engine.proposer_for(1) is engine.proposer_for(4) is engine.proposer
-    assert 4 <= engine.proposer_for(16).nodes < 12
+    assert engine.proposer_for(1) is engine.proposer
+    assert 4 <= engine.proposer_for(16).nodes < engine.proposer_for(2).nodes <= 26
     assert 64 < engine.proposer_for(64).shared_nodes < 256
-    assert engine.proposer_for(200).shared_nodes < 2 * 256
+    assert engine.proposer_for(200).shared_nodes <= 2 * 256
     assert ReDrafter(gpu, tiny_drafter(), TreeShape(node_budget=20)).proposer_for(500).nodes == 20
 
 
@@ -53,10 +53,9 @@ def test_a_cpu_verifies_fewer_nodes_in_larger_batches(target):
     engine = ReDrafter(target, tiny_drafter(), options=DRAFTER_ALONE)
     proposers = [engine.proposer_for(rows) for rows in (1, 2, 4, 8, 16, 32)]
     nodes = [proposer.nodes for proposer in proposers]
-    assert nodes[:2] == [12, 12]
+    assert 8 <= nodes[0] <= engine.proposer.nodes == 12
     assert nodes == sorted(nodes, reverse=True)
     assert nodes[-1] < 5
-    assert proposers[0] is proposers[1] is engine.proposer
     asked = ReDrafter(target, tiny_drafter(), TreeShape(node_budget=20), options=DRAFTER_ALONE)
     assert {asked.proposer_for(rows) for rows in (1, 8, 64, 500)} == {asked.proposer}
 

@@ -5,7 +5,7 @@ import pytest
 from helpers.models import DRAFTER_ALONE, tiny_drafter, tiny_model
 from helpers.scheduling import KINDS, make_sequence, run, scheduler
 from redrafter import ReDrafter
-from redrafter.drafting import estimates
+from redrafter.drafting import policy, step_times
 from redrafter.engine.changes import ChangeDrafter, Sleep, Wake
 from redrafter.model.target import Target
 
@@ -13,7 +13,8 @@ from redrafter.model.target import Target
 @pytest.mark.parametrize("changed", ["nothing", "drafter"])
 def test_drafting_pauses_on_after_sleep_and_is_tried_at_once_with_another_drafter(changed, monkeypatch):
     monkeypatch.setattr(ReDrafter, "pauses", True)
-    monkeypatch.setattr(estimates, "ASSUMED_SEARCHES", ((1, 2.0),))  # too much for random drafts
+    monkeypatch.setattr(step_times, "LEVEL", ((1, 2.0),))  # too much for random drafts
+    monkeypatch.setattr(policy, "PRIOR_OF_SEARCH", 4.0)
     model = tiny_model("llama")
     model.generation_config.eos_token_id = None
     engine = ReDrafter(Target(model), tiny_drafter(), options=DRAFTER_ALONE)

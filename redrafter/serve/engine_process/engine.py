@@ -11,8 +11,7 @@ from redrafter.app.engines import PLAIN, can_draft
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.checkpoints.tokenizers import end_tokens
-from redrafter.drafting.loss_budget import MANY_ROWS
-from redrafter.drafting.policy import FixedTreePolicy
+from redrafter.drafting.policy import MANY_ROWS, DraftPolicy
 from redrafter.engine.engine import Engine
 from redrafter.errors import ArgumentError
 from redrafter.features import ADAPTIVE_DRAFTS, BATCH_INVARIANCE, SERVING, FeatureSet
@@ -140,7 +139,7 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
     began = time.monotonic()
     most, policy = scheduler.limits.max_batch_size, scheduler.batch.policy
     # A policy that never pauses, so that all drafted steps are captured.
-    scheduler.batch.policy = FixedTreePolicy({size: policy.first(size) for size in scheduler.batch.sizes})
+    scheduler.batch.policy = DraftPolicy({size: policy.first(size) for size in scheduler.batch.sizes})
     longest = min(scheduler.longest, MIN_POSITIONS[scheduler.engine.target.device.type]) - scheduler.batch.overshoot - 2
     longest = min(longest, scheduler.bounds.longest_prompt + 1)
     mixed = scheduler.mixed_prefill

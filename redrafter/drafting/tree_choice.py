@@ -1,0 +1,74 @@
+"""The draft tree with the most expected tokens per unit of time, before anything is known of a drafter."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from math import inf
+
+from redrafter.drafting.proposer import SearchProposer
+from redrafter.drafting.step_times import StepCosts, time_at
+from redrafter.tree.sizes import MAX_BEAMS, TreeShape
+
+# Drafts of a row that a search finds in its first level, as pairs of a likelihood and a mean number, and their number
+# in each level relative to the level above. Measured with the boxed pair, whose best drafts are right in 0.65.
+FIRST_LEVEL = (
+    (0.95, 0.3), (0.82, 0.13), (0.67, 0.11), (0.52, 0.11), (0.38, 0.09),
+    (0.27, 0.13), (0.18, 0.34), (0.11, 0.6), (0.06, 1.0), (0.02, 0.85), (0.004, inf),
+)  # fmt: skip
+DEEPER = 0.65
+WIDTHS = (1, 2, 3, 5)  # beams that are compared, in addition to those of the whole search
+# Minimum batch size at which rows share nodes, if the forward pass supports ragged trees. In smaller batches each row
+# can verify its likely drafts and drafts that are copied from its sequence; rows that share nodes copy none.
+SHARING_ROWS = 32
+
+
+@lru_cache(maxsize=4096)
+def expected_drafts(beams: int, depth: int, drafts: float) -> float:
+    """Return the number of accepted drafts per row to expect of a tree.
+
+    Args:
+        beams: Beams of the search.
+        depth: Levels of the search.
+        drafts: Mean number of verified drafts per row, which are the likeliest drafts of the search.
+    """
+    rooms = [float(beams)] * depth  # drafts of each level that are not taken yet
+    accepted = 0.0
+    for likelihood, count in FIRST_LEVEL:
+        for level in range(depth):
+            taken = min(count * DEEPER**level, rooms[level], drafts)
+            rooms[level] -= taken
+            drafts -= taken
+            accepted += taken * likelihood
+    return accepted
+
+
+def best_tree(costs: StepCosts, whole: SearchProposer, rows: int, *, share: bool) -> TreeShape:
+    """Return the tree with the most expected tokens per unit of time.
+
+    Args:
+        costs: Costs of steps.
+        whole: The search with the maximum number of beams, levels and nodes per row.
+        rows: Rows of the batch.
+        share: Whether rows may share nodes.
+    """
+
+    def speed(shape: TreeShape) -> float:
+        tokens = shape.shared_nodes or rows * shape.nodes
+        search = shape.depth * time_at(costs.level, rows * shape.beams)
+        gained = expected_drafts(shape.beams, shape.depth, tokens / rows - 1)
+        return (1 + gained) / (time_at(costs.forward, tokens) + search)
+
+    return max(_trees(whole, rows if share else 0), key=speed)
+
+
+def _trees(whole: SearchProposer, sharing: int) -> Iterator[TreeShape]:
+    """Yield the shapes to compare, the smallest first; `sharing` rows share nodes, 0 for none."""
+    for beams in sorted({min(width, whole.beams) for width in (*WIDTHS, whole.beams)}):
+        for depth in range(1, whole.depth + 1):
+            lattice = 1 + beams * depth  # all nodes of the search
+            # With fewer nodes than levels, a shorter search finds the same tree; so does one for a part of a chain.
+            fewest = depth + 1 if beams > 1 else lattice
+            for nodes in range(fewest, min(lattice, whole.nodes) + 1):
+                yield TreeShape(beams, depth, nodes)
+            for quarters in range(5, 4 * lattice) if sharing else ():  # nodes of a row, on average
+                if (total := sharing * quarters // 4) <= MAX_BEAMS:
+                    yield TreeShape(beams, depth, lattice, total)
