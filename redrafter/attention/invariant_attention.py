@@ -47,7 +47,9 @@ def invariant_attention_reference(inputs: AttentionInputs) -> Tensor:
 
 
 invariant_attention = attention_operator(
-    "invariant_attention", invariant_attention_reference, kernels.ordered_attention if kernels.TRITON else None
+    "invariant_attention",
+    invariant_attention_reference,
+    kernels.ordered_attention.ordered_attention if kernels.TRITON else None,
 )
 
 

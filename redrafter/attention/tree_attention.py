@@ -183,7 +183,10 @@ def _attend_on_host(inputs: AttentionInputs) -> Tensor:
 
 
 tree_attention = attention_operator(
-    "tree_attention", tree_attention_reference, kernels.tree_attention if kernels.TRITON else None, _attend_on_host
+    "tree_attention",
+    tree_attention_reference,
+    kernels.attention.tree_attention if kernels.TRITON else None,
+    _attend_on_host,
 )
 
 

@@ -200,7 +200,7 @@ class PagedCache(KVCache):
         if not (kernels.TRITON and length.is_cuda and nodes.shape[1] > 1):
             return super().commit(length, nodes)
         for pool in self.pools:
-            kernels.commit(pool, self.table, length, nodes)
+            kernels.cache_tiles.commit(pool, self.table, length, nodes)
 
     def stores(self, layer: int) -> tuple[Tensor, ...]:
         """Return the keys and values that a layer attends to, as `KVCache.stores` defines."""

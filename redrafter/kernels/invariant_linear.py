@@ -74,10 +74,10 @@ if kernels.TRITON:
     @invariant_linear.register_kernel("cuda")
     def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         flat = x.reshape(-1, x.shape[-1]).contiguous()
-        multiply = torch_linear if torch_keeps_order(flat, weight, bias) else kernels.ordered_linear
+        multiply = torch_linear if torch_keeps_order(flat, weight, bias) else kernels.ordered_linear.ordered_linear
         return multiply(flat, weight, bias).view(*x.shape[:-1], -1)
 
-    invariant_expert_linear.register_kernel("cuda")(kernels.ordered_expert_linear)
+    invariant_expert_linear.register_kernel("cuda")(kernels.ordered_linear.ordered_expert_linear)
 
 
 def in_full_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 def has_thin_kernel(weight: Tensor) -> bool:
     """Return whether `thin_linear` has a kernel for few tokens for this weight `[F, D]`."""
-    return kernels.TRITON and weight.is_cuda and kernels.is_supported_weight(weight)
+    return kernels.TRITON and weight.is_cuda and kernels.linear.is_supported_weight(weight)
 
 
 @torch.library.custom_op("redrafter::linear", mutates_args=())
@@ -108,34 +108,36 @@ def _many(narrow: Tensor, narrow_scale: Tensor, weight: Tensor, scale: Tensor, b
 
 def _widened(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """Return the product on a GPU without FP8 products: widened in registers or, for many tokens, before."""
-    if len(x) > kernels.MAX_WIDENED_TOKENS:
-        return linear(x, kernels.widen_float8(weight, scale, x.dtype), bias)
-    return kernels.widened_product(x, weight, scale, bias)
+    if len(x) > kernels.linear.MAX_WIDENED_TOKENS:
+        return linear(x, kernels.linear.widen_float8(weight, scale, x.dtype), bias)
+    return kernels.linear.widened_product(x, weight, scale, bias)
 
 
 if kernels.TRITON:
 
     @thin_linear.register_kernel("cuda")
     def _(x: Tensor, weight: Tensor) -> Tensor:
-        if x.numel() // x.shape[-1] > kernels.MAX_THIN_TOKENS or not kernels.is_supported_weight(weight):
+        if x.numel() // x.shape[-1] > kernels.linear.MAX_THIN_TOKENS or not kernels.linear.is_supported_weight(weight):
             return linear(x, weight)
-        return kernels.split_k_linear(x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
+        return kernels.linear.split_k_linear(x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
 
     @residual_layer.register_kernel("cuda")
     def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        if x.numel() // x.shape[-1] > kernels.MAX_THIN_TOKENS or not kernels.is_supported_weight(weight):
+        if x.numel() // x.shape[-1] > kernels.linear.MAX_THIN_TOKENS or not kernels.linear.is_supported_weight(weight):
             return x + silu(linear(x, weight, bias))
-        return kernels.split_k_linear(x.flatten(0, -2), weight, bias, residual=True).view(x.shape)
+        return kernels.linear.split_k_linear(x.flatten(0, -2), weight, bias, residual=True).view(x.shape)
 
     @float8_linear.register_kernel("cuda")
     def _(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        if x.dtype not in _HALF or x.shape[-1] > kernels.MAX_ROUNDED_WIDTH:
+        if x.dtype not in _HALF or x.shape[-1] > kernels.float8_rounding.MAX_ROUNDED_WIDTH:
             out = _widened_by_torch(flat, weight, scale, bias)
         elif _capability(x.device) < (8, 9):
-            out = _widened(kernels.round_values(flat), weight, scale, bias)
+            out = _widened(kernels.float8_rounding.round_values(flat), weight, scale, bias)
         elif _takes_many(x, weight):
-            out = _many(*kernels.round_to_float8(flat), weight, scale, bias)
+            out = _many(*kernels.float8_rounding.round_to_float8(flat), weight, scale, bias)
         else:
-            out = kernels.float8_product(*kernels.round_to_float8(flat), weight, scale, bias, x.dtype)
+            out = kernels.float8_matmul.float8_product(
+                *kernels.float8_rounding.round_to_float8(flat), weight, scale, bias, x.dtype
+            )
         return out.view(*x.shape[:-1], len(weight))

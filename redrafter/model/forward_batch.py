@@ -68,7 +68,7 @@ class ForwardBatch:
         """
         tree, new = self.tree, self.tree.new
         if kernels.TRITON and isinstance(self.cache, PagedCache) and self.length.is_cuda:
-            return kernels.new_slots(tree.parents, tree.depth, self.length, self.cache.table, new)
+            return kernels.token_order.new_slots(tree.parents, tree.depth, self.length, self.cache.table, new)
         parents, depth = (x[:, -new:] for x in (tree.parents, tree.depth))
         nodes = torch.arange(tree.tokens.shape[1], device=self.length.device)[-new:]
         # Padding nodes may be past the end of the row, and the first token has no token before it.

@@ -67,7 +67,10 @@ class PeerMemory:
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         from torch.distributed import _symmetric_memory as symmetric_memory  # which a CPU does not need
 
-        sizes = kernels.inbox_bytes(self._sent, self.size), kernels.share_inbox_bytes(MAX_BYTES, self.size)
+        sizes = (
+            kernels.peer_sum.inbox_bytes(self._sent, self.size),
+            kernels.peer_sum.share_inbox_bytes(MAX_BYTES, self.size),
+        )
         self.memory = symmetric_memory.empty(sum(sizes), dtype=torch.uint8, device=device)
         self.memory.zero_()  # no number of a call
         torch.cuda.synchronize(device)  # before a peer writes
@@ -77,9 +80,9 @@ class PeerMemory:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
         handle = symmetric_memory.rendezvous(self.memory, self.group_name)
-        device, first = self.memory.device, kernels.inbox_bytes(self._sent, self.size)
+        device, first = self.memory.device, kernels.peer_sum.inbox_bytes(self._sent, self.size)
         whole = torch.tensor(handle.buffer_ptrs, device=device)
-        parts = kernels.peer_sum_parts(self._sent), kernels.share_parts(MAX_BYTES, self.size)
+        parts = kernels.peer_sum.peer_sum_parts(self._sent), kernels.peer_sum.share_parts(MAX_BYTES, self.size)
         calls = [torch.zeros(count, dtype=torch.int32, device=device) for count in parts]
         self._whole, self._shares = (whole, calls[0]), (whole + first, calls[1])
 
@@ -98,8 +101,8 @@ class PeerMemory:
         if x.dtype not in DTYPES or x.nbytes % UNIT or not 0 < x.nbytes <= MAX_BYTES:
             return collective_sum(x, self.group_name)
         if x.nbytes <= self._sent:
-            return kernels.peer_sum(x.contiguous(), *self._whole, self.rank, self._sent)
-        return kernels.peer_sum_by_shares(x.contiguous(), *self._shares, self.rank, MAX_BYTES)
+            return kernels.peer_sum.peer_sum(x.contiguous(), *self._whole, self.rank, self._sent)
+        return kernels.peer_sum.peer_sum_by_shares(x.contiguous(), *self._shares, self.rank, MAX_BYTES)
 
 
 PEER_MEMORIES: dict[str, PeerMemory] = {}  # by the name of the process group, as operators take no objects

@@ -114,7 +114,7 @@ class Sampler:
             return known if more is None else torch.cat([known, more], dim=1)
         positions = position[:, None] + torch.arange(count, device=position.device)
         if kernels.TRITON and position.is_cuda:
-            noise = kernels.gumbel(self.seeds, positions, len(self.ids))
+            noise = kernels.sample.gumbel(self.seeds, positions, len(self.ids))
         else:
             noise = gumbel(self.seeds, positions, self.ids)
         # Greedy rows of a mixed batch share the kernel: without noise, their draw is the argmax.
@@ -133,7 +133,7 @@ class Sampler:
         """Draw the target's own next token at every node, `[B, N]`; the node's `depth` `[B, N]` selects its noise."""
         if self.fused:
             # The kernel scales and adds noise in registers, so no second tensor of the logits' size is written.
-            return kernels.sample_tokens(scores, self.temperature, noise, depth)
+            return kernels.sample.sample_tokens(scores, self.temperature, noise, depth)
         if noise is None:
             # On a CPU an argmax of 16-bit numbers takes four times as long: 2.1 ms for 12 nodes of 49,152 ids.
             return (scores if scores.is_cuda else scores.float()).argmax(dim=-1)
@@ -146,7 +146,7 @@ class Sampler:
             if noise is not None:  # the kernel looks for the noise of its own row, which each node is here
                 own = torch.arange(len(row), device=row.device)
                 depth, temperature = depth + (row - own) * depths, temperature[row]
-            return kernels.sample_tokens(logits[:, None], temperature, noise, depth[:, None]).squeeze(1)
+            return kernels.sample.sample_tokens(logits[:, None], temperature, noise, depth[:, None]).squeeze(1)
         here = None if noise is None else noise.flatten(0, 1)[row * depths + depth][:, None]
         return self.draw(logits[:, None], here, torch.zeros_like(depth)[:, None]).squeeze(1)
 

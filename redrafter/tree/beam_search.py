@@ -43,7 +43,7 @@ class PartOfScores(NamedTuple):
         """Select the best pairs of all ranks, with the arguments and result of `top_continuations`. Collective."""
         scores, size = self.scores, self.ranks.size
         if kernels.TRITON and scores.is_cuda:
-            return kernels.top_continuations(
+            return kernels.tree.top_continuations(
                 scores, total, width, ids, first=self.first, vocabulary=self.vocabulary, share=self.ranks.sum
             )
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -184,7 +184,7 @@ def top_continuations(scores: Tensor, total: Tensor, width: int, ids: Tensor | N
         first.
     """
     if kernels.TRITON and scores.is_cuda:
-        return kernels.top_continuations(scores, total, width, ids)
+        return kernels.tree.top_continuations(scores, total, width, ids)
     if width == scores.shape[1] == 1:  # a chain: the best token, without a sort
         best, token = scores.float().max(dim=-1)  # [B, 1]
         # Rounding may put a log-probability above 0, but no child may score higher than its parent.

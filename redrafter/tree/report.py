@@ -89,7 +89,7 @@ def accept_drafts(
     searched = tree.levels - tree.grafted
     if kernels.TRITON and drawn.is_cuda:
         assert tree.score is None or tree.candidates is not None
-        nodes, packed, after = kernels.accept_drafts(
+        nodes, packed, after = kernels.accept.accept_drafts(
             tree.tokens, tree.parents, tree.depth, drawn, finite, texts, length, active,
             levels=tree.levels, width=max_depth + 1, grafted=tree.grafted, counts=tree.counts,
             limits=limits if tree.levels else None, score=tree.score, bounds=bounds_on(drawn.device),

@@ -85,7 +85,7 @@ class Tree:
     @cached_property
     def _order(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         assert self.counts is not None, "a tree whose nodes are all computed is in order"
-        order = kernels.token_order if kernels.TRITON and self.counts.is_cuda else token_order
+        order = kernels.token_order.token_order if kernels.TRITON and self.counts.is_cuda else token_order
         return order(self.counts, self.new, self.size)
 
     @property
@@ -149,7 +149,12 @@ def tree_of(tokens: Tensor, parents: Tensor, depth: Tensor, max_depth: int, widt
     width = max(nodes - 1, 1) if width is None else width
     if kernels.TRITON and tokens.is_cuda:
         return Tree(
-            tokens, parents, depth, ancestors=kernels.find_ancestors(parents, max_depth), levels=max_depth, width=width
+            tokens,
+            parents,
+            depth,
+            ancestors=kernels.tree.find_ancestors(parents, max_depth),
+            levels=max_depth,
+            width=width,
         )
     eye = torch.eye(nodes, device=tokens.device)
     reach = (eye[parents] + eye).clamp_(max=1)  # [B, N, N]
@@ -227,7 +232,7 @@ def share_nodes(tree: Tree, score: Tensor, total: int) -> Tree:
     Returns:
         The ragged tree, whose verified nodes come first in each row.
     """
-    hold = kernels.hold_best if kernels.TRITON and score.is_cuda else hold_best
+    hold = kernels.tree.hold_best if kernels.TRITON and score.is_cuda else hold_best
     tokens, parents, depth, moved, counts = hold(tree.tokens, tree.parents, tree.depth, score, total)
     if not tree.branches:  # a chain: the nodes that are held are the first ones already
         return replace(tree, counts=counts, total=total, score=score)

@@ -46,7 +46,7 @@ def kernel(pages, monkeypatch):
     def attend(*arguments: object) -> Tensor:
         inputs = AttentionInputs.from_arguments(*arguments)
         calls.append(inputs)
-        return kernels.tree_attention(inputs)
+        return kernels.attention.tree_attention(inputs)
 
     monkeypatch.setattr(paged_entries, "tree_attention", attend)
     # Each program takes long in the interpreter.

@@ -21,7 +21,7 @@ HEADS, GROUP, SIZE, BLOCKS = 2, 2, 16, 3
 
 
 def kernel(*arguments: object) -> Tensor:
-    return kernels.tree_attention(AttentionInputs.from_arguments(*arguments))
+    return kernels.attention.tree_attention(AttentionInputs.from_arguments(*arguments))
 
 
 @pytest.fixture(params=["kernel", "operator"])

@@ -49,31 +49,31 @@ def attend(
 ) -> Callable[[], object]:
     how |= {"scale": 0.1, "window": 33 if how.get("causal") else 0}
     inputs = problem(lengths, nodes, heads=heads, group=4, dk=width, dv=width, dtype=dtype, **how)
-    return lambda: kernels.tree_attention(inputs)
+    return lambda: kernels.attention.tree_attention(inputs)
 
 
 def attend_in_order(lengths: list[int], nodes: int, **how: Any) -> Callable[[], object]:
     inputs = problem(lengths, nodes, heads=2, group=4, dk=128, dv=128, dtype=torch.bfloat16, scale=0.1, **how)
-    return lambda: kernels.ordered_attention(inputs)
+    return lambda: kernels.ordered_attention.ordered_attention(inputs)
 
 
 def search(beams: int, vocab: int) -> Callable[[], object]:
     scores = torch.zeros(1, beams, vocab)
-    return lambda: kernels.top_continuations(scores, torch.zeros(1, beams), beams, None)
+    return lambda: kernels.tree.top_continuations(scores, torch.zeros(1, beams), beams, None)
 
 
 def search_part(beams: int, vocab: int, part: int) -> Callable[[], object]:
     scores = torch.zeros(1, beams, part)
     shared: dict[str, Any] = {"vocabulary": vocab, "first": vocab - part, "share": lambda message: message}
-    return lambda: kernels.top_continuations(scores, torch.zeros(1, beams), beams, None, **shared)
+    return lambda: kernels.tree.top_continuations(scores, torch.zeros(1, beams), beams, None, **shared)
 
 
 def multiply(tokens: int, features: int, inner: int = 512, *, widened: bool = False) -> Callable[[], object]:
     x, weight = torch.zeros(tokens, inner, dtype=torch.bfloat16), torch.zeros(features, inner).to(torch.float8_e4m3fn)
     scales = torch.ones(tokens), torch.ones(features)
     if widened:
-        return lambda: kernels.widened_product(x, weight, scales[1], None)
-    return lambda: kernels.float8_product(x.to(weight.dtype), scales[0], weight, scales[1], None, x.dtype)
+        return lambda: kernels.linear.widened_product(x, weight, scales[1], None)
+    return lambda: kernels.float8_matmul.float8_product(x.to(weight.dtype), scales[0], weight, scales[1], None, x.dtype)
 
 
 def accept(nodes: int, **how: bool) -> Callable[[], object]:
@@ -81,31 +81,31 @@ def accept(nodes: int, **how: bool) -> Callable[[], object]:
     tree, width = drawn.pop("tree"), drawn.pop("max_depth") + 1
     shape = {"levels": tree.levels, "width": width, "grafted": tree.grafted, "counts": tree.counts}
     scores = {"score": tree.score, "bounds": bounds_on(tree.tokens.device), "candidates": tree.candidates}
-    return lambda: kernels.accept_drafts(tree.tokens, tree.parents, tree.depth, **drawn, **shape, **scores)
+    return lambda: kernels.accept.accept_drafts(tree.tokens, tree.parents, tree.depth, **drawn, **shape, **scores)
 
 
 def order(rows: int, nodes: int) -> Callable[[], object]:
     tree = random_outcome(rows, nodes, counted=True, limited=False)["tree"]
     length, table = torch.zeros(rows, dtype=torch.long), torch.zeros(rows, 4, dtype=torch.int32)
     return lambda: (
-        kernels.token_order(tree.counts, nodes, tree.total),
-        kernels.new_slots(tree.parents, tree.depth, length, table, nodes),
+        kernels.token_order.token_order(tree.counts, nodes, tree.total),
+        kernels.token_order.new_slots(tree.parents, tree.depth, length, table, nodes),
     )
 
 
 def add_peers(ranks: int, dtype: torch.dtype) -> Callable[[], object]:
     """Return a program that adds messages of GPUs that write to each other's memory."""
-    calls = torch.zeros(kernels.peer_sum_parts(32 << 10), dtype=torch.int32)
+    calls = torch.zeros(kernels.peer_sum.peer_sum_parts(32 << 10), dtype=torch.int32)
     x, inboxes = torch.ones(2, 4096, dtype=dtype), torch.zeros(ranks).long()
     return lambda: (
-        kernels.peer_sum(x, inboxes, calls, 1, 32 << 10),
-        kernels.peer_sum_by_shares(x, inboxes, calls, 1, 32 << 10),
+        kernels.peer_sum.peer_sum(x, inboxes, calls, 1, 32 << 10),
+        kernels.peer_sum.peer_sum_by_shares(x, inboxes, calls, 1, 32 << 10),
     )
 
 
 def share(rows: int, nodes: int) -> Callable[[], object]:
     tree = random_outcome(rows, nodes, counted=True, limited=False)["tree"]
-    return lambda: kernels.hold_best(tree.tokens, tree.parents, tree.depth, tree.score, 2 * rows)
+    return lambda: kernels.tree.hold_best(tree.tokens, tree.parents, tree.depth, tree.score, 2 * rows)
 
 
 PROGRAMS = {
@@ -133,13 +133,13 @@ PROGRAMS = {
     "acceptance of a token": accept(1, counted=False, limited=False),
     "acceptance of shared nodes": accept(41, counted=True, limited=True),
     "order of the tokens of 512 rows": order(512, 26),
-    "noise": lambda: kernels.gumbel(torch.zeros(2).long(), torch.zeros(2, 3).long(), 5000),
+    "noise": lambda: kernels.sample.gumbel(torch.zeros(2).long(), torch.zeros(2, 3).long(), 5000),
     "nodes that 32 rows share": share(32, 26),
     "nodes that two rows share": share(2, 641),
     "sum of bfloat16 over two GPUs": add_peers(2, torch.bfloat16),
     "sum of float32 over eight GPUs": add_peers(8, torch.float32),
-    "product of few tokens": lambda: kernels.split_k_linear(*(torch.ones(n, 512).bfloat16() for n in (5, 4096))),
-    "residual layer of few tokens": lambda: kernels.split_k_linear(
+    "product of few tokens": lambda: kernels.linear.split_k_linear(*(torch.ones(n, 512).bfloat16() for n in (5, 4096))),
+    "residual layer of few tokens": lambda: kernels.linear.split_k_linear(
         *(torch.ones(*n, dtype=torch.bfloat16) for n in ((5, 4096), (4096, 4096), (4096,))), residual=True
     ),
     "FP8 product of few tokens": multiply(5, 6144),
@@ -148,8 +148,10 @@ PROGRAMS = {
     "FP8 product of many tokens": multiply(200, 12288),
     "widened product of few tokens": multiply(5, 6144, widened=True),
     "widened product of many tokens": multiply(200, 12288, widened=True),
-    "rounding to FP8": lambda: kernels.round_to_float8(torch.ones(3, 14336, dtype=torch.bfloat16)),
-    "rounding to numbers of FP8": lambda: kernels.round_values(torch.ones(3, 32768, dtype=torch.float16)),
+    "rounding to FP8": lambda: kernels.float8_rounding.round_to_float8(torch.ones(3, 14336, dtype=torch.bfloat16)),
+    "rounding to numbers of FP8": lambda: kernels.float8_rounding.round_values(
+        torch.ones(3, 32768, dtype=torch.float16)
+    ),
 }
 
 

@@ -35,36 +35,40 @@ def add(rank: int, inboxes: list[Tensor], share_inboxes: list[Tensor]) -> None:
     """Compare this rank's sums with those in the order of ranks."""
     addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes])
     shares = torch.tensor([inbox.data_ptr() for inbox in share_inboxes])
-    calls = torch.zeros(kernels.peer_sum_parts(LARGEST), dtype=torch.int32)
-    share_calls = torch.zeros(kernels.share_parts(LARGEST, len(inboxes)), dtype=torch.int32)
+    calls = torch.zeros(kernels.peer_sum.peer_sum_parts(LARGEST), dtype=torch.int32)
+    share_calls = torch.zeros(kernels.peer_sum.share_parts(LARGEST, len(inboxes)), dtype=torch.int32)
     for call in range(len(MESSAGES)):
         expected = message(call, 0)
         for other in range(1, len(inboxes)):
             expected = expected + message(call, other)
         x = message(call, rank)
-        torch.testing.assert_close(kernels.peer_sum(x, addresses, calls, rank, LARGEST), expected, rtol=0, atol=0)
-        total = kernels.peer_sum_by_shares(x, shares, share_calls, rank, LARGEST)
+        torch.testing.assert_close(
+            kernels.peer_sum.peer_sum(x, addresses, calls, rank, LARGEST), expected, rtol=0, atol=0
+        )
+        total = kernels.peer_sum.peer_sum_by_shares(x, shares, share_calls, rank, LARGEST)
         torch.testing.assert_close(total, expected, rtol=0, atol=0)
 
 
 def check_a_peer_that_is_ahead() -> None:
     """Add the messages of a peer that has already sent its next one, which must not replace the one before."""
-    words, count = kernels.inbox_bytes(LARGEST, 2) // 8, 4
+    words, count = kernels.peer_sum.inbox_bytes(LARGEST, 2) // 8, 4
     slots, x = words // 4, torch.arange(1.0, count + 1)  # two inboxes of two ranks
     own, other = torch.zeros(2, words).long()
     for call in (1, 2):
         first = ((call & 1) * 2 + 1) * slots
         own[first : first + count] = (call << 32) | (call * x).view(torch.int32).long()
     addresses = torch.tensor([own.data_ptr(), other.data_ptr()])
-    calls = torch.zeros(kernels.peer_sum_parts(LARGEST), dtype=torch.int32)
+    calls = torch.zeros(kernels.peer_sum.peer_sum_parts(LARGEST), dtype=torch.int32)
     for call in (1, 2):
-        torch.testing.assert_close(kernels.peer_sum(x, addresses, calls, 0, LARGEST), x + call * x, rtol=0, atol=0)
+        torch.testing.assert_close(
+            kernels.peer_sum.peer_sum(x, addresses, calls, 0, LARGEST), x + call * x, rtol=0, atol=0
+        )
 
 
 def check_a_peer_that_is_ahead_by_shares() -> None:
     """Add a message of a peer that has already sent the parts and the sums of its next one."""
-    count, parts = 4, kernels.share_parts(LARGEST, 2)
-    own, other = (torch.zeros(kernels.share_inbox_bytes(LARGEST, 2) // 4, dtype=torch.int32) for _ in range(2))
+    count, parts = 4, kernels.peer_sum.share_parts(LARGEST, 2)
+    own, other = (torch.zeros(kernels.peer_sum.share_inbox_bytes(LARGEST, 2) // 4, dtype=torch.int32) for _ in range(2))
     places, flags = own[: -8 * parts].view(2, 2, 2, parts, -1), own[-8 * parts :].view(2, 2, 2, parts)
     width = places.shape[-1]  # words of a program: of a share, as the message has one program
     x = torch.arange(1.0, width + count + 1)  # the second share has four words
@@ -75,7 +79,7 @@ def check_a_peer_that_is_ahead_by_shares() -> None:
     addresses = torch.tensor([own.data_ptr(), other.data_ptr()])
     calls = torch.zeros(parts, dtype=torch.int32)
     for call in (1, 2):
-        total = kernels.peer_sum_by_shares(x, addresses, calls, 0, LARGEST)
+        total = kernels.peer_sum.peer_sum_by_shares(x, addresses, calls, 0, LARGEST)
         torch.testing.assert_close(total, x + call * x, rtol=0, atol=0)
 
 
@@ -84,7 +88,7 @@ def main() -> None:
     ranks = int(sys.argv[1])
     check_a_peer_that_is_ahead()
     check_a_peer_that_is_ahead_by_shares()
-    sizes = kernels.inbox_bytes(LARGEST, ranks), kernels.share_inbox_bytes(LARGEST, ranks)
+    sizes = kernels.peer_sum.inbox_bytes(LARGEST, ranks), kernels.peer_sum.share_inbox_bytes(LARGEST, ranks)
     inboxes = [[torch.zeros(size, dtype=torch.uint8).share_memory_() for _ in range(ranks)] for size in sizes]
     multiprocessing.spawn(add, inboxes, ranks)
 

@@ -12,9 +12,10 @@ from helpers.attention import DEVICE, HALF, check_attention, on_cpu, pool_of, pr
 from helpers.models import assert_close_by_scale
 from redrafter.attention.invariant_attention import invariant_attention_reference
 from redrafter.attention.tree_attention import tree_attention_reference
-from redrafter.kernels import ordered_attention, tree_attention
+from redrafter.kernels.attention import tree_attention
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.cache_format import round_trip
+from redrafter.kernels.ordered_attention import ordered_attention
 
 module = import_module("redrafter.kernels.attention")
 CUDA = DEVICE == "cuda"

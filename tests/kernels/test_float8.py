@@ -9,9 +9,10 @@ from torch.nn.functional import linear
 
 from helpers.attention import DEVICE
 from helpers.models import assert_close_by_scale
-from redrafter.kernels import float8_matmul, float8_product, round_to_float8
+from redrafter.kernels import float8_matmul
 from redrafter.kernels.float8_inputs import round_inputs
-from redrafter.kernels.float8_rounding import MAX_ROUNDED_WIDTH
+from redrafter.kernels.float8_matmul import float8_product
+from redrafter.kernels.float8_rounding import MAX_ROUNDED_WIDTH, round_to_float8
 from redrafter.kernels.launch import Tiling
 from redrafter.kernels.linear import widen_float8, widened_product
 from redrafter.kernels.linear_operators import float8_linear

@@ -1,9 +1,7 @@
 """Triton kernels against their slow references in torch, in Triton's interpreter where there is no GPU."""
 
-import pkgutil
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -16,13 +14,14 @@ from helpers.outcomes import random_outcome
 from redrafter import kernels
 from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.paged import KVCachePool, PagedCache
-from redrafter.kernels import commit, linear
-from redrafter.kernels import top_continuations as kernel_top_continuations
+from redrafter.kernels import linear
 from redrafter.kernels.block_size import BLOCK_SIZE, CHUNK
 from redrafter.kernels.cache_format import as_bytes, read_slots, round_trip, to_format, write_slots
+from redrafter.kernels.cache_tiles import commit
 from redrafter.kernels.launch import Tiling
 from redrafter.kernels.linear import split_k_linear
 from redrafter.kernels.tree import find_ancestors
+from redrafter.kernels.tree import top_continuations as kernel_top_continuations
 from redrafter.model.forward_batch import ForwardBatch
 from redrafter.sampling.noise import gumbel
 from redrafter.sampling.sampler import Sampler
@@ -158,7 +157,7 @@ def test_a_nan_leads_to_no_id_past_the_vocabulary():
     zeros = torch.zeros(2, 3, dtype=torch.long, device=DEVICE)
     ones, noise = torch.ones(2, device=DEVICE), torch.zeros(2, 1, 50, device=DEVICE)
     for optional_noise in (None, noise):
-        assert torch.equal(kernels.sample_tokens(logits, ones, optional_noise, zeros), logits.argmax(-1))
+        assert torch.equal(kernels.sample.sample_tokens(logits, ones, optional_noise, zeros), logits.argmax(-1))
     for ids in (None, torch.arange(100, 150, device=DEVICE)):
         score, source, token = kernel_top_continuations(logits, torch.zeros(2, 3, device=DEVICE), 5, ids)
         first = 0 if ids is None else 100
@@ -183,7 +182,9 @@ def test_ancestors_found_by_walking_up_equal_those_found_by_squaring():
 def test_tokens_of_trees_are_ordered_as_by_the_reference(rows, nodes):
     counts = random_outcome(rows, nodes, counted=True, limited=False)["tree"].counts
     expected = token_order(counts, nodes, int(counts.sum()))
-    for x, wanted in zip(kernels.token_order(counts.to(DEVICE), nodes, int(counts.sum())), expected, strict=True):
+    for x, wanted in zip(
+        kernels.token_order.token_order(counts.to(DEVICE), nodes, int(counts.sum())), expected, strict=True
+    ):
         assert x.cpu().equal(wanted)
 
 
@@ -195,7 +196,7 @@ def test_slots_of_new_nodes_equal_those_of_a_cache(nodes, new):
     table = (torch.randperm(24, generator=torch.Generator().manual_seed(0))[:20] + 1).view(5, 4).int()
     store = KVCachePool([LayerShape(1, 2, 2, torch.float32, torch.device("cpu"))], 25)
     expected = ForwardBatch(tree, length, PagedCache(store, table)).slots()
-    found = kernels.new_slots(*(x.to(DEVICE) for x in (tree.parents, tree.depth, length, table)), new)
+    found = kernels.token_order.new_slots(*(x.to(DEVICE) for x in (tree.parents, tree.depth, length, table)), new)
     assert found.cpu().equal(expected)
 
 
@@ -206,7 +207,7 @@ def test_the_best_nodes_of_all_rows_are_held_as_by_the_reference(rows, nodes):
     score = (tree.score * 4).floor().masked_fill(torch.arange(rows)[:, None] % 3 == 2, -torch.inf)
     for total in {rows, rows + (rows * nodes - rows) // 3, rows * nodes}:
         expected = hold_best(tree.tokens, tree.parents, tree.depth, score, total)
-        moved = kernels.hold_best(*(x.to(DEVICE) for x in (tree.tokens, tree.parents, tree.depth, score)), total)
+        moved = kernels.tree.hold_best(*(x.to(DEVICE) for x in (tree.tokens, tree.parents, tree.depth, score)), total)
         assert expected[-1].sum() == total
         for x, wanted in zip(moved, expected, strict=True):
             assert x.cpu().equal(wanted)
@@ -221,7 +222,7 @@ def test_drafts_are_accepted_and_reported_as_by_the_reference(rows, nodes, limit
     path, report, after = accept_drafts(**outcome)
     drawn, finite = torch.stack([outcome["drawn"], outcome["finite"]], dim=2).to(DEVICE).unbind(2)
     tree = tree.to(torch.device(DEVICE))
-    found = kernels.accept_drafts(
+    found = kernels.accept.accept_drafts(
         tree.tokens, tree.parents, tree.depth, drawn, finite, texts, outcome["length"].to(DEVICE),
         outcome["active"].to(DEVICE), levels=tree.levels, width=outcome["max_depth"] + 1, grafted=tree.grafted,
         counts=tree.counts, limits=None if limits is None else limits.to(DEVICE), score=tree.score,
@@ -236,7 +237,7 @@ def test_a_draft_is_not_accepted_below_one_that_was_not_verified():
         torch.tensor([x], device=DEVICE) for x in ([5, 6, 7], [0, 2, 0], [0, 2, 1], [7, 1, 6])
     )
     one, counts = torch.ones_like(drawn[:, 0]), torch.tensor([2], device=DEVICE)
-    _, packed, after = kernels.accept_drafts(
+    _, packed, after = kernels.accept.accept_drafts(
         tokens, parents, depth, drawn, drawn, torch.zeros_like(drawn).repeat(1, 3), one, one > 0, levels=2, width=3,
         grafted=0, counts=counts, limits=None, score=None, bounds=bounds_on(drawn.device), candidates=None,
     )  # fmt: skip
@@ -293,9 +294,9 @@ def test_sampling_equals_an_argmax_with_noise():
         temperature = torch.rand(rows, generator=generator).to(DEVICE) + 0.5
         depth = torch.randint(0, 3, (rows, nodes), generator=generator).to(DEVICE)
         noise = torch.randn(rows, 3, vocab, generator=generator).to(DEVICE)
-        assert torch.equal(kernels.sample_tokens(logits, temperature, None, depth), logits.argmax(-1))
+        assert torch.equal(kernels.sample.sample_tokens(logits, temperature, None, depth), logits.argmax(-1))
         scores = logits / temperature[:, None, None] + noise.gather(1, depth[:, :, None].expand_as(logits))
-        assert torch.equal(kernels.sample_tokens(logits, temperature, noise, depth), scores.argmax(-1))
+        assert torch.equal(kernels.sample.sample_tokens(logits, temperature, noise, depth), scores.argmax(-1))
 
 
 def test_nodes_of_any_rows_are_sampled_as_those_of_their_rows(monkeypatch):
@@ -315,12 +316,5 @@ def test_nodes_of_any_rows_are_sampled_as_those_of_their_rows(monkeypatch):
 def test_noise_equals_the_reference():
     seeds, positions = torch.tensor([-3, 2**62 + 5]), torch.tensor([[0, 1, 900], [5, 6, 7]])
     expected = gumbel(seeds, positions, torch.arange(9000))
-    found = kernels.gumbel(seeds.to(DEVICE), positions.to(DEVICE), 9000).cpu()
+    found = kernels.sample.gumbel(seeds.to(DEVICE), positions.to(DEVICE), 9000).cpu()
     assert torch.allclose(found, expected, atol=2e-6, rtol=2e-6)
-
-
-def test_no_module_hides_a_kernel_of_the_same_name():
-    functions = {name for name in kernels.__all__ if not name.isupper()}
-    for name in functions.intersection(module.name for module in pkgutil.iter_modules(kernels.__path__)):
-        import_module(f"redrafter.kernels.{name}")  # which makes it an attribute
-    assert all(callable(getattr(kernels, name)) for name in functions)

@@ -12,13 +12,13 @@ from torch.nn.functional import linear
 from helpers.attention import DEVICE
 from helpers.models import assert_close_by_scale
 from helpers.token_forms import FORMS, SETTINGS, TokenForms
-from redrafter.kernels import ordered_attention, ordered_linear
+from redrafter.kernels import ordered_linear as torch_order
 from redrafter.kernels.attention_inputs import FAR_SPLIT, NEAR, NEAR_SPLIT, TILE
 from redrafter.kernels.launch import Tiling
-from redrafter.kernels.ordered_linear import ordered_expert_linear
+from redrafter.kernels.ordered_attention import ordered_attention
+from redrafter.kernels.ordered_linear import ordered_expert_linear, ordered_linear
 
 CUDA = DEVICE == "cuda"
-torch_order = import_module("redrafter.kernels.ordered_linear")  # the package has a function of that name
 HALF = [torch.float16, torch.bfloat16] if CUDA else [torch.float16]  # the interpreter cannot multiply bfloat16
 ROWS = [1, 2, 7, 26, 64, 200, 256] if CUDA else [1, 26, 70]
 TEXTS = [(62, torch.float32), (300, torch.float16)]  # tokens before those that are compared

@@ -26,8 +26,8 @@ def called(monkeypatch) -> list[str]:
 
         return add
 
-    for name in ("peer_sum", "peer_sum_by_shares"):
-        monkeypatch.setattr(all_reduce.kernels, name, stand_in(name), raising=False)  # not there without Triton
+    sums = SimpleNamespace(**{name: stand_in(name) for name in ("peer_sum", "peer_sum_by_shares")})
+    monkeypatch.setattr(all_reduce.kernels, "peer_sum", sums, raising=False)  # not there without Triton
     monkeypatch.setattr(all_reduce, "collective_sum", lambda x, group_name: 2 * x)
     monkeypatch.setitem(PEER_MEMORIES, "two", PeerMemory("two", 0, 2))
     return called
