@@ -5,11 +5,14 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from redrafter.errors import ArgumentError
-from redrafter.model.images import ImageInputs, ImagePrompt
-from redrafter.model.lora import Adapter
-from redrafter.sampling.params import SamplingParams
+
+if TYPE_CHECKING:  # the server reports mistakes of its options before torch is imported
+    from redrafter.model.images import ImageInputs, ImagePrompt
+    from redrafter.model.lora import Adapter
+    from redrafter.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -53,13 +56,13 @@ class GenerationRequest:
 
     prompt: Sequence[int]
     max_new_tokens: int
-    params: SamplingParams
+    params: "SamplingParams"
     client: str = ""
     priority: int = 0
     cache_salt: str | None = None
-    adapter: Adapter | None = None
+    adapter: "Adapter | None" = None
     keeps: frozenset[str] = frozenset()
-    images: ImageInputs | ImagePrompt | None = None
+    images: "ImageInputs | ImagePrompt | None" = None
 
 
 def check_requests(requests: Sequence[GenerationRequest], bounds: RequestBounds) -> None:
