@@ -411,6 +411,7 @@ def test_turns_of_the_user_are_one_and_results_come_first():
     chat = asked(messages=talk)
     assert turns(chat) == [("user", "a\n\nb"), ("assistant", "c"), ("tool", ""), ("tool", ""), ("user", "d")]
     assert chat.messages[-1].images == ["data:image/png;base64,AAAA"]
+    assert [part.type for part in chat.messages[-1].content] == ["image_url", "text"], "as the turn has them"
     error = result | {"content": "Error: none", "is_error": True}
     assert turns(asked(messages=[{"role": "user", "content": [error]}])) == [("tool", "Error: none")]
 
