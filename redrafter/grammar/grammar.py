@@ -5,6 +5,7 @@ bounded (`redrafter.grammar.limits`), and only its own texts pay it.
 """
 
 import json
+import pickle
 import sys
 import threading
 from collections import defaultdict, deque
@@ -77,7 +78,7 @@ class GrammarProcess(SandboxedProcess):
         # Popped one by one: other threads append.
         forgotten = [self.forgotten.popleft() for _ in range(len(self.forgotten))]
         with suppress(OSError):  # the process has ended, which `answers` reports
-            self.connection.send((forgotten, questions))
+            self.connection.send_bytes(pickle.dumps((forgotten, questions)))  # `send` takes twice as long
 
     def answers(self, count: int) -> list[Answer] | None:
         """Receive the answers to `count` questions; None if the process has ended or took too long."""
