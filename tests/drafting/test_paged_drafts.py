@@ -187,7 +187,7 @@ def test_sequences_that_share_prefixes_and_are_read_in_chunks_draft_over_pages(n
     monkeypatch.setattr(block_manager, "MIN_SAVED", 1)  # texts are short
     made = pair("text", name)
     expected, sequences = written_alone("text"), made.sequences()
-    drafts = RightDrafts([[*each.prompt, *tokens] for each, tokens in zip(sequences, expected, strict=True)])
+    drafts = RightDrafts([[*each.request.prompt, *tokens] for each, tokens in zip(sequences, expected, strict=True)])
     with made.watched(), drafts.drafted():
         run(scheduler(made.engine, max_num_tokens=40), sequences, apart=1)
     assert [sequence.sink.tokens for sequence in sequences] == expected
