@@ -224,5 +224,4 @@ def graft(tree: Tree, drafts: Tensor) -> Tree:
         width=tree.width + 1,
         branches=True,
         grafted=count,
-        score=None if tree.score is None else pad(tree.score, (0, count), value=-torch.inf),
     )

@@ -12,14 +12,13 @@ from torch import Tensor
 @triton.jit(
     do_not_specialize=[
         "tokens_row", "parents_row", "depth_row", "drawn_row", "drawn_node", "finite_row", "finite_node", "texts_row",
-        "nodes", "levels", "width", "first_copied", "rows", "likelihoods", "searched",
+        "nodes", "levels", "width", "first_copied",
     ]
 )  # fmt: skip
 def _accept_kernel(
-    TOKENS, PARENTS, DEPTH, DRAWN, FINITE, TEXTS, LENGTH, ACTIVE, COUNTS, LIMITS, SCORE, BOUNDS, CANDIDATES,
+    TOKENS, PARENTS, DEPTH, DRAWN, FINITE, TEXTS, LENGTH, ACTIVE, COUNTS, LIMITS,
     NODES, PACKED, AFTER, tokens_row, parents_row, depth_row, drawn_row, drawn_node, finite_row, finite_node, texts_row,
-    nodes, levels, width, first_copied, rows, likelihoods, searched,
-    BLOCK: tl.constexpr, BLOCK_PATH: tl.constexpr, BLOCK_LIKELY: tl.constexpr, BLOCK_SEARCHED: tl.constexpr,
+    nodes, levels, width, first_copied, BLOCK: tl.constexpr, BLOCK_PATH: tl.constexpr,
 ):  # fmt: skip
     """Accept the drafts of one row.
 
@@ -59,17 +58,6 @@ def _accept_kernel(
     tl.store(line + width + 2, tl.min(tl.where(inside & (finite == 0), entry, width), 0))
     tl.store(line + width + 3, tl.sum((path >= first_copied).to(tl.int64), 0))
     tl.store(AFTER + row, tl.where(tl.load(ACTIVE + row) != 0, n + accepted + 1, n))
-    if SCORE is not None:
-        likely = tl.arange(0, BLOCK_LIKELY)
-        counted, outcomes = likely < likelihoods, PACKED + rows * (width + 4)
-        bound = tl.load(BOUNDS + likely, counted, float("inf"))
-        score = tl.load(SCORE + row * nodes + node, verified & (node > 0), float("-inf"))
-        kept = tl.load(SCORE + row * nodes + path, (entry > 0) & (entry <= accepted), float("-inf"))
-        tl.atomic_add(outcomes + likely, tl.sum((score[:, None] >= bound).to(tl.int64), 0), counted)
-        tl.atomic_add(outcomes + likelihoods + likely, tl.sum((kept[:, None] >= bound).to(tl.int64), 0), counted)
-        at = tl.arange(0, BLOCK_SEARCHED)
-        own = at < tl.where(row == 0, searched, 0)
-        tl.store(outcomes + 2 * likelihoods + at, tl.load(CANDIDATES + at, own, 0), own)
 
 
 def accept_drafts(
@@ -87,14 +75,11 @@ def accept_drafts(
     grafted: int,
     counts: Tensor | None,
     limits: Tensor | None,
-    score: Tensor | None,
-    bounds: Tensor,
-    candidates: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Accept drafts as `redrafter.tree.report.accept_drafts` does, with the fields of a tree as arguments.
 
     Args:
-        tokens: As in `Tree`, and so are parents, depth, levels, grafted, counts, score and candidates.
+        tokens: As in `Tree`, and so are parents, depth, levels, grafted and counts.
         parents: See there.
         depth: See there.
         drawn: As there, and so are finite, texts, length, active and limits.
@@ -107,25 +92,18 @@ def accept_drafts(
         grafted: See there.
         counts: See there.
         limits: See there.
-        score: See there.
-        bounds: Logarithms of the likelihoods by which drafts are counted, `[J]` float32.
-        candidates: See there.
 
     Returns:
-        The accepted nodes `[B, K+1]`, the packed report `[B + R, K+5]`, and the lengths after the step `[B]`, int64.
+        The accepted nodes `[B, K+1]`, the packed report `[B, K+5]`, and the lengths after the step `[B]`, int64.
     """
     rows, nodes = drawn.shape
-    likelihoods, searched = len(bounds), 0 if candidates is None else candidates.numel()
-    lines = 0 if score is None else triton.cdiv(2 * likelihoods + searched, width + 4)
     path, after = texts.new_empty(rows, width), torch.empty_like(length)
-    packed = texts.new_zeros(rows + lines, width + 4)  # outcomes are sums over the rows
+    packed = texts.new_empty(rows, width + 4)
     strides = *(x.stride(0) for x in (tokens, parents, depth)), *drawn.stride(), *finite.stride(), texts.stride(0)
-    score = None if score is None else score.contiguous()
     _accept_kernel[(rows,)](
-        tokens, parents, depth, drawn, finite, texts, length, active.view(torch.uint8), counts, limits, score, bounds,
-        candidates, path, packed, after, *strides, nodes, levels, width, nodes - grafted, rows, likelihoods, searched,
+        tokens, parents, depth, drawn, finite, texts, length, active.view(torch.uint8), counts, limits,
+        path, packed, after, *strides, nodes, levels, width, nodes - grafted,
         BLOCK=triton.next_power_of_2(nodes), BLOCK_PATH=triton.next_power_of_2(width),
-        BLOCK_LIKELY=triton.next_power_of_2(likelihoods), BLOCK_SEARCHED=triton.next_power_of_2(max(searched, 1)),
         num_warps=1,
     )  # fmt: skip
     return path, packed, after

@@ -33,7 +33,7 @@ class Prefixes:
         nodes: dict[str, Any] = {
             name: getattr(self.tree, name)[rows] for name in ("tokens", "parents", "depth", "ancestors")
         }
-        nodes |= dict.fromkeys(("sampled_from", "slots", "draft_length", "counts", "total", "score", "candidates"))
+        nodes |= dict.fromkeys(("sampled_from", "slots", "draft_length", "counts", "total"))
         return replace(self, tree=replace(self.tree, **nodes), **own)
 
     @property

@@ -337,7 +337,7 @@ class LaunchedStep:
     @cached_property
     def report(self) -> StepReport:
         """The report of the step on the host, which is waited for."""
-        return StepReport(self.packed.wait(), self.size, self.levels - self.grafted)
+        return StepReport(self.packed.wait())
 
     def read_deltas(self) -> Iterator[tuple[TokenSequence, SequenceDelta]]:
         """Wait for the step, and yield the tokens drawn for each of its sequences."""

@@ -18,7 +18,6 @@ from torch.nn.functional import pad
 
 from redrafter import kernels
 from redrafter.parallel.ranks import Ranks
-from redrafter.tree.likelihood import count_likely
 from redrafter.tree.token_tree import Tree, chain, eligible_scores, keep_best, share_nodes, tree_of
 
 CPU_NODE_BUDGET = 12  # nodes; on a CPU each costs arithmetic. Best or nearly for the boxed pair, see docs/benchmarks.md
@@ -90,8 +89,7 @@ def beam_search(
         depth: K, search steps.
         nodes: Number of nodes to keep, including the root, by highest cumulative log-probability.
         ids: The target's id of each of the proposer's ids, `[V']` int64; None where they are the same.
-        limits: Levels of drafts that each row takes, `[B]` int64, 0 for none. These drafts are counted by their
-            likelihood; None to count none.
+        limits: Levels of drafts that each row takes, `[B]` int64, 0 for none; None for all in each row.
         shared: How many nodes of all rows together to verify, as `share_nodes` describes; None to verify all
             nodes that are kept.
         should_stop: Called after each search step with the beams' cumulative log-probabilities `[B, W]`; the search
@@ -113,11 +111,9 @@ def beam_search(
         if should_stop is not None and should_stop(score):
             break
     lattice_tokens, score = torch.cat(tokens, 1), torch.cat(scores, 1)  # [B, N]
-    count, candidates = lattice_tokens.shape[1], None
+    count = lattice_tokens.shape[1]
     if limits is not None:
         score = eligible_scores(score, level[:count] <= limits[:, None])
-        # Counted before the tree is cut: the statistics need all drafts that were searched, not the kept ones alone.
-        candidates = count_likely(score[:, 1:]).unflatten(0, (len(tokens) - 1, -1)).sum(dim=1)  # [K, J]
     lattice = lattice_tokens, torch.cat(sources, 1) + first[:count], level[:count].expand(rows, -1)
     # A chain was cut above by searching fewer steps, so its nodes need no selection.
     if beams == 1:
@@ -130,13 +126,9 @@ def beam_search(
         kept = tree_of(kept_tokens, parents, depths, max_depth=len(tokens) - 1, width=beams)
         # The draft model has stored the whole lattice, where a kept node keeps its slot.
         tree = replace(kept, slots=slots)
-    if limits is None:
-        return tree
     if shared is not None and shared < score.numel():
         tree = share_nodes(tree, score, shared)
-    else:
-        tree = replace(tree, score=score)
-    return replace(tree, candidates=candidates)
+    return tree
 
 
 def node_count(budget: int | None, beams: int, depth: int, device: torch.device) -> int:

@@ -4,11 +4,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from redrafter import kernels
 from redrafter.tree.accept import Path, accept, acceptable_nodes
-from redrafter.tree.likelihood import LIKELIHOODS, bounds_on, count_outcomes
 from redrafter.tree.token_tree import Tree
 
 
@@ -17,47 +15,35 @@ class StepReport:
     """Holds what the host reads of a step of B rows in one tensor, which takes one copy. All properties are views.
 
     Attributes:
-        packed: All of it, `[B + R, K+5]` int64: a line for each row, then R lines of `outcomes`.
-        rows: B.
-        searched: S, levels of drafts that were searched.
+        packed: All of it, a line for each row, `[B, K+5]` int64.
     """
 
     packed: Tensor
-    rows: int
-    searched: int
 
     @property
     def tokens(self) -> Tensor:
         """Accepted drafts, then the token that the target drew, `[B, K+1]` int64; undefined past `accepted`."""
-        return self.packed[: self.rows, :-4]
+        return self.packed[:, :-4]
 
     @property
     def accepted(self) -> Tensor:
         """Number of accepted drafts, `[B]` int64."""
-        return self.packed[: self.rows, -4]
+        return self.packed[:, -4]
 
     @property
     def drafted(self) -> Tensor:
         """Number of drafts verified, `[B]` int64; those below the row's `Sampler.draft_limits` are excluded."""
-        return self.packed[: self.rows, -3]
+        return self.packed[:, -3]
 
     @property
     def finite(self) -> Tensor:
         """Number of leading tokens that were drawn from logits that are finite numbers, `[B]` int64."""
-        return self.packed[: self.rows, -2]
+        return self.packed[:, -2]
 
     @property
     def copied(self) -> Tensor:
         """Number of accepted drafts that only the text itself had drafted, `[B]` int64."""
-        return self.packed[: self.rows, -1]
-
-    @property
-    def outcomes(self) -> Tensor | None:
-        """The result of `count_outcomes`, `[2 + S, J]` int64; None for drafts without scores."""
-        if len(self.packed) == self.rows:
-            return None
-        flat = self.packed[self.rows :].flatten()
-        return flat[: (2 + self.searched) * len(LIKELIHOODS)].view(-1, len(LIKELIHOODS))
+        return self.packed[:, -1]
 
 
 def accept_drafts(
@@ -86,16 +72,13 @@ def accept_drafts(
     Returns:
         The accepted nodes, the report, and the committed tokens of each row after the step, `[B]` int64.
     """
-    searched = tree.levels - tree.grafted
     if kernels.TRITON and drawn.is_cuda:
-        assert tree.score is None or tree.candidates is not None
         nodes, packed, after = kernels.accept.accept_drafts(
             tree.tokens, tree.parents, tree.depth, drawn, finite, texts, length, active,
             levels=tree.levels, width=max_depth + 1, grafted=tree.grafted, counts=tree.counts,
-            limits=limits if tree.levels else None, score=tree.score, bounds=bounds_on(drawn.device),
-            candidates=tree.candidates,
+            limits=limits if tree.levels else None,
         )  # fmt: skip
-        report = StepReport(packed, len(drawn), searched)
+        report = StepReport(packed)
         return Path(nodes, report.accepted), report, after
     acceptable = acceptable_nodes(tree, limits)  # [B, N]
     path = accept(tree, drawn, max_depth, acceptable)  # [B, K+1]
@@ -108,7 +91,4 @@ def accept_drafts(
         (path.nodes >= tree.tokens.shape[1] - tree.grafted).sum(1),
     ]
     packed = torch.cat([tokens, torch.stack(counts, dim=1)], dim=1)
-    if tree.score is not None:
-        flat, width = count_outcomes(tree, path).flatten(), packed.shape[1]
-        packed = torch.cat([packed, pad(flat, (0, -len(flat) % width)).view(-1, width)])
-    return path, StepReport(packed, len(drawn), searched), torch.where(active, length + path.accepted + 1, length)
+    return path, StepReport(packed), torch.where(active, length + path.accepted + 1, length)

@@ -44,10 +44,6 @@ class Tree:
         levels_above: Levels, the root's included, whose nodes were computed by earlier forwards; a number on the host.
         grafted: How many of the nodes, the last ones, were copied from the text in addition to another's drafts; a
             number on the host. They are in no order of depth.
-        score: Log-probability of each node's path according to the drafter, `[B, N]` float32; -inf in rows that take no
-            drafts. None where drafts are not counted by their likelihood.
-        candidates: How many nodes of all these rows were searched, verified or not, at each depth and at each of J
-            likelihoods at least, `[K, J]` int64; None as for `score`.
     """
 
     tokens: Tensor
@@ -64,8 +60,6 @@ class Tree:
     total: int | None = None
     levels_above: int = 0
     grafted: int = 0
-    score: Tensor | None = None
-    candidates: Tensor | None = None
 
     @property
     def new(self) -> int:
@@ -233,11 +227,11 @@ def share_nodes(tree: Tree, score: Tensor, total: int) -> Tree:
         The ragged tree, whose verified nodes come first in each row.
     """
     hold = kernels.tree.hold_best if kernels.TRITON and score.is_cuda else hold_best
-    tokens, parents, depth, moved, counts = hold(tree.tokens, tree.parents, tree.depth, score, total)
+    tokens, parents, depth, _, counts = hold(tree.tokens, tree.parents, tree.depth, score, total)
     if not tree.branches:  # a chain: the nodes that are held are the first ones already
-        return replace(tree, counts=counts, total=total, score=score)
+        return replace(tree, counts=counts, total=total)
     shared = tree_of(tokens, parents, depth, max_depth=tree.levels, width=tree.width)
-    return replace(shared, counts=counts, total=total, score=moved)
+    return replace(shared, counts=counts, total=total)
 
 
 def hold_best(

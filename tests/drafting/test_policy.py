@@ -22,9 +22,6 @@ from redrafter.engine.step_timing import measure_step_costs, time_to_read
 from redrafter.model.linear_layers import forward_bytes
 from redrafter.model.target import Target
 from redrafter.scheduler.running_batch import RunningBatch
-from redrafter.tree.accept import Path
-from redrafter.tree.likelihood import LIKELIHOODS, count_likely, count_outcomes
-from redrafter.tree.token_tree import tree_of
 
 FLAT = ((1, 1.0), (4096, 1.001))  # the time of a step that is bound by memory
 RISING = ((1, 1.0), (2, 2.0))  # and by arithmetic
@@ -49,25 +46,6 @@ def test_a_step_costs_its_forward_and_each_level_of_its_search():
     assert costs.time_of(search(2, 3, 5), 4) == 20 + 3 * time_at(costs.level, 8)
     assert costs.time_of(WithPromptLookup(search(2, 3, 5), 2), 4) == 28 + 3 * time_at(costs.level, 8)
     assert costs.time_of(search(2, 3, 7, shared=9), 4) == 9 + 3 * time_at(costs.level, 8)
-
-
-def test_drafts_are_counted_by_likelihood():
-    likelihood = torch.tensor([[0.95, 0.5], [0.2, 0.0]])
-    found = [[sum(p >= bound for p in column) for bound in LIKELIHOODS] for column in ((0.95, 0.2), (0.5, 0.0))]
-    assert count_likely(likelihood.log()).tolist() == found
-
-
-def test_what_became_of_drafts_leaves_out_those_that_no_row_verified():
-    tokens = torch.tensor([[9, 5, 6], [9, 5, 6]])
-    tree = tree_of(tokens, torch.tensor([[0, 0, 1]] * 2), torch.tensor([[0, 1, 2]] * 2), max_depth=2)
-    score = torch.tensor([[0.0, -0.01, -0.02], [0.0, -0.01, -5.0]])
-    candidates = torch.zeros(2, len(LIKELIHOODS), dtype=torch.long)
-    tree = replace(tree, score=score, candidates=candidates, counts=torch.tensor([2, 3]), total=5)
-    path = Path(torch.tensor([[0, 1, 0], [0, 1, 2]]), torch.tensor([1, 2]))
-    verified, accepted, *searched = count_outcomes(tree, path).tolist()
-    assert verified == [2] * len(LIKELIHOODS)  # the first row left out its last node, the second one's is unlikely
-    assert accepted == [2] * len(LIKELIHOODS)
-    assert searched == candidates.tolist()
 
 
 def test_more_verified_drafts_are_expected_to_bring_more_and_each_less():

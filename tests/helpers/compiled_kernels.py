@@ -21,10 +21,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from helpers.attention import problem
-from helpers.outcomes import random_outcome
+from helpers.outcomes import random_outcome, random_scores
 from redrafter import kernels
 from redrafter.kernels.launch import widening_assembly
-from redrafter.tree.likelihood import bounds_on
 
 FP8, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -80,12 +79,11 @@ def accept(nodes: int, **how: bool) -> Callable[[], object]:
     drawn = random_outcome(2, nodes, **how)
     tree, width = drawn.pop("tree"), drawn.pop("max_depth") + 1
     shape = {"levels": tree.levels, "width": width, "grafted": tree.grafted, "counts": tree.counts}
-    scores = {"score": tree.score, "bounds": bounds_on(tree.tokens.device), "candidates": tree.candidates}
-    return lambda: kernels.accept.accept_drafts(tree.tokens, tree.parents, tree.depth, **drawn, **shape, **scores)
+    return lambda: kernels.accept.accept_drafts(tree.tokens, tree.parents, tree.depth, **drawn, **shape)
 
 
 def order(rows: int, nodes: int) -> Callable[[], object]:
-    tree = random_outcome(rows, nodes, counted=True, limited=False)["tree"]
+    tree = random_outcome(rows, nodes, shared=True, limited=False)["tree"]
     length, table = torch.zeros(rows, dtype=torch.long), torch.zeros(rows, 4, dtype=torch.int32)
     return lambda: (
         kernels.token_order.token_order(tree.counts, nodes, tree.total),
@@ -104,8 +102,8 @@ def add_peers(ranks: int, dtype: torch.dtype) -> Callable[[], object]:
 
 
 def share(rows: int, nodes: int) -> Callable[[], object]:
-    tree = random_outcome(rows, nodes, counted=True, limited=False)["tree"]
-    return lambda: kernels.tree.hold_best(tree.tokens, tree.parents, tree.depth, tree.score, 2 * rows)
+    tree = random_outcome(rows, nodes, shared=True, limited=False)["tree"]
+    return lambda: kernels.tree.hold_best(tree.tokens, tree.parents, tree.depth, random_scores(tree), 2 * rows)
 
 
 PROGRAMS = {
@@ -130,8 +128,8 @@ PROGRAMS = {
     "search with 32 beams": search(32, 128_256),
     "search with 48 beams": search(48, 128_256),
     "search with 64 beams": search(64, 262_144),
-    "acceptance of a token": accept(1, counted=False, limited=False),
-    "acceptance of shared nodes": accept(41, counted=True, limited=True),
+    "acceptance of a token": accept(1, shared=False, limited=False),
+    "acceptance of shared nodes": accept(41, shared=True, limited=True),
     "order of the tokens of 512 rows": order(512, 26),
     "noise": lambda: kernels.sample.gumbel(torch.zeros(2).long(), torch.zeros(2, 3).long(), 5000),
     "nodes that 32 rows share": share(32, 26),

@@ -5,14 +5,13 @@ from typing import Any
 
 import torch
 
-from redrafter.tree.likelihood import LIKELIHOODS
-from redrafter.tree.token_tree import tree_of
+from redrafter.tree.token_tree import Tree, tree_of
 
 
-def random_outcome(rows: int, nodes: int, *, counted: bool, limited: bool) -> dict[str, Any]:
+def random_outcome(rows: int, nodes: int, *, shared: bool, limited: bool) -> dict[str, Any]:
     """Return trees of which many drafts were drawn, on the CPU.
 
-    With `counted`, rows share nodes and drafts are counted by their likelihood; else the last two nodes are copies.
+    With `shared`, rows share nodes; else the last two nodes are copies.
     With `limited`, rows keep a number of levels at most.
     """
     generator = torch.Generator().manual_seed(nodes)
@@ -26,11 +25,9 @@ def random_outcome(rows: int, nodes: int, *, counted: bool, limited: bool) -> di
         depth[:, node] = depth.gather(1, above)[:, 0] + 1
         drawn.scatter_(1, above, tokens[:, node, None].where(some(0, 4, rows, 1) > 0, drawn.gather(1, above)))
     tree = tree_of(tokens, parents, depth, int(depth.max()))
-    if counted:
+    if shared:
         counts = some(max(nodes // 2, 1), nodes + 1, rows)
-        score = -0.2 * depth * torch.rand(rows, nodes, generator=generator)
-        candidates = some(0, 99, tree.levels, len(LIKELIHOODS))
-        tree = replace(tree, counts=counts, total=int(counts.sum()), score=score, candidates=candidates)
+        tree = replace(tree, counts=counts, total=int(counts.sum()))
     else:
         tree = replace(tree, grafted=min(2, nodes - 1))
     length = some(0, 9, rows)
@@ -44,3 +41,10 @@ def random_outcome(rows: int, nodes: int, *, counted: bool, limited: bool) -> di
         "max_depth": tree.levels + (nodes > 1),
         "limits": some(0, tree.levels + 1, rows) if limited else None,
     }
+
+
+def random_scores(tree: Tree) -> torch.Tensor:
+    """Return scores of a tree's nodes, lower the deeper they are."""
+    return (
+        -0.2 * tree.depth * torch.rand(tree.depth.shape, generator=torch.Generator().manual_seed(tree.depth.shape[1]))
+    )

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from helpers.attention import DEVICE, HALF
-from helpers.outcomes import random_outcome
+from helpers.outcomes import random_outcome, random_scores
 from redrafter import kernels
 from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.paged import KVCachePool, PagedCache
@@ -26,7 +26,6 @@ from redrafter.model.forward_batch import ForwardBatch
 from redrafter.sampling.noise import gumbel
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.beam_search import top_continuations
-from redrafter.tree.likelihood import bounds_on
 from redrafter.tree.report import accept_drafts
 from redrafter.tree.token_tree import hold_best, token_order, tree_of
 
@@ -180,7 +179,7 @@ def test_ancestors_found_by_walking_up_equal_those_found_by_squaring():
 
 @pytest.mark.parametrize("rows, nodes", [(1, 1), (4, 10), (3, 300), (40, 5)])
 def test_tokens_of_trees_are_ordered_as_by_the_reference(rows, nodes):
-    counts = random_outcome(rows, nodes, counted=True, limited=False)["tree"].counts
+    counts = random_outcome(rows, nodes, shared=True, limited=False)["tree"].counts
     expected = token_order(counts, nodes, int(counts.sum()))
     for x, wanted in zip(
         kernels.token_order.token_order(counts.to(DEVICE), nodes, int(counts.sum())), expected, strict=True
@@ -190,7 +189,7 @@ def test_tokens_of_trees_are_ordered_as_by_the_reference(rows, nodes):
 
 @pytest.mark.parametrize("nodes, new", [(13, 1), (13, 4), (13, 13), (300, 290)])
 def test_slots_of_new_nodes_equal_those_of_a_cache(nodes, new):
-    outcome = random_outcome(5, nodes, counted=True, limited=False)
+    outcome = random_outcome(5, nodes, shared=True, limited=False)
     tree, length = replace(outcome["tree"], ancestors=outcome["tree"].ancestors[:, -new:]), outcome["length"]
     length[1:3] = torch.tensor([0, 60])  # the end of a window of four blocks is near
     table = (torch.randperm(24, generator=torch.Generator().manual_seed(0))[:20] + 1).view(5, 4).int()
@@ -202,9 +201,9 @@ def test_slots_of_new_nodes_equal_those_of_a_cache(nodes, new):
 
 @pytest.mark.parametrize("rows, nodes", [(1, 1), (4, 10), (3, 70), (40, 5)])
 def test_the_best_nodes_of_all_rows_are_held_as_by_the_reference(rows, nodes):
-    tree = random_outcome(rows, nodes, counted=True, limited=False)["tree"]
+    tree = random_outcome(rows, nodes, shared=True, limited=False)["tree"]
     # Ties are frequent, across rows too, and a row may take no drafts.
-    score = (tree.score * 4).floor().masked_fill(torch.arange(rows)[:, None] % 3 == 2, -torch.inf)
+    score = (4 * random_scores(tree)).floor().masked_fill(torch.arange(rows)[:, None] % 3 == 2, -torch.inf)
     for total in {rows, rows + (rows * nodes - rows) // 3, rows * nodes}:
         expected = hold_best(tree.tokens, tree.parents, tree.depth, score, total)
         moved = kernels.tree.hold_best(*(x.to(DEVICE) for x in (tree.tokens, tree.parents, tree.depth, score)), total)
@@ -213,11 +212,11 @@ def test_the_best_nodes_of_all_rows_are_held_as_by_the_reference(rows, nodes):
             assert x.cpu().equal(wanted)
 
 
-@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("rows, nodes", [(1, 1), (5, 13), (3, 70)])
-def test_drafts_are_accepted_and_reported_as_by_the_reference(rows, nodes, limited, counted):
-    outcome = random_outcome(rows, nodes, counted=counted, limited=limited)
+def test_drafts_are_accepted_and_reported_as_by_the_reference(rows, nodes, limited, shared):
+    outcome = random_outcome(rows, nodes, shared=shared, limited=limited)
     tree, texts, limits = outcome["tree"], outcome["texts"].clone().to(DEVICE), outcome["limits"]
     path, report, after = accept_drafts(**outcome)
     drawn, finite = torch.stack([outcome["drawn"], outcome["finite"]], dim=2).to(DEVICE).unbind(2)
@@ -225,8 +224,7 @@ def test_drafts_are_accepted_and_reported_as_by_the_reference(rows, nodes, limit
     found = kernels.accept.accept_drafts(
         tree.tokens, tree.parents, tree.depth, drawn, finite, texts, outcome["length"].to(DEVICE),
         outcome["active"].to(DEVICE), levels=tree.levels, width=outcome["max_depth"] + 1, grafted=tree.grafted,
-        counts=tree.counts, limits=None if limits is None else limits.to(DEVICE), score=tree.score,
-        bounds=bounds_on(drawn.device), candidates=tree.candidates,
+        counts=tree.counts, limits=None if limits is None else limits.to(DEVICE),
     )  # fmt: skip
     for x, expected in zip((*found, texts), (path.nodes, report.packed, after, outcome["texts"]), strict=True):
         assert x.cpu().equal(expected)
@@ -239,7 +237,7 @@ def test_a_draft_is_not_accepted_below_one_that_was_not_verified():
     one, counts = torch.ones_like(drawn[:, 0]), torch.tensor([2], device=DEVICE)
     _, packed, after = kernels.accept.accept_drafts(
         tokens, parents, depth, drawn, drawn, torch.zeros_like(drawn).repeat(1, 3), one, one > 0, levels=2, width=3,
-        grafted=0, counts=counts, limits=None, score=None, bounds=bounds_on(drawn.device), candidates=None,
+        grafted=0, counts=counts, limits=None,
     )  # fmt: skip
     assert packed[0, 3] == 0
     assert after == 2

@@ -5,14 +5,13 @@ import torch
 
 from helpers.outcomes import random_outcome
 from redrafter.tree.accept import accept, acceptable_nodes
-from redrafter.tree.likelihood import count_outcomes
 from redrafter.tree.report import accept_drafts
 
 
-@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("limited", [False, True])
-def test_a_report_says_what_became_of_each_row(scored, limited):
-    outcome = random_outcome(6, 13, counted=scored, limited=limited)
+def test_a_report_says_what_became_of_each_row(shared, limited):
+    outcome = random_outcome(6, 13, shared=shared, limited=limited)
     tree, length, depth = outcome["tree"], outcome["length"], outcome["max_depth"]
     acceptable = acceptable_nodes(tree, outcome["limits"])
     expected = accept(tree, outcome["drawn"], depth, acceptable)
@@ -33,15 +32,10 @@ def test_a_report_says_what_became_of_each_row(scored, limited):
         finite = outcome["finite"][row, path.nodes[row]].tolist()
         assert report.finite[row] == (finite.index(0) if 0 in finite else len(finite))
         assert report.copied[row] == (kept >= tree.new - tree.grafted).sum()
-    if scored:
-        assert report.outcomes.equal(count_outcomes(tree, path))
-        assert report.outcomes[:2].any(dim=1).all()
-    else:
-        assert report.outcomes is None
 
 
 def test_a_lone_pending_token_is_reported_without_drafts():
-    outcome = random_outcome(3, 1, counted=False, limited=True)
+    outcome = random_outcome(3, 1, shared=False, limited=True)
     _, report, after = accept_drafts(**outcome | {"active": torch.ones(3, dtype=torch.bool)})
     assert report.tokens.equal(outcome["drawn"])
     assert not torch.stack([report.accepted, report.drafted, report.copied]).any()
