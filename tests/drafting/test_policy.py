@@ -263,7 +263,7 @@ def test_steps_of_any_kind_in_turn_write_what_plain_decoding_does(llama, rows, h
     engine = switching(ReDrafter(Target(llama), drafter, options=None if copies else DRAFTER_ALONE))
     ids, mask = uneven_batch(rows)
     same_undrafted(engine, ids, mask, max_new_tokens=40, eos_token_id=None, **how)
-    assert len(set(map(id, taken))) > 2
+    assert len(set(map(id, taken))) > 1 + copies
 
 
 def test_served_rows_write_what_each_writes_alone_whatever_drafts(often, monkeypatch):
