@@ -491,7 +491,7 @@ def test_json_is_indented_but_not_for_ever():
 
 def test_a_step_with_a_grammar_is_not_captured(engine, monkeypatch):
     seen, run = [], engine.scheduler_for
-    spy = lambda request, *rest: seen.append(request.params[0]) or run(request, *rest)  # noqa: E731
+    spy = lambda request, *rest: seen.append(request.rows[0].params) or run(request, *rest)  # noqa: E731
     monkeypatch.setattr(engine, "scheduler_for", spy)
     engine.generate(**BATCH, **GREEDY, grammar={"choice": ["a"]})
     engine.generate(**BATCH, **GREEDY)
