@@ -151,14 +151,14 @@ def plan_speculators(drafter: SourceDrafter, base: SourceBase | None, config: Co
     # vLLM collects hidden states before each layer, so it never sees the last one's output.
     if layers is not None and depth is not None and layers[-1] == depth - 1:
         notes += (f"the drafter reads the output of the base's last layer, {layers[-1]}, which vLLM does not give",)
-    cast = _cast_floats(drafter.tensors, config.dtype)
-    dtype, length = dtype_name(cast["fc.weight"].dtype), drafter.fill(config.defaults).shape.draft_len_per_beam or 1
+    floats = _cast_floats(drafter.tensors, config.dtype)
+    dtype, length = dtype_name(floats["fc.weight"].dtype), drafter.fill(config.defaults).shape.draft_len_per_beam or 1
     fields = eagle.speculators_fields(drafter.config, name, architecture, dtype, length)
     if isinstance(drafter.config, DFlashConfig):
         content = fields | dflash.to_speculators_config(drafter.config)
     else:
         content = fields | eagle.to_speculators_config(drafter.config)
-    tensors = eagle.to_speculators_tensors(cast, drafter.config)
+    tensors = eagle.to_speculators_tensors(floats, drafter.config)
     card = _make_card(drafter, _config_with_base(drafter.config, base), base, "speculators")
     texts = {CARD_FILE: card, "config.json": _json(content)}
     return ConversionPlan({WEIGHTS_FILE: tensors}, texts=texts, notes=notes)

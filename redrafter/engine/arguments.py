@@ -254,11 +254,10 @@ def split_own(arguments: Mapping[str, Any]) -> tuple[dict[str, object], dict[str
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise ArgumentError(f"{name} must be a finite number, got {value!r}")
     if bias := arguments.get("logit_bias"):
-        if not isinstance(bias, Mapping) or not all(isinstance(token, int) for token in bias):
+        numbers = isinstance(bias, Mapping) and all(isinstance(each, int | float) for each in bias.values())
+        if not numbers or not all(isinstance(token, int) for token in bias):
             raise ArgumentError(f"logit_bias is a dict from token ids to numbers, got {bias!r}")
-        others["sequence_bias"] = {(token,): float(value) for token, value in bias.items()} | dict(
-            others.get("sequence_bias") or {}
-        )
+        others["sequence_bias"] = _add_to_sequences(bias, others.get("sequence_bias") or {})
     if isinstance(temperature := arguments.get("temperature"), list | tuple | Tensor):
         # Placed last among the user's own, where transformers would put a temperature. It makes none for 1.
         processors = [*(arguments.get("logits_processor") or []), TemperaturePerRow(temperature)]
@@ -276,6 +275,16 @@ def split_own(arguments: Mapping[str, Any]) -> tuple[dict[str, object], dict[str
             [read_grammar(each) for each in given] if isinstance(given, list | tuple) else read_grammar(given)
         )
     return others, own
+
+
+def _add_to_sequences(bias: Mapping[int, float], sequences: Any) -> dict[tuple[int, ...], float]:
+    """Return transformers' `sequence_bias`, a dict or a list of pairs, with biases of single tokens added."""
+    try:
+        pairs = sequences.items() if isinstance(sequences, Mapping) else sequences
+        added = {tuple(tokens): float(value) for tokens, value in pairs}
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"sequence_bias is a dict from tuples of ids to numbers, got {sequences!r}") from error
+    return added | {(token,): added.get((token,), 0.0) + float(value) for token, value in bias.items()}
 
 
 def with_stop_strings(

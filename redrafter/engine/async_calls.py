@@ -181,8 +181,8 @@ class AsyncCalls:
                 scheduler.prefill()
                 scheduler.step()
             except BaseException as error:
-                scheduler.abandon()
-                with self._lock:
+                with self._lock:  # no call comes between what is abandoned and what has failed
+                    scheduler.abandon()
                     failed, self._calls, self._thread = self._calls, [], None
                 for pending in failed:
                     pending.finish(error)

@@ -70,9 +70,8 @@ class Engine(Changeable):
         draft_vocabulary: The draft model's tokens for each of the target's; None where its ids are the target's.
         rejection_sampling: Whether drafts are accepted by rejection sampling; sampled tokens then differ from undrafted
             decoding.
-        adaptive: Whether each row drafts as many tokens as its recent drafts suggest.
-        pauses: Whether steps draft other trees, or pause drafting, while drafts gain less than they cost. It changes no
-            token.
+        adaptive: Whether a step drafts only as many tokens as the acceptance of recent drafts makes pay.
+        pauses: Whether steps leave out drafts that gain less than they cost. It changes no token.
         clock: Clock of the calling thread that times steps on a CPU; None to time none. It changes no token.
         step_times: Measured times of steps; None before the first call that drafts.
         histories: The acceptance of earlier drafts, of greedy steps and of sampled ones, since the models last changed.

@@ -114,9 +114,6 @@ def with_temperature(
     return kept
 
 
-MAX_TEXT_TOKENS = 1 << 31  # longer limits are cut here, as they need not fit into a 64-bit integer
-
-
 @dataclass(frozen=True)
 class CallRequest:
     """All inputs of decoding one call."""

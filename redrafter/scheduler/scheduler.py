@@ -127,7 +127,7 @@ class Scheduler:
         return min((bound for bound in bounds if bound is not None), default=sys.maxsize)
 
     def _log_failure(self, error: Exception, count: int) -> None:
-        _LOG.error("a round failed: %d requests are given up", count, exc_info=error)
+        _LOG.error("a round failed: %d sequences are given up", count, exc_info=error)
 
     @property
     def memory(self) -> PagedMemory:

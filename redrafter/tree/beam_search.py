@@ -8,7 +8,7 @@ accepted.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -146,7 +146,7 @@ def node_count(budget: int | None, beams: int, depth: int, device: torch.device)
     return min(budget or default, lattice)
 
 
-@lru_cache(maxsize=64)
+@cache  # never dropped: captured steps read these tensors
 def _layout(rows: int, beams: int, depth: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the tensors that all searches of one size begin with.
 

@@ -298,7 +298,8 @@ def nodes_by_level(tree: Tree) -> Tensor:
         depth = depth.where(torch.arange(new, device=depth.device) < tree.counts[:, None], tree.levels + 1)
     levels = torch.arange(tree.levels_above, tree.levels + 1, device=depth.device)[:, None]  # [L, 1]
     # In depth-major order the nodes of a level are contiguous and follow all nodes above it.
-    first, count = ((compared.sum(dim=-1)) for compared in _compare(depth, levels))  # [L, B] each
+    first = (depth < levels[..., None]).sum(dim=-1)  # [L, B]
+    count = (depth == levels[..., None]).sum(dim=-1)  # [L, B]
     beam = torch.arange(tree.width, device=depth.device)
     index = first[..., None] + beam  # [L, B, W]
     if tree.grafted:
@@ -306,8 +307,3 @@ def nodes_by_level(tree: Tree) -> Tensor:
         order = depth.argsort(dim=1, stable=True).expand(len(levels), -1, -1)  # [L, B, M]
         index = order.gather(2, index.clamp(max=new - 1))
     return torch.where(beam < count[..., None], index, new)
-
-
-def _compare(depth: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which nodes are above each level and which are at it, `[L, B, M]` bool each."""
-    return depth < levels[..., None], depth == levels[..., None]

@@ -19,6 +19,8 @@ def ids(*tokens: float) -> dict:
 
 
 WRONG = [  # besides a prompt, or in its place
+    ({"logit_bias": {5: "x"}}, "logit_bias is a dict"),
+    ({"logit_bias": {5: 1.0}, "sequence_bias": [7]}, "sequence_bias is a dict"),
     ({"max_new_token": 5}, "max_new_tokens"),
     ({"max_new_tokens": 0}, "max_new_tokens"),
     ({"num_return_sequences": 2, "do_sample": False}, "num_return_sequences"),
@@ -92,6 +94,13 @@ UNSUPPORTED = [
 def test_what_cannot_be_honoured_is_refused_by_name(engine, arguments, named, error):
     with pytest.raises(error, match=named):
         engine.generate(**PROMPT | GREEDY | arguments)
+
+
+def test_biases_of_tokens_add_to_sequence_bias_in_both_forms_of_transformers(engine):
+    expected = engine.generate(**PROMPT | GREEDY, sequence_bias={(60,): 50.0, (60, 61): 3.0})
+    for form in ({(60,): 20.0, (60, 61): 3.0}, [[[60], 20.0], [[60, 61], 3.0]]):
+        assert torch.equal(engine.generate(**PROMPT | GREEDY, sequence_bias=form, logit_bias={60: 30}), expected)
+    assert (expected[:, PROMPT["input_ids"].shape[1] :] == 60).any()
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def talk(**message: Any) -> dict[str, Any]:
         ("responses", {"max_tokens": 5}, 400, "max_tokens is not supported"),
         (CHAT, {"modalities": ["audio"]}, 400, "modalities.0: Input should be 'text'"),
         (CHAT, talk(annotations=[{}]), 400, "messages.0.annotations: List should have at most 0 items"),
-        (CHAT, CONTINUE | {"add_generation_prompt": True}, 400, "continue_final_message goes on with a message: leave"),
+        (CHAT, CONTINUE | {"add_generation_prompt": True}, 400, "continue_final_message continues a message: leave"),
         (CHAT, CONTINUE, 400, "continue_final_message needs a last message of the assistant"),
     ],
 )

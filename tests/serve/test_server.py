@@ -99,6 +99,13 @@ def test_nothing_of_a_stop_string_is_shown(client, pair):
     assert answer.usage.completion_tokens == len(tokens)
 
 
+def test_each_prompt_of_a_request_counts_though_another_is_the_same(client):
+    settings = {"model": "boxed", "max_tokens": 2, "temperature": 0}
+    one, two = (client.completions.create(prompt=prompt, **settings).usage for prompt in ("Hello", ["Hello", "Hello"]))
+    assert two.prompt_tokens == 2 * one.prompt_tokens
+    assert client.completions.create(prompt="Hello", n=2, **settings).usage.prompt_tokens == one.prompt_tokens
+
+
 def test_a_beginning_that_was_read_is_found(client):
     system = "You are a patient storyteller who knows the sea, its ships and its weather. " * 4
     talks = [[{"role": "system", "content": system}, {"role": "user", "content": text}] for text in ("Hello", "Who?")]

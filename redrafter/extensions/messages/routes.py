@@ -77,9 +77,7 @@ def as_chat(
     chat: dict[str, Any] = {"model": request.model, "messages": messages, "chat_template_kwargs": variables}
     if messages and messages[-1]["role"] == "assistant":  # the answer continues this message
         if "tool_calls" in messages[-1] or not any(part["text"] for part in messages[-1]["content"] or ()):
-            raise ApiError(
-                400, "the last message is the assistant's, and holds no text alone to go on with", "messages"
-            )
+            raise ApiError(400, "the last message is the assistant's, and has no text alone to continue", "messages")
         chat["continue_final_message"] = True
     if request.tools:
         functions = [

@@ -41,7 +41,6 @@ class InputImage(Strict):
     detail: Literal["auto"] = "auto"
 
 
-_PART_TYPES = ("input_text", "input_image", "output_text", "reasoning_text", "text")
 _MessagePart = Annotated[
     Part | InputImage,
     OneOf("a part of text or an image"),

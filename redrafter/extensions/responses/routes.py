@@ -58,7 +58,7 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
     if request.tools:
         functions = (tool.model_dump(exclude={"type"}, exclude_none=True) for tool in request.tools)
         chat["tools"] = [{"type": "function", "function": function} for function in functions]
-    chat["tool_choice"] = request.tool_choice
+    chat["tool_choice"] = request.tool_choice if request.tools or request.tool_choice != "auto" else None
     if isinstance(request.tool_choice, FlatToolChoice):
         chat["tool_choice"] = {"type": "function", "function": {"name": request.tool_choice.name}}
     form = None if request.text is None else request.text.format

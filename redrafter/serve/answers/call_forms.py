@@ -124,7 +124,7 @@ class MistralCalls(ChatReader):
     @classmethod
     def write_call(cls, lark: LarkWriter, tool: CalledTool) -> str:
         """Return the grammar of a call in a list, or also of one after `[ARGS]` where the tokenizer has that token."""
-        call = f"{super().write_call(lark, tool)}"
+        call = super().write_call(lark, tool)
         if lark.has("[ARGS]"):
             named = f"{json.dumps(tool.name)} {lark.mark('[ARGS]')} {lark.json(tool.parameters)}"
             return f'("[" {call} "]" | {named})'

@@ -167,11 +167,13 @@ class Choice(ServedSequence):
 
 
 def usage_and_metrics(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Return usage and metrics of an answer. A prompt with several choices counts once."""
+    """Return usage and metrics of an answer. A prompt with several choices counts once, as the first read it."""
     begun = [choice for choice in choices if choice.begun]
+    # The choices of a prompt share one list; another prompt of the same tokens is a prompt of its own.
+    first = {id(choice.prompt): choice for choice in reversed(begun)}
     total = Stats.total([choice.stats for choice in begun])
     return {
-        "usage": count_usage(choices, {tuple(choice.prompt): choice for choice in begun}.values()),
+        "usage": count_usage(choices, first.values()),
         "metrics": {"speculative_decoding": speculation_metrics(total)},
     }
 

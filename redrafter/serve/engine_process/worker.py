@@ -221,7 +221,7 @@ class Worker:
             raise error
         requests = ", of the requests " + ", ".join(sorted(self._given_up)) if self._given_up else ""
         self._given_up.clear()
-        _LOG.error("a round failed: %d texts are given up%s", count, requests, exc_info=error)
+        _LOG.error("a round failed: %d sequences are given up%s", count, requests, exc_info=error)
 
     def _make_changes(self) -> None:
         while self._changes:

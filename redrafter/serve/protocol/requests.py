@@ -375,7 +375,7 @@ class ChatRequest(_Request):
         if sum(grammars) > 1:
             raise ValueError("give one of response_format, structured_outputs and tool_choice")
         if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message goes on with a message: leave out add_generation_prompt")
+            raise ValueError("continue_final_message continues a message: leave out add_generation_prompt")
         if self.continue_final_message and (self.messages[-1].role != "assistant" or not self.messages[-1].text):
             raise ValueError("continue_final_message needs a last message of the assistant that has a text")
         return self

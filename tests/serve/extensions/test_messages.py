@@ -179,7 +179,7 @@ def test_an_answer_goes_on_with_a_last_message_of_the_assistant(client, program)
     called = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}
     for last in ({"role": "assistant", "content": ""}, called):
         refused = program.post("/v1/messages", TALK | {"messages": [USER, last]})
-        assert "no text alone to go on with" in refused.json()["error"]["message"]
+        assert "no text alone to continue" in refused.json()["error"]["message"]
 
 
 # Tools

@@ -143,6 +143,10 @@ def test_a_text_and_a_stream_are_parsed_into_a_type(client, program):
     assert posted(program, text={"format": {"type": "text"}}, **TALK)["text"] == {"format": {"type": "text"}}
 
 
+def test_an_automatic_choice_of_no_tools_is_none(program):
+    assert posted(program, tool_choice="auto", **TALK)["output"][0]["type"] == "message"
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "find_dog"}], ids=str)
 def test_tools_are_called(choice, client, program):
     settings = {"input": "Find Rex", "tools": TOOLS, "tool_choice": choice, "max_output_tokens": 80, "seed": 2}
