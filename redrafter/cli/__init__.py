@@ -35,5 +35,5 @@ def _run(argv: list[str]) -> int:
     """Run a command in this process, and return its exit code."""
     if argv and argv[0] in SCRIPTS:
         return run_command(lambda: importlib.import_module(SCRIPTS[argv[0]][0]).main(argv[1:]))
-    code: int = importlib.import_module("redrafter.cli.commands").run(argv)
+    code: int = importlib.import_module("redrafter.cli.commands").run_parsed(argv)
     return code

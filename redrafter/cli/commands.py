@@ -20,7 +20,7 @@ from redrafter.errors import did_you_mean
 from redrafter.version import __version__
 
 
-def run(argv: list[str]) -> int:
+def run_parsed(argv: list[str]) -> int:
     """Run a command without a parser of its own, or print what is wrong with `argv`. Returns its exit code."""
     if argv and argv[0] in measure_options.COMMANDS:
         return measure_options.main(argv[0], argv[1:])

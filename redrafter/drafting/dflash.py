@@ -51,7 +51,7 @@ class DFlashDrafter(BlockDrafter):
     def part_reads(self, depth: int) -> Mapping[str, float]:
         """Return how often a draft reads parts of the drafter: a block all at once, the Markov head at each step."""
         tables = {"fc.": 0, "embed_tokens.": 0, "markov_head.markov_w1.": 0, "markov_head.markov_w2.": depth}
-        return {**tables, "target.head": int(self.lm_head is None), "": 1}
+        return {**tables, "target.head": 1.0 if self.lm_head is None else 0.0, "": 1}
 
     def fuse_hidden(self, hidden: Tensor) -> Tensor:
         """Fuse the outputs of the target's layers into the input of keys and values of committed tokens.
