@@ -86,6 +86,7 @@ class DraftedStep(NamedTuple):
         accepted: Accepted drafts of each row that took drafts. It has at least one entry.
         copied: Accepted drafts of all rows that were copied from the sequence and that no other proposer found.
         levels: Levels of drafts that each row in `accepted` could accept.
+        sampled: Whether any sequence sampled. On a GPU the next step is chosen before this one is recorded.
     """
 
     size: int
@@ -94,6 +95,7 @@ class DraftedStep(NamedTuple):
     accepted: Sequence[int]
     levels: Sequence[int]
     copied: int = 0
+    sampled: bool = False
 
 
 class AcceptanceRate:
@@ -264,7 +266,7 @@ class CostPolicy(DraftPolicy):
 
     def record(self, step: DraftedStep) -> None:
         """Record the outcome of a drafted step in the history and in the budgets."""
-        history, match = self._histories[self._chosen.sampled], self._chosen.match
+        history, match = self._histories[step.sampled], self._chosen.match
         proposer, drafting = step.proposer, len(step.accepted)
         search = proposer.without_text or proposer
         copied = step.copied if search.beams else sum(step.accepted)
@@ -284,7 +286,7 @@ class CostPolicy(DraftPolicy):
             history.budget_of_copies.observe(copied / step.rows - cost)
         if search.beams:
             budget = history.budget_for(step.size)
-            if (read := self.times.plain_steps(self._unpaid, step.size, sampled=self._chosen.sampled)) is not None:
+            if (read := self.times.plain_steps(self._unpaid, step.size, sampled=step.sampled)) is not None:
                 budget.charge(read)
                 self._unpaid = 0.0
             budget.observe((step.rows + sum(step.accepted)) / step.rows - self._cost(step.size, proposer))

@@ -398,6 +398,7 @@ class Scheduler:
                     accepted=accepted,
                     levels=levels,
                     copied=copied,
+                    sampled=any(not sequence.request.params.greedy for sequence in step.sequences),
                 )
             )
 

@@ -344,3 +344,16 @@ def test_rows_that_end_one_by_one_lose_one_budget_and_not_one_at_each_batch_size
     history.budget_for(8).observe(-loss_budget.ALLOWED)
     assert not any(history.budget_for(size).allows_drafts(size, 1.0, pays=True) for size in (4, 2, 1))
     assert history.budget_for(64).allows_drafts(64, 1.0, pays=True), "many rows share steps whose drafts cost otherwise"
+
+
+def test_a_step_counts_among_steps_of_its_own_sampling_though_the_next_is_chosen():
+    histories = {sampled: AcceptanceHistory() for sampled in (False, True)}
+    tree = search(1, 3, 4)
+    drafting = CostPolicy(StepTimes(StepCosts(FLAT, FREE), PlainProposer()), {1: [tree]}, histories)
+    assert drafting.choose(StepRows(1, 1, 1)) is tree
+    drafting.choose(StepRows(1, 1, 1, sampled=True))  # as on a GPU, where steps are launched ahead
+    before = [histories[sampled].search.value for sampled in (False, True)]
+    drafting.record(DraftedStep(1, 1, tree, [0], [3]))
+    after = [histories[sampled].search.value for sampled in (False, True)]
+    assert after[0] < before[0]
+    assert after[1] == before[1]

@@ -68,7 +68,7 @@ class Engine:
             if proposer.depth:
                 accepted = drafts(proposer, len(left), *DRAFTERS[drafter], dice)
                 levels = [proposer.depth] * len(left)
-                policy.record(DraftedStep(size, len(left), proposer, accepted.tolist(), levels))
+                policy.record(DraftedStep(size, len(left), proposer, accepted.tolist(), levels, sampled=True))
             left = left - 1 - accepted
             left = left[left > 0]
         return NEW_TOKENS * self.true(PLAIN, bucket(rows)) / time, drafted
