@@ -224,7 +224,7 @@ def test_what_never_fits_is_refused_though_others_hold_blocks(waiting):
 
     def refused() -> torch.Tensor:
         with pytest.raises(CacheFullError):
-            engine.generate(prompts(1, 60), max_new_tokens=20, do_sample=False)
+            engine.generate(prompts(1, 30), max_new_tokens=40, do_sample=False)
         return torch.empty(0)
 
     assert beside_one_that_holds_blocks(engine, 4, refused)[0].shape[1] > 9
