@@ -4,6 +4,7 @@ A batch is held at one position in the middle of its sequences, so that the same
 """
 
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -185,6 +186,7 @@ class StepWork:
             # The caller holds the batch still, which a step launched ahead would move. Rows hold a sequence only once
             # its prompt was read, so prompts that a step could read are read here too.
             scheduler.overlap = scheduler.mixed_prefill = False
+            scheduler.longest = sys.maxsize
             with call.queued(scheduler):
                 scheduler.prefill()
                 if scheduler.running_set.waiting:
