@@ -238,7 +238,7 @@ def test_a_warning_is_one_line(generate):
         ("ja --compare --no-speculate", "--no-speculate"),
         ("ja --file x", "not both"),
         *zip((["ja", "--stop", ""], [""], ["ja", ""]), ("--stop", *["the prompt is empty"] * 2), strict=True),
-        *zip((["\udcff"], ["ja! " * 50]), ("UTF-8", "context"), strict=True),
+        *zip((["\udcff"], ["ja! " * 50]), ("UTF-8", "a prompt may have"), strict=True),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(folder, capsys, args, says):

@@ -319,7 +319,7 @@ def test_after_a_warm_up_no_frequent_step_is_new_and_nothing_is_left(limits, usu
     assert {rows for rows, *_ in kept} == set(served.batch.sizes)
     assert served.idle
     assert not served.running_set.preempted
-    served.limits = replace(served.limits, max_queue_size=0)
+    monkeypatch.setattr(served.running_set, "_limits", replace(served.limits, max_queue_size=0))
     run_as_alone(served, sequences, 1)
     assert not sequences[0].reused
     assert set(served.batch.captured_steps) == kept
