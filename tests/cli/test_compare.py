@@ -326,7 +326,7 @@ def test_a_draft_model_with_another_tokenizer_is_measured_beside_assisted_genera
     ("model", "args", "says"),
     [
         ("merged", "--max-input-len 2", "no prompt has 2 tokens or fewer"),
-        ("merged", "--prompts {long}", "the prompt has 160 tokens and the target's context is 160"),
+        ("merged", "--prompts {long}", "the prompt has 160 tokens; a prompt may have 159"),
         ("merged", "--repeats 0", "--repeats must be from 1"),
         ("merged", "--prompt-lookup", "--prompt-lookup"),
         ("merged", "--acceptance rejection", "--acceptance is for --draft-model"),
