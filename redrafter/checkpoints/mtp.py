@@ -29,12 +29,12 @@ from redrafter.model.patch import MODEL_ERRORS
 from redrafter.model.target import Target
 
 
-def holds_mtp(name: str, revision: str | None = None) -> bool:
+def holds_mtp(name: str) -> bool:
     """Return whether the checkpoint in a directory or repository holds an MTP layer.
 
     Of a repository that is not downloaded yet, the weights are, where they are in one file.
     """
-    return find_layer(_files_by_tensor(name, revision)) is not None
+    return find_layer(_files_by_tensor(name, None)) is not None
 
 
 def load_mtp(name: str, target: Target, revision: str | None = None) -> MTPDrafter | None:

@@ -174,7 +174,7 @@ class StepTimes:
 
     @property
     def measured(self) -> bool:
-        """Whether any drafted step was timed."""
+        """Return whether the time of any drafted step is known."""
         return bool(self._excess)
 
     def lacks(self, rows: int, proposer: Proposer, *, sampled: bool) -> bool:

@@ -292,7 +292,7 @@ def check_tp(tp: int, sizes: Mapping[str, int]) -> None:
 
 
 class Rule(NamedTuple):
-    """How a tensor of the ranks is made of ours: one, or the query, key and value that they hold as one tensor."""
+    """Names the tensors of ours that one tensor of the ranks holds: one, or the query, key and value together."""
 
     theirs: str
     ours: tuple[str, ...]

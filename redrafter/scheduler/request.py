@@ -1,4 +1,4 @@
-"""What is requested of an engine for one sequence, and the check that it can be served.
+"""The request of one sequence to an engine, and the check that it can be served.
 
 `generate`, its coroutines and a server translate a call into these requests. `Scheduler.submit` checks all of them.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the server reports mistakes of its options before torch is 
 
 @dataclass(frozen=True)
 class RequestBounds:
-    """What an engine can serve. A server has the bounds of the engine in another process.
+    """Limits the requests that an engine can serve. A server has those of the engine in another process.
 
     Attributes:
         vocab_size: Number of token ids.
@@ -40,7 +40,7 @@ class RequestBounds:
 
 @dataclass(frozen=True, eq=False)  # comparing fields would look through whole prompts
 class GenerationRequest:
-    """What is requested for one sequence.
+    """Requests the continuation of one prompt.
 
     Attributes:
         prompt: Token ids.

@@ -137,7 +137,7 @@ class Scheduler:
 
     @property
     def bounds(self) -> RequestBounds:
-        """What the engine can serve."""
+        """Return the limits of requests that the engine can serve."""
         return RequestBounds(self.engine.target.vocab_size, self.longest, self.limits.max_input_len, self.batch.depth)
 
     @property

@@ -171,7 +171,7 @@ class TokenSequence:
     """A request while it is served: its prompt, the tokens that follow it, and its state of decoding.
 
     Attributes:
-        request: What is requested.
+        request: The request that it continues.
         sink: Called with every delta, in the thread of the engine.
         find_stop: Called with the tokens of a step; returns the index of the one that ends the sequence, or None.
         position_shift: Offset from the index of its tokens to their positions, once its images

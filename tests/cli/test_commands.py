@@ -91,9 +91,9 @@ def test_json_is_the_only_output_and_agrees(generate, expected, folder):
     assert stats["accepted"] == sum(stats["accepted_by_depth"]) > 0
     assert stats["tokens_per_step"] == stats["emitted"] / stats["steps"]
     assert document["tokens_per_second"] == pytest.approx(2 * NEW / document["seconds"])
-    shape = document["shape"]  # of the tree that this model's costs select
-    assert [*shape] == ["num_beams", "draft_len_per_beam", "nodes", "draft_from_text"]
-    assert 1 < shape["nodes"] <= 1 + shape["num_beams"] * shape["draft_len_per_beam"] <= 26
+    tree = ReDrafter.from_pretrained(folder / "merged").proposer_for(2)  # the costs of this model's steps select it
+    assert document["shape"] == tree.sizes
+    assert document["shape"]["draft_from_text"] == 16
     assert document["model"] == str(folder / "merged")
     assert (document["drafts"], document["drafter"]) == ("drafter", str(folder / "merged" / "drafter"))
     assert document["options"]["max_new_tokens"] == NEW

@@ -44,15 +44,15 @@ GREEDY = KINDS["greedy"]
 
 
 def check_logprobs(engine, sequence):
-    """Check that the log-probabilities that a sequence was told are the model's."""
-    told, count = (
+    """Check that the log-probabilities that a sequence gets are the model's."""
+    reported, count = (
         [line for delta in sequence.sink.deltas for line in delta.logprobs or ()],
         sequence.request.params.logprobs,
     )
-    assert len(told) == (0 if count is None else sequence.written)
+    assert len(reported) == (0 if count is None else sequence.written)
     with torch.no_grad():
         logits = engine.model(torch.tensor([sequence.tokens])).logits[0, len(sequence.request.prompt) - 1 : -1]
-    for (own, likeliest), token, line in zip(told, sequence.sink.tokens, logits.log_softmax(-1), strict=False):
+    for (own, likeliest), token, line in zip(reported, sequence.sink.tokens, logits.log_softmax(-1), strict=False):
         assert own == pytest.approx(float(line[token]), abs=1e-4)
         top = line.topk(count)
         assert list(likeliest) == top.indices.tolist()
@@ -186,8 +186,8 @@ def test_a_log_probability_is_a_number_even_of_what_the_model_never_writes(engin
     monkeypatch.setattr(engine.model.lm_head, "forward", lambda hidden: head(hidden).index_fill(-1, never, -math.inf))
     each = make_sequence([5, 6, 7], 6, SamplingParams(temperature=0, logprobs=VOCAB))
     run(scheduler(engine), [each])
-    told = [min(likeliest.values()) for delta in each.sink.deltas for _, likeliest in delta.logprobs]
-    assert told == [-9999] * 6
+    reported = [min(likeliest.values()) for delta in each.sink.deltas for _, likeliest in delta.logprobs]
+    assert reported == [-9999] * 6
 
 
 def test_a_text_ends_where_it_is_told_to(engine):

@@ -138,7 +138,7 @@ def test_options_that_say_nothing_are_refused(options, told):
 
 
 def test_rows_that_cannot_be_written_are_counted_with_one_warning(tmp_path, tokenizer, caplog, monkeypatch):
-    """A removed directory stands for any error of the disk."""
+    """Remove the directory, as an example of an error of the disk."""
     monkeypatch.setattr(capture_module, "FILE_SECONDS", 0.0)
     monkeypatch.setattr(capture_module, "POLL_SECONDS", 0.01)
     folder = tmp_path / "texts"

@@ -34,8 +34,8 @@ def test_every_part_tells_what_its_choice_has_come_to(path, program):
     written = [0, 0]
     for part in texts:
         [choice] = part["choices"]
-        told, usage = choice["logprobs"], part["usage"]
-        written[choice["index"]] += len(told["tokens"] if path == "/v1/completions" else told["content"])
+        reported, usage = choice["logprobs"], part["usage"]
+        written[choice["index"]] += len(reported["tokens"] if path == "/v1/completions" else reported["content"])
         assert usage["completion_tokens"] == written[choice["index"]]
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
         assert usage["prompt_tokens"] == last["usage"]["prompt_tokens"]
@@ -68,7 +68,7 @@ def test_counters_rise_by_what_the_answers_tell(program):
         )  # 400: longer than any pause
     after = program.metrics()
     rise = {name: after[name] - before.get(name, 0) for name in after}  # a drafter's first draft adds its own
-    told = [answer["metrics"]["speculative_decoding"] for answer in answers]
+    reported = [answer["metrics"]["speculative_decoding"] for answer in answers]
     for name, field in (
         ("vllm:spec_decode_num_drafts", "num_spec_steps"),
         ("vllm:spec_decode_num_draft_tokens", "num_draft_tokens"),
@@ -76,27 +76,27 @@ def test_counters_rise_by_what_the_answers_tell(program):
         ("redrafter:spec_decode_num_copied_draft_tokens", "num_copied_draft_tokens"),
         ("redrafter:spec_decode_num_accepted_copied_tokens", "num_accepted_copied_tokens"),
     ):
-        assert rise[f"{name}_total"] == sum(counts[field] for counts in told)
+        assert rise[f"{name}_total"] == sum(counts[field] for counts in reported)
     assert rise["vllm:spec_decode_num_accepted_tokens_total"] > 0
     for place in range(5):
-        accepted = sum(sum(counts["acceptance_histogram"][place + 1 :]) for counts in told)
+        accepted = sum(sum(counts["acceptance_histogram"][place + 1 :]) for counts in reported)
         assert rise[f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}}'] == accepted
     usages = [answer["usage"] for answer in answers]
     assert rise["vllm:generation_tokens_total"] == sum(usage["completion_tokens"] for usage in usages)
     assert rise['vllm:request_success_total{finished_reason="length"}'] == 25
-    many, plain = told[0], told[3]
+    many, plain = reported[0], reported[3]
     assert plain["num_spec_steps"] == plain["num_draft_tokens"] == 0
     # Each row's first token comes before any step, and its last one may be a draft, with no token of the step's own.
     assert many["num_spec_steps"] + many["num_accepted_draft_tokens"] <= usages[0]["completion_tokens"]
-    for counts in told:
+    for counts in reported:
         assert sum(counts["acceptance_histogram"]) == counts["num_spec_steps"]
         assert len(counts["acceptance_histogram"]) == counts["num_spec_tokens"] + 1
 
 
 def test_a_text_without_drafts_comes_to_one_token_a_step():
-    told = speculation_metrics(Stats(accepted_by_depth=[0] * 3))
+    reported = speculation_metrics(Stats(accepted_by_depth=[0] * 3))
     names = "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_spec_steps"
-    assert [told[name] for name in names] == [1.0, 0.0, [0] * 4, 0]
+    assert [reported[name] for name in names] == [1.0, 0.0, [0] * 4, 0]
 
 
 def test_all_metrics_are_there_before_the_first_request(program):

@@ -116,11 +116,11 @@ async def test_a_slow_listener_gets_more_at_once(client, engine):
 
 
 async def test_a_first_token_does_not_wait_for_a_step(client, served, monkeypatch):
-    told = threading.Event()
+    reported = threading.Event()
     step, waited = served.step, []
-    monkeypatch.setattr(served, "step", lambda: (waited.append(told.wait(60)), step()))
+    monkeypatch.setattr(served, "step", lambda: (waited.append(reported.wait(60)), step()))
     async for _ in asked(client, [[5, 6, 7]], 8):
-        told.set()
+        reported.set()
     assert waited[0]
 
 
@@ -181,14 +181,14 @@ async def test_a_round_that_never_ends_holds_nobody(engine, monkeypatch):
 
 
 async def test_an_engine_that_fails_leaves_nobody_waiting(engine, monkeypatch):
-    served, told = scheduler(engine), []
+    served, reported = scheduler(engine), []
     monkeypatch.setattr(served, "step", lambda: 1 / 0)
-    client = begun(served, told.append)
+    client = begun(served, reported.append)
     reason = "the engine failed (ZeroDivisionError): nothing is served any more"
     with pytest.raises(Stopped, match=re.escape(reason)):
         await written(client, [5, 6, 7], 80)
     assert not client.alive
-    assert soon(lambda: told == [reason])
+    assert soon(lambda: reported == [reason])
 
 
 class Panic(BaseException):
@@ -230,7 +230,7 @@ async def test_a_refusal_is_the_schedulers_own_error(engine, error, prompt, limi
 
 @pytest.fixture
 def cancelled(served, monkeypatch) -> list:
-    """The sequences that the engine was told to cancel."""
+    """The sequences that the engine is to cancel."""
     cancel, found = served.cancel, []
     monkeypatch.setattr(served, "cancel", lambda *sequences: (found.extend(sequences), cancel(*sequences)))
     return found
@@ -264,13 +264,13 @@ async def test_a_text_whose_stop_strings_cannot_be_looked_for_ends_alone(cancell
 
 
 async def test_a_text_whose_prompt_is_being_read_is_known_to_run(engine, monkeypatch):
-    served, told = scheduler(engine, max_num_tokens=16), []
+    served, reported = scheduler(engine, max_num_tokens=16), []
     step = served.step
-    monkeypatch.setattr(served, "step", lambda: (told.append(soon(lambda: client.load.running == 1, 60)), step()))
+    monkeypatch.setattr(served, "step", lambda: (reported.append(soon(lambda: client.load.running == 1, 60)), step()))
     client = begun(served)
     await written(client, [3 + n % 60 for n in range(60)], 2)
     client.stop()
-    assert told[0]  # after the first piece, long before the first token
+    assert reported[0]  # after the first piece, long before the first token
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1])

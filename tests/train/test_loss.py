@@ -107,9 +107,9 @@ def test_loss_and_gradient_are_those_of_the_plain_definition(distill, chunk):
     loss, seen, right = HeadLoss.apply(x, head, teacher, place, label, weights, distill, chunk, chunk_loss)
     (loss * 0.37).backward()
     exact_x, exact_head = (tensor.detach().double().requires_grad_() for tensor in (x, head))
-    logits, told = exact_x @ exact_head.T, teacher.double()[place]
+    logits, target_logits = exact_x @ exact_head.T, teacher.double()[place]
     rows = [
-        loss_of_rollout(logits[a], told[a], label[a].tolist(), weights[a].tolist(), distill)
+        loss_of_rollout(logits[a], target_logits[a], label[a].tolist(), weights[a].tolist(), distill)
         for a in range(anchor_count)
     ]
     expected = torch.stack(rows).sum()
@@ -173,8 +173,8 @@ def test_loss_is_that_of_the_chain_that_drafting_runs(base, form, monkeypatch):
             said.append(drafter.lm_head(x))
             token = int(text[0, i + k + 1])
             own.append(ids.index(token) if token in ids else -1)
-        told = torch.stack(logits[i + 1 : i + 1 + len(said)])
-        total = total + loss_of_rollout(torch.stack(said), told, own, [1, DECAY, DECAY**2], 0.7)
+        target_logits = torch.stack(logits[i + 1 : i + 1 + len(said)])
+        total = total + loss_of_rollout(torch.stack(said), target_logits, own, [1, DECAY, DECAY**2], 0.7)
     total.backward()
     expected = grads(drafter)
     model.train()  # as a caller may leave it; there is dropout in gpt2
