@@ -32,7 +32,8 @@ from redrafter.engine.engine import Engine
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.checkpoint_kind import split_adapter
 from redrafter.files.cpu_quota import cpu_quota
-from redrafter.measure.decode import PromptIds, Run, pad_token_of, timed_run
+from redrafter.measure.decode import pad_token_of
+from redrafter.measure.trial import Trial
 from redrafter.parallel.launched import launched_processes
 from redrafter.sampling.params import NUMBERS
 from redrafter.scheduler.request import check_token_ids
@@ -123,9 +124,13 @@ class Pair:
         engine = load_engine(method, name, options, draft)
         return cls(name, method, drafting_model_name(method, name, options, draft), tokenizer, engine)
 
-    def run_batch(self, prompts: PromptIds, options: GenerationOptions, **arguments: Any) -> Run:
-        """Decode prompts in one timed batch; `arguments` of `Engine.generate` override those from `options`."""
-        return timed_run(self.engine, prompts, pad_token_of(self.tokenizer), **self.arguments(options) | arguments)
+    def trial(self, options: GenerationOptions, **more: Any) -> Trial:
+        """Return the mode of decoding that options choose; `more` arguments of `Engine.generate` override theirs."""
+        arguments = self.arguments(options) | more
+        # Rejection sampling preserves the distribution, not the tokens.
+        exact = not (options.speculate and self.engine.rejection_sampling and arguments["do_sample"])
+        mode, tokenizer = self.method if options.speculate else PLAIN, self.tokenizer
+        return Trial(mode, self.engine, arguments, pad_token_of(tokenizer), exact, tokenizer.decode)
 
     def arguments(self, options: GenerationOptions) -> dict[str, Any]:
         """Convert the options to arguments of `Engine.generate`."""

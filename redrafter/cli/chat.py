@@ -2,20 +2,17 @@
 
 import argparse
 import contextlib
-import io
 import sys
-from dataclasses import replace
+from functools import partial
 from itertools import cycle
-from typing import Any
 
 from redrafter.app.flags import read_options
 from redrafter.app.loading import ChatEncoder, Pair
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.app.program import print_message
-from redrafter.cli.generate import WARM_UP_TOKENS, compare_runs
+from redrafter.cli.generate import compare_trial, warm_up
 from redrafter.cli.printer import Printer, use_color
 from redrafter.errors import ArgumentError, ReDrafterError
-from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.decode import RepeatedRuns, Run
 
 COMMANDS = ("/exit", "/reset", "/stats")
@@ -32,11 +29,10 @@ def run_checked(args: argparse.Namespace) -> int:
     pair = Pair.load(read_options(LoadOptions, args), read_options(DraftOptions, args), options.speculate)
     encoder = ChatEncoder(pair)
     history = History(encoder, args.system, pair.engine.target.context, options.max_new_tokens)
+    trial = pair.trial(options, eos_token_id=[*encoder.eos, *options.stop_token_ids])
     runs: list[Run] = []
-    asked: list[list[int]] = []  # the prompt of each run
-
-    def decode(ids: list[int], options: GenerationOptions, **arguments: Any) -> Run:
-        return pair.run_batch([ids], options, eos_token_id=[*encoder.eos, *options.stop_token_ids], **arguments)
+    trial.ran.repeats.append(runs)
+    batches: list[list[list[int]]] = []  # the prompt of each run
 
     def answer(question: str) -> None:
         ids, forgotten = history.prompt(question)
@@ -45,8 +41,8 @@ def run_checked(args: argparse.Namespace) -> int:
             print(f"(the context is full: the oldest {what} forgotten)", file=sys.stderr)
         printer = Printer(pair.tokenizer, [None], sys.stdout, color=use_color(args.color, sys.stdout))
         try:
-            runs.append(decode(ids, options, streamer=printer))
-            asked.append(ids)
+            runs.append(trial.run_batch([ids], len(runs), streamer=printer))
+            batches.append([ids])
             if interactive:
                 print(f"({runs[-1].count} tokens, {runs[-1].tokens_per_second:.1f} tokens/s)", file=sys.stderr)
         except KeyboardInterrupt:  # keep the printed part as the answer
@@ -56,21 +52,8 @@ def run_checked(args: argparse.Namespace) -> int:
                 return
         history.turns.append((question, printer.texts[0]))
 
-    def compare() -> None:
-        pair.engine.forget_prefixes()  # the first run of each prompt prefilled it too, so both are timed alike
-        plain, silent = [], io.StringIO()
-        for ids, run in zip(asked, runs, strict=True):
-            seeds = {} if run.stats.seeds is None else {"seed": run.stats.seeds}
-            printer = Printer(pair.tokenizer, [None], silent)  # formats text like the timed run
-            plain.append(decode(ids, replace(options, speculate=False), streamer=printer, **seeds))
-        print(_totals(runs), file=sys.stderr)
-        exact = not (pair.engine.rejection_sampling and options.sampling)
-        compare_runs(runs, plain, dtype_name(pair.engine.target.dtype), exact=exact)
-
-    if args.compare:  # warm up: first calls capture and compile
-        for speculate in (True, False):
-            short = replace(options, max_new_tokens=min(WARM_UP_TOKENS, options.max_new_tokens), speculate=speculate)
-            decode(history.prompt("Hello")[0], short)
+    if args.compare:
+        warm_up(trial, [history.prompt("Hello")[0]])
     if interactive:
         colored = options.speculate and use_color(args.color, sys.stdout)
         drafts = "; what was drafted is green" if colored else ""
@@ -109,7 +92,8 @@ def run_checked(args: argparse.Namespace) -> int:
                 print_message("error", error)
     if args.compare and runs:
         print("(decoding the same answers without drafts; Ctrl-C ends it)", file=sys.stderr)
-        compare()
+        print(_totals(runs), file=sys.stderr)
+        compare_trial(trial, batches, partial(Printer, pair.tokenizer, [None]))
     return 0
 
 

@@ -16,22 +16,25 @@ from transformers import PreTrainedTokenizerBase
 from redrafter.app.flags import read_options
 from redrafter.app.loading import ChatEncoder, Pair
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
+from redrafter.app.program import print_message
 from redrafter.chat.messages import text_of
 from redrafter.checkpoints.tokenizers import load_processor
 from redrafter.cli.printer import Printer, use_color
 from redrafter.data.prompts import turns_before_answer
 from redrafter.data.rows import Row
+from redrafter.engine.streamers import StepStreamer
 from redrafter.errors import ArgumentError, first_line
-from redrafter.files.dtype_names import dtype_name
 from redrafter.files.gguf_file import is_gguf
-from redrafter.measure.decode import RepeatedRuns, Run
-from redrafter.measure.differences import ROUNDS_INSIDE, describe_differences, find_differences, first_difference
+from redrafter.measure.decode import PromptIds, RepeatedRuns
+from redrafter.measure.differences import ROUNDS_INSIDE
 from redrafter.measure.prompts import ROW_SUFFIXES, encode, read_prompts
-from redrafter.measure.record import conditions, describe_stats
+from redrafter.measure.record import Record, conditions, describe_stats, to_json
+from redrafter.measure.table import SPEED, format_records
+from redrafter.measure.trial import PLAIN, Trial, describe
 from redrafter.parallel.launched import launched_processes
 from redrafter.parallel.ranks import Ranks, join_ranks
 
-WARM_UP_TOKENS = 8  # new tokens of the warm-up runs before a comparison
+WARM_UP_TOKENS = 8  # new tokens of a warm-up run before a comparison
 MAX_HEADING_CHARS = 60  # of a prompt in the line above its text
 
 
@@ -78,59 +81,39 @@ def run_checked(args: argparse.Namespace) -> int:
         headings = [f"[{row}/{count}] {line}" if count > 1 else None for row, line in enumerate(shown, 1)]
         return Printer(pair.tokenizer, headings, out, color=use_color(args.color, out))
 
-    # Warm up both ways, so that neither time includes compilation or capturing.
+    trial = pair.trial(options, **extra)
     if args.compare:
-        short = replace(options, max_new_tokens=min(WARM_UP_TOKENS, options.max_new_tokens))
-        for speculate in (True, False):
-            pair.run_batch(ids, replace(short, speculate=speculate), **extra)
-    speculative = pair.run_batch(ids, options, streamer=printer(sys.stdout), **extra)
-    stats = speculative.stats
+        warm_up(trial, ids)
+    run = trial.run_batch(ids, 0, streamer=printer(sys.stdout))
+    stats = run.stats
     print(
-        f"{speculative.count} tokens in {speculative.seconds:.2f} s, {speculative.tokens_per_second:.1f} tokens/s, "
+        f"{run.count} tokens in {run.seconds:.2f} s, {run.tokens_per_second:.1f} tokens/s, "
         f"{stats.tokens_per_step:.2f} tokens per step",
         file=sys.stderr,
     )
-    answers = [str(pair.tokenizer.decode(row, skip_special_tokens=True)) for row in speculative.tokens]
+    answers = [str(pair.tokenizer.decode(row, skip_special_tokens=True)) for row in run.tokens]
     if (empty := sum(not answer.strip() for answer in answers)) and pair.tokenizer.chat_template and chat is None:
-        print(
-            f"redrafter: note: {empty} of {len(answers)} texts are empty: the model has a chat template, without which "
-            "it may end at once; add --chat",
-            file=sys.stderr,
+        print_message(
+            "note",
+            f"{empty} of {len(answers)} texts are empty: the model has a chat template, without which it may end at "
+            "once; add --chat",
         )
-    comparison = None
+    comparison: list[Record] = []
     if args.compare:
-        # Same seeds and same text formatting, so that the times are comparable.
-        seeds = {} if stats.seeds is None else {"seed": stats.seeds}
-        streamer = printer(io.StringIO())
-        plain = pair.run_batch(ids, replace(options, speculate=False), streamer=streamer, **extra | seeds)
-        # Rejection sampling preserves the distribution, not the tokens.
-        exact = not (pair.engine.rejection_sampling and options.sampling)
-        comparison = compare_runs([speculative], [plain], dtype_name(pair.engine.target.dtype), exact=exact)
-        if (difference := comparison["first_difference"]) is not None:
-            row, _ = difference
-            arguments = pair.arguments(options) | {
-                name: extra[name] for name in extra if name != "num_return_sequences"
-            }
-            arguments["seed"] = None if stats.seeds is None else stats.seeds[row]
-            if isinstance(temperatures := arguments.get("temperature"), list):
-                arguments["temperature"] = temperatures[row]
-            texts_of_row = [plain.tokens[row]], [[speculative.tokens[row]]]
-            decode = pair.tokenizer.decode
-            [judged] = find_differences(pair.engine, arguments, [ids[row // copies]], *texts_of_row, decode)
-            print(*describe_differences([replace(judged, prompt=row)], pair.method), sep="\n", file=sys.stderr)
-            comparison |= {"near_tie": judged.near_tie, "margin": judged.margin}
-            if pair.engine.target.rounding:
-                print(f"redrafter: note: {pair.name} {ROUNDS_INSIDE}", file=sys.stderr)
+        trial.ran.repeats.append([run])
+        comparison = compare_trial(trial, [ids], printer)
+        if pair.engine.target.rounding and comparison[1].differences:
+            print_message("note", f"{pair.name} {ROUNDS_INSIDE}")
     if args.json:
         document = {
             "prompts": texts,  # of each output row, as all lists
             "texts": answers,
-            "tokens": [len(row) for row in speculative.tokens],
+            "tokens": [len(row) for row in run.tokens],
             "seeds": stats.seeds,
-            "seconds": speculative.seconds,
-            "tokens_per_second": speculative.tokens_per_second,
+            "seconds": run.seconds,
+            "tokens_per_second": run.tokens_per_second,
             "stats": {**describe_stats(stats), "rows": [describe_stats(row) for row in stats.rows]},
-            "compare": comparison,
+            "compare": [to_json(record) for record in comparison] or None,
             "model": pair.name,
             "drafts": pair.method,
             "drafter": pair.drafting_model,
@@ -141,32 +124,33 @@ def run_checked(args: argparse.Namespace) -> int:
     return 0
 
 
-def compare_runs(drafted: Sequence[Run], plain: Sequence[Run], dtype: str, *, exact: bool) -> dict[str, Any]:
-    """Print and return a comparison of runs with drafts and without, of a model in `dtype`, on the same prompts.
+def undrafted_of(trial: Trial) -> Trial:
+    """Return undrafted decoding with the engine and the arguments of a mode."""
+    return replace(trial, mode=PLAIN, arguments=trial.arguments | {"speculate": False}, ran=RepeatedRuns())
 
-    Tokens are compared if drafts promise `exact` ones.
+
+def warm_up(trial: Trial, prompts: PromptIds) -> None:
+    """Decode a few tokens with drafts and without, so that no timed run compiles or captures."""
+    for each in (trial, undrafted_of(trial)):
+        each.run_batch(prompts, 0, max_new_tokens=min(WARM_UP_TOKENS, trial.arguments["max_new_tokens"]))
+    trial.engine.forget_prefixes()
+
+
+def compare_trial(
+    trial: Trial, batches: Sequence[PromptIds], printer: Callable[[TextIO], StepStreamer | None]
+) -> list[Record]:
+    """Decode the batches of a mode, which has run, without drafts; print and return the records of both.
+
+    Text is formatted by `printer` as in the timed runs, so that times are comparable.
     """
-    ours, theirs = RepeatedRuns([[*drafted]]), RepeatedRuns([[*plain]])
-    found = map(first_difference, ours.texts(), theirs.texts()) if exact else ()
-    difference = next(((row, index) for row, index in enumerate(found) if index is not None), None)
-    [seconds], [speed], speedup = theirs.seconds, theirs.tokens_per_second, ours.speedup(theirs)
-    verdict = "the same tokens" if exact else "tokens not compared"
-    if difference is not None:
-        verdict = f"OTHER TOKENS from token {difference[1]} of row {difference[0]} on"
-        # A forward over several tokens rounds differently from one over a single token.
-        verdict += "" if dtype == "float32" else f" ({dtype} decides near-ties; --dtype float32 does not)"
-    print(
-        f"plain: {sum(run.count for run in plain)} tokens in {seconds:.2f} s, {speed:.1f} tokens/s; "
-        f"{verdict}; {speedup:.2f}x as fast with speculation",
-        file=sys.stderr,
-    )
-    return {
-        "equal": difference is None if exact else None,
-        "first_difference": difference,
-        "plain_seconds": seconds,
-        "plain_tokens_per_second": speed,
-        "speedup": speedup,
-    }
+    trial.engine.forget_prefixes()  # the first run of each prompt prefilled it too
+    copies, undrafted = trial.arguments.get("num_return_sequences", 1), undrafted_of(trial)
+    runs = [undrafted.run_batch(batch, first, streamer=printer(io.StringIO())) for first, batch in enumerate(batches)]
+    undrafted.ran.repeats.append(runs)
+    rows = [[prompt for prompt in batch for _ in range(copies)] for batch in batches]
+    records = [describe(each, undrafted, rows) for each in (undrafted, trial)]
+    print(*format_records(records, SPEED), sep="\n", file=sys.stderr)
+    return records
 
 
 def _as_turn(row: Row) -> Row:

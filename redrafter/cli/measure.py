@@ -37,12 +37,12 @@ from redrafter.formats.model_card import acceptance_section, read_or_begin, repl
 from redrafter.measure import misses
 from redrafter.measure.decode import DEFAULT_BATCH_SIZE as ANSWERED_AT_ONCE
 from redrafter.measure.decode import PromptIds, Texts, pad_token_of, repeated_share, write_texts
-from redrafter.measure.differences import ROUNDS_INSIDE, describe_differences
+from redrafter.measure.differences import ROUNDS_INSIDE
 from redrafter.measure.prompts import PromptSource, encode, read_prompts
 from redrafter.measure.record import Record, Records, conditions
 from redrafter.measure.replay import ReplayStats, name_tree, replay
 from redrafter.measure.steps import StepWork, copy_bandwidth, measure_step
-from redrafter.measure.table import draw, format_markdown, format_table, table_of, write_csv
+from redrafter.measure.table import SPEED, draw, format_markdown, format_records, table_of, write_csv
 from redrafter.measure.trial import (
     PLAIN,
     TransformersTrial,
@@ -61,7 +61,6 @@ from redrafter.tree.sizes import TreeShape
 WARM_UP_TOKENS = 8  # new tokens of a warm-up run of `compare` on a CPU; on a GPU a warm-up run is whole
 MAX_NODES = 4096  # of a search; its ancestor matrix grows quadratically
 # Columns of tables; those without a value are left out.
-SPEED = ("tok/s", "x plain", "tokens/step", "same texts")
 STEP = ("first ms", "token ms", "step ms", "draft", "floor", "verify", "its floor", "rest")
 SUITE = ("texts", "skipped", "accepted", "of texts", "1")
 EVALUATED = ("texts", "skipped", "tokens/step", "drafts/step", "repeated", "ended", "1")
@@ -132,13 +131,8 @@ def compare(options: CompareOptions, load: LoadOptions, draft: DraftOptions, gen
     left = sum(len(ids) > limit for members in prompts.values() for ids in members)
     prompts = _short_enough(prompts, options)
     every = [ids for members in prompts.values() for ids in members]
-    pad_token = pad_token_of(pair.tokenizer)
-    undrafted = pair.arguments(replace(generation, speculate=False))
-    plain = Trial(PLAIN, pair.engine, undrafted, pad_token, decode=pair.tokenizer.decode)
-    trials = [plain]
-    for each in pairs:
-        exact = not (each.engine.rejection_sampling and temperature)
-        trials.append(Trial(each.method, each.engine, each.arguments(generation), pad_token, exact))
+    plain = pair.trial(replace(generation, speculate=False))
+    trials = [plain, *(each.trial(generation) for each in pairs)]
     if options.assisted:
         trials.append(_assisted(pairs, plain, load.trust_remote_code))
     names = {each.method: each.drafting_model for each in pairs}
@@ -268,17 +262,11 @@ def _report(facts: Mapping[str, Any], options: MeasureOptions, shown: Sequence[s
         yield records
     finally:
         if records.rows:
-            columns, cells = table_of(records.rows, shown)
-            print(*heading, "", *format_table(columns, cells), sep="\n")
-            for record in records.rows:
-                if record.category is None:
-                    print(*describe_differences(record.differences or (), record.mode), sep="\n", end="")
-                if record.error is not None:
-                    print(f"{record.mode} failed: {record.error}")
+            print(*heading, "", *format_records(records.rows, shown), sep="\n")
             if options.csv is not None:
                 write_csv(options.csv, records.rows)
             if options.markdown is not None:
-                text = [*(f"- {line}" for line in heading), "", *format_markdown(columns, cells)]
+                text = [*(f"- {line}" for line in heading), "", *format_markdown(*table_of(records.rows, shown))]
                 write_atomically(Path(options.markdown), "\n".join(text) + "\n")
             if options.plot is not None:
                 draw(options.plot, records.rows, f"{heading[1]}, {facts['hardware']}")

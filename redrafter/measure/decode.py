@@ -17,6 +17,7 @@ from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.call import GenerateOutput, GenerateStats
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
+from redrafter.engine.streamers import StepStreamer
 from redrafter.model.target import Target
 from redrafter.scheduler.sequence import Stats
 
@@ -65,7 +66,7 @@ class Run:
     tokens: list[list[int]]  # new tokens of each output row
     stats: GenerateStats  # in total and per row
     seconds: float  # of the whole call, prefill included
-    first_token: float | None = None  # seconds from the call to the first new token of any row, if it was noted
+    first_token: float | None = None  # seconds from the call to the first new token of any row; None if streamed
 
     @property
     def count(self) -> int:
@@ -127,14 +128,15 @@ class _FirstToken:
         pass
 
 
-def timed_run(engine: Engine, prompts: PromptIds, pad_token: int, *, note_first: bool = False, **arguments: Any) -> Run:
-    """Decode prompts in one timed call of `engine.generate`, with further `arguments` such as a streamer."""
+def timed_run(
+    engine: Engine, prompts: PromptIds, pad_token: int, *, streamer: StepStreamer | None = None, **arguments: Any
+) -> Run:
+    """Decode prompts in one timed call of `engine.generate`; without a `streamer`, note the time of the first token."""
     ids, mask = padded(prompts, pad_token)
     watch = Stopwatch(engine.target.device)
     first = _FirstToken(watch)
-    arguments |= {"streamer": first} if note_first else {}
     with watch:
-        out = engine.generate(ids, mask, return_dict_in_generate=True, **arguments)
+        out = engine.generate(ids, mask, return_dict_in_generate=True, streamer=streamer or first, **arguments)
     assert isinstance(out, GenerateOutput)
     assert out.stats is not None
     rows = zip(out.sequences[:, ids.shape[1] :].tolist(), out.stats.rows, strict=True)

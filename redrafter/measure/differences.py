@@ -74,7 +74,8 @@ def find_differences(
 
     Args:
         engine: The engine of plain decoding, whose logits identify near-ties.
-        arguments: Arguments of `generate` for plain decoding; where `seed` is s, prompt i was decoded with s + i.
+        arguments: Arguments of `generate` for plain decoding; where `seed` is s, prompt i was decoded with s + i, and
+            where `temperature` is a list, with its temperature i.
         prompts: Token ids of each prompt.
         plain: New token ids of plain decoding for each prompt.
         repeats: New token ids of the other method for each prompt, repeat by repeat.
@@ -94,8 +95,10 @@ def find_differences(
             mine, other = (decode(list(text))[len(common) :] for text in (expected, output))
             verdict: dict[str, Any] = {}
             if a is not None and b is not None:
-                seeded = {**arguments, "seed": None if seed is None else seed + row}
-                verdict = _judge(engine, seeded, [*prompt, *expected[:at]], [a, b])
+                own = {**arguments, "seed": None if seed is None else seed + row}
+                if isinstance(temperatures := arguments.get("temperature"), list):
+                    own["temperature"] = temperatures[row]
+                verdict = _judge(engine, own, [*prompt, *expected[:at]], [a, b])
             found.append(Difference(row, at, common, a, b, mine, other, **verdict))
         # One difference per prompt, first one that rounding cannot explain.
         worst += sorted(found, key=lambda difference: (difference.near_tie, difference.token))[:1]
@@ -106,7 +109,8 @@ def _judge(engine: Engine, arguments: dict[str, Any], text: list[int], tokens: l
     """Return the fields of a `Difference` from `margin` on, for two candidate tokens after a text."""
 
     def draw(bias: dict[int, float]) -> GenerateOutput:
-        one = {name: value for name, value in arguments.items() if name not in ("stop_strings", "tokenizer")}
+        left_out = ("stop_strings", "tokenizer", "num_return_sequences")
+        one = {name: value for name, value in arguments.items() if name not in left_out}
         one |= {"max_new_tokens": 1, "speculate": False, "output_logits": True, "output_scores": True}
         ids = torch.tensor([text])  # [1, P]
         # A cached prefix was computed with other shapes and may round differently.

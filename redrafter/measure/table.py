@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from redrafter.files.atomic_file import write_atomically
+from redrafter.measure.differences import describe_differences
 from redrafter.measure.record import Record, to_json
 
 MIN_WIDTH = 5  # of a column: the width of a share with three decimals
 SHOWN_POSITIONS = 8  # of drafts, in a table; CSV has all
+SPEED = ("tok/s", "x plain", "tokens/step", "same texts")  # columns that compare modes
 # What identifies a record: a column where records differ. What it measured: a column where any record has a value.
 IDENTITY = {"category": "category", "T": "temperature", "batch": "batch_size", "prompt": "prompt_length"}
 MEASURED = {
@@ -57,6 +59,16 @@ def table_of(records: Sequence[Record], shown: Collection[str]) -> tuple[list[st
             [each.mode, *(getattr(each, name) for name in names.values()), *(rates[place] for place in places)]
         )
     return ["", *names, *(str(place + 1) for place in places)], cells
+
+
+def format_records(records: Sequence[Record], shown: Collection[str]) -> Iterator[str]:
+    """Yield the lines of the table of records, followed by where texts differ and why a mode failed."""
+    yield from format_table(*table_of(records, shown))
+    for record in records:
+        if record.category is None:
+            yield from describe_differences(record.differences or (), record.mode)
+        if record.error is not None:
+            yield f"{record.mode} failed: {record.error}"
 
 
 def format_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:

@@ -36,10 +36,9 @@ class Trial:
     error: str | None = None  # why it cannot decode
 
     def run_batch(self, batch: PromptIds, first: int, **changes: Any) -> Run:
-        """Decode a batch that follows `first` other prompts, with other arguments, without cached prefixes."""
-        self.engine.forget_prefixes()
+        """Decode a batch that follows `first` other prompts, with other arguments."""
         arguments = self.arguments | {"seed": self.arguments["seed"] + first} | changes
-        return timed_run(self.engine, batch, self.pad_token, note_first=True, **arguments)
+        return timed_run(self.engine, batch, self.pad_token, **arguments)
 
 
 @dataclass
@@ -78,6 +77,7 @@ def run_trials(
     short = {} if warm_up_tokens is None else {"max_new_tokens": warm_up_tokens}
     for trial in trials:
         for batch in {len(batch): batch for batch in reversed(batches)}.values():
+            trial.engine.forget_prefixes()
             try:
                 run = trial.run_batch(batch, 0, **short)
             except Exception as error:
@@ -95,6 +95,7 @@ def run_trials(
         for index, batch in enumerate(batches):
             progress(f"repeat {repeat + 1} of {repeats}, batch {index + 1} of {len(batches)}")
             for trial in reversed(able) if repeat % 2 else able:
+                trial.engine.forget_prefixes()
                 trial.ran.repeats[-1].append(trial.run_batch(batch, first))
             first += len(batch)
 

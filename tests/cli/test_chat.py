@@ -10,9 +10,9 @@ from helpers.command_line import (
     merge,
     typed,
 )
-from redrafter.app.loading import Pair
 from redrafter.cli import main
 from redrafter.cli.chat import History
+from redrafter.measure.trial import Trial
 
 
 @pytest.fixture
@@ -58,10 +58,12 @@ def test_chat_compares_its_answers_with_undrafted_decoding_when_it_ends(chat, an
     for last in ("", "/exit\n"):
         out, err = chat(f"ja\n10\n{last}", "--compare", "--dtype", "float32")
         assert out == answers("ja", "10")
-        waits, drafted, plain = err.splitlines()
+        waits, totals, columns, plain, drafted = err.splitlines()
         assert waits.startswith("(decoding the same answers without drafts")
-        assert drafted.startswith("2 answers, 16 tokens in ")
-        assert re.fullmatch(r"plain: 16 tokens in .+; the same tokens; [\d.]+x as fast with speculation", plain)
+        assert totals.startswith("2 answers, 16 tokens in ")
+        assert columns.split() == ["tok/s", "x", "plain", "tokens/step", "same", "texts"]
+        assert re.fullmatch(r"  plain +[\d.]+ +1.000 +1.000 +-", plain)
+        assert re.fullmatch(r"  drafter +[\d.]+ +[\d.]+ +[\d.]+ +2 of 2", drafted)
     assert chat("", "--compare") == ("", "")
 
 
@@ -103,14 +105,14 @@ def test_history_keeps_room_for_the_answer_and_the_system_message():
 
 
 def test_an_interrupt_stops_the_answer_and_not_the_talk(chat, answers, monkeypatch):
-    honest, tokenizer = Pair.run_batch, byte_tokenizer()
+    honest, tokenizer = Trial.run_batch, byte_tokenizer()
 
-    def interrupted(self, prompts, options, *, streamer, **arguments):
-        monkeypatch.setattr(Pair, "run_batch", honest)
+    def interrupted(self, *args, streamer):
+        monkeypatch.setattr(Trial, "run_batch", honest)
         streamer.put_step(0, tokenizer("ach").input_ids, 0, ended=False)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Pair, "run_batch", interrupted)
+    monkeypatch.setattr(Trial, "run_batch", interrupted)
     out, err = chat("ja\n10\n/stats\n")
     assert err.startswith("(stopped)\n1 answer, ")
     assert out == "ach\n" + answers("10", head="u:ja\na:ach\n")

@@ -25,10 +25,11 @@ from helpers.command_line import (
     typed,
 )
 from redrafter import DrafterConfig, RecurrentDrafter, ReDrafter
-from redrafter.app.loading import ChatEncoder, Pair
+from redrafter.app.loading import ChatEncoder
 from redrafter.cli import main
 from redrafter.cli.printer import GREEN, RESET, Printer, use_color
 from redrafter.engine.detokenizer import Detokenizer
+from redrafter.measure.trial import Trial
 
 
 def test_streamed_text_is_what_model_generate_writes(generate, expected):
@@ -105,32 +106,33 @@ def test_json_is_the_only_output_and_agrees(generate, expected, folder):
 def test_compare_finds_the_same_tokens(generate, sampling):
     out, err = generate("Zürich", "--compare", "--json", *sampling)
     document = json.loads(out)
-    assert document["compare"]["equal"] is True
-    assert document["compare"]["first_difference"] is None
-    assert document["compare"]["speedup"] == pytest.approx(document["compare"]["plain_seconds"] / document["seconds"])
-    assert len(set(document["texts"])) == len(document["prompts"]) == (2 if sampling else 1)
+    plain, drafted = document["compare"]
+    assert (drafted["same"], drafted["differences"]) == (drafted["texts"], [])
+    assert drafted["speedup"] == pytest.approx(plain["seconds"] / document["seconds"])
+    assert len(set(document["texts"])) == len(document["prompts"]) == drafted["texts"] == (2 if sampling else 1)
     assert (document["seeds"] is not None) == bool(sampling)
-    assert "the same tokens" in err.splitlines()[1]
+    assert [line.split()[0] for line in err.splitlines()[2:]] == [plain["mode"], "drafter"]
+    assert err.endswith(f"{drafted['texts']} of {drafted['texts']}\n")
 
 
 def test_compare_tells_where_tokens_differ(generate, monkeypatch):
-    honest = Pair.run_batch
+    honest = Trial.run_batch
 
-    def broken(self, prompts, options, **arguments):
-        run = honest(self, prompts, options, **arguments)
-        if not options.speculate:
+    def broken(self, *args, **changes):
+        run = honest(self, *args, **changes)
+        if not self.arguments["speculate"]:
             run.tokens[0][7] += 1
         return run
 
-    monkeypatch.setattr(Pair, "run_batch", broken)
+    monkeypatch.setattr(Trial, "run_batch", broken)
     _, err = generate("Zürich", "--compare")
-    assert "OTHER TOKENS from token 7 of row 0 on" in err
+    assert "0 of 1\n  OTHER TOKENS in prompt 1" in err
     assert re.search(r"\n  OTHER TOKENS in prompt 1 at new token 8: .+; rounding explains 0.0001\n    plain ", err)
     monkeypatch.setattr("redrafter.measure.differences.tolerance", lambda *_: 1e9)
     document = json.loads(generate("Zürich", "--compare", "--json", "--dtype", "bfloat16")[0])
-    assert document["compare"]["near_tie"] is True
+    assert document["compare"][1]["near_ties"] == 1
     _, err = generate("Zürich", "--compare", "--dtype", "bfloat16")
-    assert "(bfloat16 decides near-ties; --dtype float32 does not)" in err
+    assert "0 of 1, 1 near-ties\n" in err
     assert "  near-tie in prompt 1 at new token 8: " in err
 
 

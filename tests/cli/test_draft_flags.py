@@ -40,7 +40,7 @@ def test_what_else_drafts_needs_no_drafter_and_writes_the_tokens_of_plain_decodi
     document = json.loads(
         generate(*prompts, "--model", str(folder / "base"), *words, *sampling, "--compare", "--json")[0]
     )
-    assert (document["compare"]["equal"], document["compare"]["first_difference"]) == (True, None)
+    assert document["compare"][1]["same"] == len(prompts)
     names = ("draft model", str(folder / "small")) if by_model else ("prompt lookup", None)
     assert (document["drafts"], document["drafter"], document["shape"]) == (*names, shape)
     assert 0 < document["stats"]["accepted"] < document["stats"]["drafted"]

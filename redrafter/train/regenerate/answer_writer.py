@@ -333,7 +333,7 @@ class AnswerWriter:
             options = replace(options, temperature=1.0, top_k=config.top_k, top_p=config.top_p)
             arguments["temperature"] = [task.temperature for task in batch]
             arguments["seed"] = [task.seed for task in batch]
-        return self.pair.run_batch([task.ids for task in batch], options, streamer=None, **arguments)
+        return self.pair.trial(options).run_batch([task.ids for task in batch], 0, **arguments)
 
     def _halve_batch(self, batch: Sequence[Task], reason: str) -> None:
         """Halve the rows at once; a single row that does not fit into memory fails."""
