@@ -12,7 +12,6 @@ from redrafter.cli import measure_options
 from redrafter.cli.commands import build_parser
 from redrafter.convert import config as convert_config
 from redrafter.serve import command as serve_command
-from redrafter.serve.config import ServeOptions, read_config
 from redrafter.train import config as train_config
 
 PAGE = Path(__file__).parent.parent / "docs" / "migration.md"
@@ -84,7 +83,7 @@ def test_keys_are_honoured_or_noted_as_the_page_says(tmp_path, key, outcome):
     file.write_text(json.dumps({key: value}))
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        options = read_config([str(file)], (ServeOptions, serve_command.LoadOptions))
+        options = serve_command.build_parser().read_config(str(file))
     assert (len(warned), len(options)) == ((0, 1) if outcome == "honoured" else (1, 0))
 
 

@@ -1,6 +1,6 @@
-"""Read options of a command from JSON files that `--config FILE` names, and convert them to the fields' types.
+"""Read options of a command from files that `--config FILE` names, and convert them to the fields' types.
 
-A file holds one object that maps option names, with dashes or underscores, to their values:
+A file holds one object, in JSON or JSON5, that maps option names, with dashes or underscores, to their values:
 
     {"model": "my-base", "batch-size": 8, "target-layers": [8, 16, 24], "compile": true}
 
@@ -55,20 +55,29 @@ def options_by_name(options: Iterable[type]) -> dict[str, Option]:
 
 
 class ConfigParser(Parser):
-    """A parser that also reads options from the JSON files that `--config` names; flags override the files."""
+    """A parser that also reads options from the files that `--config` names; flags override the files."""
 
-    def __init__(self, *, options: Iterable[type], **kwargs: Any):
-        """Create a parser for dataclasses of options, whose flags `add_options` adds."""
+    def __init__(
+        self,
+        *,
+        options: Iterable[type],
+        translate: Callable[[str, dict[str, object]], dict[str, object]] = lambda file, content: content,
+        **kwargs: Any,
+    ):
+        """Create a parser for dataclasses of options, whose flags `add_options` adds.
+
+        `translate` receives a file's name and content, and returns the content with the names of these options.
+        """
         super().__init__(**kwargs)
-        self._options = options_by_name(options)
+        self._options, self._translate_content = options_by_name(options), translate
         self._config: dict[str, object] = {}
         self.add_argument(
             "--config",
             type=self._load_config,
             default=argparse.SUPPRESS,
             metavar="FILE",
-            help="read options from a JSON object with the names of the options below as keys; flags win over the "
-            "file, later files over earlier ones",
+            help="read options from an object in JSON or JSON5 with the names of the options below as keys; flags win "
+            "over the file, later files over earlier ones",
         )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -83,32 +92,43 @@ class ConfigParser(Parser):
 
     def _load_config(self, path: str) -> None:
         """Store the options of a file and stop requiring their flags. An invalid file exits the program."""
-        flags = {action.dest: action for action in self._actions}
-        known = {name: option for name, option in self._options.items() if name in flags}
-        config: dict[str, object] = {}
         try:
-            for key, value in read_object(path).items():
-                name = key.replace("-", "_")
-                if name in config:
-                    raise ArgumentError(f"{path}: {key} is given twice")
-                config[name] = convert_value(path, key, value, known)
+            config = self.read_config(path)
         except ArgumentError as error:
             self.error(" ".join(str(error).split()))
         self._config |= config
         # argparse would still demand a required option that the file provides.
-        for name in config:
-            flags[name].required = False
+        for action in self._actions:
+            action.required &= action.dest not in config
+
+    def read_config(self, file: str) -> dict[str, object]:
+        """Return the options that a file sets, by name.
+
+        Raises:
+            ArgumentError: The file cannot be read, or a key is unknown, given twice or has a value of another type.
+        """
+        flags = {action.dest for action in self._actions}
+        known = {name: option for name, option in self._options.items() if name in flags}
+        config: dict[str, object] = {}
+        for key, value in self._translate_content(file, read_object(file)).items():
+            name = key.replace("-", "_")
+            if name in config:
+                raise ArgumentError(f"{file}: {key} is given twice")
+            config[name] = convert_value(file, key, value, known)
+        return config
 
 
-def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    for index, (key, _) in enumerate(pairs):
-        if any(key == other for other, _ in pairs[:index]):
+def _without_duplicates(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
+    content: dict[str, object] = {}
+    for key, value in pairs:
+        if key in content:
             raise ValueError(f"{key} is given twice")
-    return dict(pairs)
+        content[key] = value
+    return content
 
 
-def read_object(file: str | Path, *, json5: bool = False) -> dict[str, object]:
-    """Load the object in a file of options: JSON, or with `json5` also JSON5 if its package is installed.
+def read_object(file: str) -> dict[str, object]:
+    """Load the object in a file of options: JSON, or also JSON5 if its package is installed.
 
     Raises:
         ArgumentError: The file cannot be read, is empty, or does not hold an object.
@@ -122,54 +142,48 @@ def read_object(file: str | Path, *, json5: bool = False) -> dict[str, object]:
     if not text.strip():
         raise ArgumentError(f"{file} is empty; it must hold a JSON object, such as {{}}")
     try:
-        document = json.loads(text, object_pairs_hook=None if json5 else _without_duplicates)
+        document = json.loads(text, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
-        if not json5:
-            raise ArgumentError(f"{file} is not JSON: {error}") from error
         # JSON is tried first: the json5 package is optional and slower.
         try:
             from json5 import loads
 
-            document = loads(text)
+            document = loads(text, object_pairs_hook=_without_duplicates)
         except ImportError:
-            raise ArgumentError(f"{file} is not JSON; for JSON5: pip install json5") from None
+            raise ArgumentError(f"{file} is not JSON: {error}; for JSON5: pip install json5") from None
         except (ValueError, RecursionError) as wrong:
             raise ArgumentError(f"{file} is neither JSON nor JSON5: {wrong}") from wrong
     return check_object(file, document)
 
 
-def check_object(file: str | Path, document: object) -> dict[str, object]:
+def check_object(file: str, document: object) -> dict[str, object]:
     """Return the parsed content of a file of options; raise `ArgumentError` if it is not an object."""
     if not isinstance(document, dict):
         raise ArgumentError(f"{file} must hold a JSON object, got a {_JSON_NAMES[type(document)]}")
     return document
 
 
-def convert_value(
-    file: str | Path, key: str, value: object, known: Mapping[str, Option], aliases: Mapping[str, str] | None = None
-) -> object:
+def convert_value(file: str, key: str, value: object, known: Mapping[str, Option]) -> object:
     """Convert the JSON value of a key to the type of its option.
 
     Args:
         file: The file, as errors name it.
-        key: The key: an option's name with dashes or underscores, or an alias.
+        key: The key: an option's name with dashes or underscores.
         value: The value.
         known: The options by name.
-        aliases: Names of options by their aliases.
 
     Raises:
         ArgumentError: The key is unknown or the value has another type; the message suggests a correction.
     """
-    aliases = aliases or {}
     name = key.replace("-", "_")
-    option = known.get(aliases.get(name, name))
+    option = known.get(name)
     if option is None:
         # Flags of options that default to true are spelled --no-X, but a file gives X itself.
         positive = name.removeprefix("no_")
         if name != positive and positive in known and known[positive].hint is bool:
             hint = f'; write "{positive}": false'
         else:
-            hint = did_you_mean(name, [*known, *aliases])
+            hint = did_you_mean(name, known)
         raise ArgumentError(f"{file}: {key} is not an option of this command{hint}")
     try:
         return _convert(value, option)

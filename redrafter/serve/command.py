@@ -11,21 +11,15 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from redrafter.app.config_file import ConfigParser
 from redrafter.app.drafter_alone import use_base_of_drafter
 from redrafter.app.flags import add_options, read_options
 from redrafter.app.options import DraftOptions, LoadOptions
-from redrafter.app.parser import Parser
 from redrafter.app.paths import check_adapter, check_paths
 from redrafter.app.program import import_libraries, run_command
 from redrafter.errors import ArgumentError, ReDrafterError, how_to_install
 from redrafter.parallel.launched import process_rank
-from redrafter.serve.config import (
-    LIMIT_OPTIONS,
-    ServeOptions,
-    config_beside,
-    parse_lora_modules,
-    read_config,
-)
+from redrafter.serve.config import ServeOptions, limits_beside, parse_lora_modules, translate_config
 from redrafter.serve.engine_process.start import EngineProcess, LoadEngine
 from redrafter.serve.extension import extensions, writing_paths
 from redrafter.serve.network.api_keys import ApiKeys, collect_keys, collect_operator_keys
@@ -63,29 +57,26 @@ def listen(options: ServeOptions) -> socket.socket:
     return listening
 
 
-def build_parser() -> Parser:
+def build_parser() -> ConfigParser:
     """Build the parser of `redrafter serve`."""
-    parser = Parser(
+    parser = ConfigParser(
         prog="redrafter serve",
+        options=(ServeOptions, LoadOptions, DraftOptions, *(extension.options for extension in extensions())),
+        translate=translate_config,
         description=f"Serve a model over HTTP: {', '.join(writing_paths())},\n"
-        "with /v1/models, /tokenize, /health, /metrics, /docs. Without MODEL, the pair in the box.",
+        "with /v1/models, /tokenize, /health, /metrics, /docs. Without MODEL, the pair in the box.\n"
+        "--config also takes the keys of TensorRT-LLM's runtime.json.",
         epilog="examples:\n"
         "  redrafter serve my-merged --port 8000\n"
         "  redrafter serve my-base --drafter my-drafter --max-batch-size 64 --api-key-file keys.txt\n"
         "  redrafter serve my-70b --draft-model my-1b\n"
         "  redrafter serve my-base --drafter my-drafter --lora-modules poems=my-lora law=my-other-lora",
     )
-    parser.add_argument(
-        "--config",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="options as JSON or JSON5, also the keys of TensorRT-LLM's runtime.json; flags win (may be repeated)",
-    )
     parser.add_argument("--print-config", action="store_true", help="print all options as JSON and do nothing")
     parser.add_argument(
         "model",
         nargs="?",
+        default=argparse.SUPPRESS,
         metavar="MODEL",
         help="hub id, directory or GGUF file of the model, a merged checkpoint, or a drafter that names its base",
     )
@@ -146,21 +137,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def read_request(argv: Sequence[str] | None) -> tuple[argparse.Namespace, LoadEngine, list[Any]]:
     """Read a command line, and return its arguments, what to load, and the options of each extension."""
-    args = _with_config(build_parser().parse_args(argv))
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    use_base_of_drafter(args)
+    if (model := vars(args).get("model")) is not None:
+        args = argparse.Namespace(**limits_beside(parser, model) | vars(args))
     options, load = read_options(ServeOptions, args), read_options(LoadOptions, args)
     request = LoadEngine(options, load, read_options(DraftOptions, args))  # validates the combination of options
     return args, request, [read_options(extension.options, args) for extension in extensions()]
-
-
-def _with_config(args: argparse.Namespace) -> argparse.Namespace:
-    kinds = (ServeOptions, LoadOptions, DraftOptions, *(extension.options for extension in extensions()))
-    configured = read_config(args.config, kinds)
-    given = {name: value for name, value in vars(args).items() if not (name == "model" and value is None)}
-    args = argparse.Namespace(**configured | given)
-    use_base_of_drafter(args)
-    model = vars(args).get("model")
-    beside = {} if model is None else read_config(config_beside(model), kinds, only=LIMIT_OPTIONS)
-    return argparse.Namespace(**beside | vars(args))
 
 
 def _serve(request: LoadEngine, keys: ApiKeys, operators: ApiKeys) -> None:

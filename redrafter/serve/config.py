@@ -1,11 +1,10 @@
 """Options of `redrafter serve`, and configuration files for them, including files for TensorRT-LLM's server."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from redrafter.app.config_file import check_object, convert_value, options_by_name, read_object
+from redrafter.app.config_file import ConfigParser, check_object
 from redrafter.app.flags import flag, names
 from redrafter.chat import thoughts
 from redrafter.errors import ArgumentError, how_to_install, warn
@@ -23,7 +22,6 @@ _RUNTIME = {
     "kv_cache_free_gpu_mem_fraction": "kv_cache_free_gpu_memory_fraction",
     "kv_cache_host_memory_megabytes": "kv_host_cache_gib",
 }
-_UNITS = {"kv_cache_host_memory_megabytes": 1 / 1024}  # factors from their units to the units of our options
 _NO_MEANING = frozenset(
     {
         "cross_kv_cache_fraction",
@@ -238,50 +236,43 @@ class ServeOptions:
         )
 
 
-def config_beside(model: str) -> list[str]:
-    """Return the paths of the `CONFIG_FILES` that exist in a model's directory or repository.
+def translate_config(file: str, content: dict[str, object]) -> dict[str, object]:
+    """Return the content of a file of options, with keys of `runtime.json` under the names and in the units here.
 
-    Raises the errors of `check_source`.
+    These keys may be at the top or under `runtime`. A warning is logged for each one that has no equivalent here.
+    """
+    runtime = check_object(f"{file}: runtime", content.pop("runtime", {}))
+    translated: dict[str, object] = {}
+    for key, value in (content | runtime).items():
+        name = key.replace("-", "_")
+        if name == "kv_cache_onboard_blocks" and value is True:
+            continue  # blocks found on the host are always copied to the GPU
+        if name in _NO_MEANING or name in _PARTS:
+            warn(f"{file}: {key} means nothing here{f': {_PARTS[name]}' if name in _PARTS else ''}")
+        elif name not in _RUNTIME:
+            translated[key] = value
+        elif value is not None:
+            in_megabytes = name == "kv_cache_host_memory_megabytes" and type(value) in (int, float)
+            translated[_RUNTIME[name]] = value / 1024 if in_megabytes else value  # type: ignore[operator]
+    return translated
+
+
+def limits_beside(parser: ConfigParser, model: str) -> dict[str, object]:
+    """Read the `CONFIG_FILES` in a model's directory or repository; warn of options that are no `LIMIT_OPTIONS`.
+
+    Raises `ArgumentError` for a file that cannot be read, and the errors of `check_source`.
     """
     check_source(model)
-    return [file for name in CONFIG_FILES if (file := find_model_file(model, name)) is not None]
-
-
-def read_config(files: Sequence[str], options: Sequence[type], only: Collection[str] | None = None) -> dict[str, Any]:
-    """Read options of dataclasses by name from JSON or JSON5 files, where later files take precedence.
-
-    Keys are the names of flags, with dashes or underscores, or of `runtime.json`, at the top or under `runtime`.
-    A warning is logged for each key that has no equivalent here, or that is not in `only` if it is given.
-
-    Raises:
-        ArgumentError: A file cannot be read, or a key is unknown or has a wrong value.
-    """
-    known = options_by_name(options)
-    values: dict[str, Any] = {}
-    for file in files:
-        for key, value in _entries(file):
-            spelt = key.replace("-", "_")
-            name = _RUNTIME.get(spelt, spelt)
-            if spelt == "kv_cache_onboard_blocks" and value is True:
-                continue  # blocks found on the host are always copied to the GPU
-            if spelt in _NO_MEANING or spelt in _PARTS:
-                reason = f": {_PARTS[spelt]}" if spelt in _PARTS else ""
-                warn(f"{file}: {key} means nothing here{reason}")
-            elif name in known and only is not None and name not in only:
+    limits: dict[str, object] = {}
+    for file in filter(None, (find_model_file(model, name) for name in CONFIG_FILES)):
+        for name, value in parser.read_config(file).items():
+            if name in LIMIT_OPTIONS:
+                limits[name] = value
+            else:
                 warn(
-                    f"{file}: {key} cannot be set in a file of a model's directory: give it as a flag or with --config"
+                    f"{file}: {name} cannot be set in a file of a model's directory: give it as a flag or with --config"
                 )
-            elif value is not None or name not in known:
-                values[name] = convert_value(file, key, value, known, _RUNTIME)
-                if spelt in _UNITS:
-                    values[name] *= _UNITS[spelt]
-    return values
-
-
-def _entries(file: str) -> list[tuple[str, Any]]:
-    content = read_object(file, json5=True)
-    runtime = check_object(f"{file}: runtime", content.pop("runtime", {}))
-    return [*content.items(), *runtime.items()]
+    return limits
 
 
 def parse_lora_modules(words: Sequence[str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from helpers.command_line import byte_tokenizer, fails
+from helpers.command_line import byte_tokenizer, fails, ran
 from redrafter.app.foreign_flags import ALIASES, REPEATED, UNNEEDED
 from redrafter.app.parser import Parser
 from redrafter.cli import SCRIPTS, main, measure_options
@@ -190,10 +190,9 @@ def test_what_users_of_other_programs_and_commands_type_is_honoured(parsers, lin
 
 
 @pytest.mark.parametrize(("word", "dtype"), [("half", "float16"), ("bf16", "bfloat16"), ("int8", None)])
-def test_number_formats_of_files_have_the_same_names_as_on_the_command_line(tmp_path, capsys, word, dtype):
+def test_number_formats_of_files_have_the_same_names_as_on_the_command_line(tmp_path, word, dtype):
     (tmp_path / "c.json").write_text(json.dumps({"dtype": word}))
-    code = main(["serve", "--print-config", "--config", str(tmp_path / "c.json")])
-    out, err = capsys.readouterr()
+    code, out, err = ran("serve", "--print-config", "--config", str(tmp_path / "c.json"))
     assert (code, json.loads(out)["dtype"] if out else None) == (0 if dtype else 2, dtype)
     assert ("dtype must be one of auto, float32" in err) == (dtype is None)
 

@@ -57,10 +57,10 @@ REFUSED = {  # what is JSON and of another type: tests/app/test_option_values.py
     '{"batch-sise": 8}': "batch-sise is not an option of this command; did you mean batch_size?",
     '{"no-pack": true}': 'no-pack is not an option of this command; write "pack": false',
     '{"batch-size": 0}': "--batch-size must be positive, got 0",
-    '{"lr": 1, "lr": 2}': "is not JSON: lr is given twice",
+    '{"lr": 1, "lr": 2}': "is neither JSON nor JSON5: lr is given twice",
     '{"batch-size": 1, "batch_size": 2}': "batch_size is given twice",
     "[]": "must hold a JSON object, got a list",
-    "[" * 100_000: "is not JSON",
+    "[" * 100_000: "is neither JSON nor JSON5",
 }
 
 
