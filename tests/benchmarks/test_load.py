@@ -3,12 +3,57 @@
 import asyncio
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+pytest.importorskip("fastapi")
+
 import load
-from helpers.stub_server import DROP, END, StubServer, chunk, completion, event, reply, stream, usage
+from helpers.serving import listening
 from load import Completion, percentiles, steady_rate, summarize
+
+USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 3}}
+DONE = b"data: [DONE]\n\n"
+
+
+def event(document: Any) -> bytes:
+    return f"data: {json.dumps(document)}\n\n".encode()
+
+
+def written(*texts: str) -> bytes:
+    """Return the stream of a completion, with a token in each chunk."""
+    chunks = [event({"choices": [{"index": 0, "text": text}], "usage": None}) for text in texts]
+    return b"".join([*chunks, event(USAGE), DONE])
+
+
+@contextmanager
+def server(answer: Any) -> Iterator[SimpleNamespace]:
+    """Serve what a function of the body returns, and keep what is sent; a number is the status of an error."""
+    found = SimpleNamespace(bodies=[], paths=[], keys=[])
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        found.keys.append(dict(scope["headers"]).get(b"authorization"))
+        content: Any = b'{"data": [{"id": "stub"}]}'
+        if body:
+            found.paths.append(scope["path"])
+            found.bodies.append(json.loads(body))
+            content = answer(found.bodies[-1])
+        status, content = (content, b"busy") if isinstance(content, int) else (200, content)
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": content})
+
+    with listening(app) as found.url:
+        yield found
 
 
 @pytest.fixture
@@ -18,7 +63,7 @@ def measure(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "prompts.txt").write_text("zero\none\ntwo\n")
 
-    def run(*servers: StubServer, words: str = "") -> tuple[int, list[dict]]:
+    def run(*servers: Any, words: str = "") -> tuple[int, list[dict]]:
         names = ["--prompts", str(tmp_path / "prompts.txt"), "--json", str(tmp_path / "load.json")]
         names += ["--concurrency", "1", "--num-requests", "4", "--max-new-tokens", "3", *words.split()]
         monkeypatch.setattr(sys, "argv", ["load.py", *(server.url for server in servers), *names])
@@ -28,41 +73,40 @@ def measure(monkeypatch, tmp_path):
     return run
 
 
-def echo(body):
-    return completion([body["prompt"], " and", " on"])
+def echo(body: dict[str, Any]) -> bytes:
+    return written(body["prompt"], " and", " on")
 
 
 def test_requests_ask_for_what_was_typed(measure, capsys, monkeypatch):
     monkeypatch.setenv("REDRAFTER_API_KEY", "secret")
-    with StubServer(echo) as server:
-        code, lines = measure(server, words="--temperature 0.5 --seed 100 --model mine")
+    with server(echo) as asked:
+        code, lines = measure(asked, words="--temperature 0.5 --seed 100 --model mine")
     out = capsys.readouterr().out
     assert (code, out.splitlines()[0].split()[0]) == (0, "server")
     assert "secret" not in out
-    assert all("bearer secret" in head for head in server.headers)
-    warm_up, *bodies = server.bodies
-    salts = {body.pop("cache_salt") for body in server.bodies}
+    assert set(asked.keys) == {b"Bearer secret"}
+    warm_up, *bodies = asked.bodies
+    salts = {body.pop("cache_salt") for body in asked.bodies}
     assert len(salts) == 1 + 4  # nothing of the warm-up, or of the same prompt before, is used again
     assert warm_up == bodies[0]
     assert [(body["prompt"], body["seed"]) for body in bodies] == list(
         zip(["zero", "one", "two", "zero"], [100, 101, 102, 103], strict=True)
     )
-    asked = {"model": "mine", "max_tokens": 3, "temperature": 0.5, "ignore_eos": True, "stream": True}
-    assert all(body.items() >= (asked | {"stream_options": {"include_usage": True}}).items() for body in bodies)
+    common = {"model": "mine", "max_tokens": 3, "temperature": 0.5, "ignore_eos": True, "stream": True}
+    assert all(body.items() >= (common | {"stream_options": {"include_usage": True}}).items() for body in bodies)
     assert lines[0].items() >= {"at once": 1, "failed": 0, "tokens": 12, "same texts": "4/4"}.items()
 
 
-def test_so_many_requests_are_in_flight_and_servers_are_compared(measure):
+def test_texts_of_servers_are_compared_at_each_concurrency(measure):
     def other(body):
-        return completion(["x" if body["prompt"] == "two" else body["prompt"], " and", " on"], 0.02)
+        return written("x" if body["prompt"] == "two" else body["prompt"], " and", " on")
 
-    with StubServer(echo) as first, StubServer(other) as second:
+    with server(echo) as first, server(other) as second:
         _, lines = measure(first, second, words="--concurrency 1,3 --num-requests 6")
     assert [(line["server"], line["at once"]) for line in lines] == [
-        (server.url, slots) for slots in (1, 3) for server in (first, second)
+        (each.url, slots) for slots in (1, 3) for each in (first, second)
     ]
     assert [line["same texts"] for line in lines] == ["6/6", "4/6", "6/6", "4/6"]
-    assert second.most_at_once == 3
 
 
 def test_rows_of_messages_are_asked_as_chats(measure, tmp_path):
@@ -73,25 +117,24 @@ def test_rows_of_messages_are_asked_as_chats(measure, tmp_path):
         {"prompt": [turns[1], call, {"role": "tool", "content": "2"}], "tools": [{"name": "f"}]},
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with StubServer(lambda body: completion(["a", "b"])) as server:
-        assert measure(server, words=f"--prompts {tmp_path / 'rows.jsonl'} --num-requests 2")[0] == 0
-    chat, agent = server.bodies[-2:]
+    with server(lambda body: written("a", "b")) as asked:
+        assert measure(asked, words=f"--prompts {tmp_path / 'rows.jsonl'} --num-requests 2")[0] == 0
+    chat, agent = asked.bodies[-2:]
     assert (chat["messages"], "prompt" in chat) == (turns, False)
     called = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     assert agent["messages"][1]["tool_calls"] == [called]
     assert agent["tools"][0]["function"] == {"name": "f"}
-    assert {head.split()[1] for head in server.headers[-2:]} == {"/v1/chat/completions"}
+    assert set(asked.paths) == {"/v1/chat/completions"}
 
 
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (reply(b'{"error": {"message": "out of memory"}}', 500), "HTTP 500"),
-        (stream(chunk("a"), DROP), "Client"),
-        (stream(chunk("a"), usage(1, 1)), "the stream ended without [DONE], or without usage"),
-        (stream(b"data: {oops\n\n", END), "JSONDecodeError"),
-        (stream(b"data: 7\n\n", END), "AttributeError"),
-        (stream(chunk("a"), event({"error": {"message": "too slow"}}), END), "too slow"),
+        (500, "HTTP 500"),
+        (written("a").removesuffix(DONE), "the stream ended without [DONE], or without usage"),
+        (b"data: {oops\n\n", "JSONDecodeError"),
+        (b"data: 7\n\n", "AttributeError"),
+        (event({"error": {"message": "too slow"}}) + DONE, "too slow"),
     ],
 )
 def test_a_request_that_fails_is_counted_and_the_load_continues(broken, message):
@@ -99,17 +142,17 @@ def test_a_request_that_fails_is_counted_and_the_load_continues(broken, message)
         async with load.ClientSession() as session:
             return await load.run_load(session, url, [{"prompt": name} for name in ("zero", "one", "two")], 1)
 
-    with StubServer(lambda body: broken if body["prompt"] == "one" else completion(["a"])) as server:
-        done = asyncio.run(run(server.url))
+    with server(lambda body: broken if body["prompt"] == "one" else written("a")) as asked:
+        done = asyncio.run(run(asked.url))
     assert [bool(one.error) for one in done] == [False, True, False]
     assert message in done[1].error
     assert summarize(done, 1, 1.0)["failed"] == 1
 
 
 def test_a_server_that_answers_nothing_ends_the_load_before_it_is_timed(measure):
-    with StubServer(lambda body: reply(b"busy", 503)) as server, pytest.raises(SystemExit, match="HTTP 503: busy"):
-        measure(server)
-    assert len(server.bodies) == 1
+    with server(lambda body: 503) as asked, pytest.raises(SystemExit, match="HTTP 503: busy"):
+        measure(asked)
+    assert len(asked.bodies) == 1
 
 
 def completed(index: int, sent: float, chunks: list[float], ended: float, **more) -> Completion:
