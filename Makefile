@@ -64,7 +64,7 @@ mutants: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m mutants $(MUTANTS)
 
 hostile: $(READY)
-	PYTHONPATH=tests $(BIN)/python tests/serve/fuzz_server.py --requests 8000 $(if $(SCHEMATHESIS),--schemathesis $(SCHEMATHESIS))
+	PYTHONPATH=tests $(BIN)/python tests/serve/fuzz_server.py --requests 8000
 	PYTHONPATH=tests $(BIN)/python tests/serve/fuzz_fairness.py $(if $(GOALS),--goals)
 
 lint: $(READY)

@@ -66,55 +66,6 @@ def test_a_head_is_written_as_speculators_writes_it(form, tmp_path, capsys):
     assert_same(back, head)
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        {"draft_vocab_size": 40, "target_layers": [0, 1, 2]},
-        {"norm_before_residual": True, "norm_before_fc": True, "num_key_value_heads": 4, "head_dim": 6},
-        {"width": 24, "own_embedding": True, "target_layers": None},
-    ],
-    ids=["published", "joined norm", "narrow"],
-)
-def test_a_written_head_has_what_the_converter_and_the_loader_of_llama_cpp_read(form, base, tmp_path, capsys):
-    """Fields of config.json that `convert_hf_to_gguf.py` reads, and tensors with the shapes that eagle3.cpp creates."""
-    head = random_head(**{"target_layers": [0, 1, 2]} | form)
-    head.save_pretrained(tmp_path / "ours")
-    out = convert(tmp_path / "out", drafter=tmp_path / "ours", to="speculators")
-    top = json.loads((out / "config.json").read_text())
-    # The converter chooses its class by this name, and lets the layer's fields win over those at the top.
-    assert top["architectures"] == ["Eagle3Speculator"]
-    fields = top | top["transformer_layer_config"]
-    assert (fields["num_hidden_layers"], "draft_vocab_size" in fields) == (1, True)
-    assert top.get("norm_before_residual", False) is head.config.norm_before_residual
-    assert top.get("norm_before_fc", False) is head.config.norm_before_fc
-    # Inputs of layers; where none are named the converter takes the same three of the base as we do.
-    layers = head.config.target_layers
-    assert top["eagle_aux_hidden_state_layer_ids"] == (layers and [layer + 1 for layer in layers])
-    target = top["target_hidden_size"] or tiny_model("llama").config.hidden_size
-    width, inner, head_dim = (fields[name] for name in ("hidden_size", "intermediate_size", "head_dim"))
-    queries, keys = (fields[f"num_{name}_heads"] * head_dim for name in ("attention", "key_value"))
-    shapes = {"fc.weight": (width, 3 * target), "norm.weight": (width,), "t2d": (fields["vocab_size"],)}
-    shapes |= {"lm_head.weight": (fields["draft_vocab_size"], width), "d2t": (fields["draft_vocab_size"],)}
-    shapes |= {f"layers.0.{name}.weight": (width,) for name in ("hidden_norm", "input_layernorm")}
-    shapes["layers.0.post_attention_layernorm.weight"] = (width,)
-    shapes |= {f"layers.0.self_attn.{name}_proj.weight": (keys, 2 * width) for name in "kv"}
-    shapes |= {"layers.0.self_attn.q_proj.weight": (queries, 2 * width)}
-    shapes |= {"layers.0.self_attn.o_proj.weight": (width, queries)}
-    shapes |= {f"layers.0.mlp.{name}_proj.weight": (inner, width) for name in ("gate", "up")}
-    shapes["layers.0.mlp.down_proj.weight"] = (width, inner)
-    if top.get("norm_before_fc"):
-        shapes["input_norm.weight"] = (3 * target,)
-    if head.config.own_embedding:
-        shapes["embed_tokens.weight"] = (fields["vocab_size"], width)
-    found = weights(out)
-    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == shapes
-    ids = found["d2t"] + torch.arange(len(found["d2t"]))
-    assert found["d2t"].dtype == torch.int64  # the converter adds the position to each, and wants distinct ids
-    assert sorted(set(ids.tolist())) == ids.tolist()
-    assert ids[-1] < fields["vocab_size"]
-    assert {"rms_norm_eps", "max_position_embeddings", "rope_theta", "rope_parameters"} <= fields.keys()
-
-
 def test_what_another_engine_has_to_find_is_said(base, tmp_path, capsys):
     random_head(target_layers=[0, 2]).save_pretrained(tmp_path / "head")
     convert(tmp_path / "out", base=base, drafter=tmp_path / "head", to="speculators")

@@ -1,7 +1,7 @@
 """An engine at the other end of a line, in a thread of this process instead of a process of its own."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import Pipe
 from typing import Any
@@ -58,6 +58,13 @@ def client_of(scheduler: Scheduler, tokenizer: Any = None, facts: EngineFacts | 
         facts = EngineFacts("tiny", (), scheduler.bounds, frozenset(), OPENAI_DEFAULTS, True)
     thread = EngineThread(scheduler, tokenizer)
     return EngineClient(thread.channel, facts, thread)
+
+
+def begun(scheduler: Scheduler, on_failure: Callable[[str], object] = lambda reason: None) -> EngineClient:
+    """Return a client of a scheduler, which has started; `on_failure` gets the reason for which the engine ends."""
+    client = client_of(scheduler)
+    client.start(on_failure)
+    return client
 
 
 def asked(

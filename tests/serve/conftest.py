@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from redrafter import ReDrafter, boxed_pair
+from helpers.models import tiny_drafter, tiny_model, with_tree
+from redrafter import Engine, ReDrafter, boxed_pair
 from redrafter.serve.extension import extensions
 
 
@@ -42,6 +43,14 @@ def notes(monkeypatch: pytest.MonkeyPatch, search_again: None) -> Path:
 @pytest.fixture(scope="session")
 def pair() -> tuple:
     return ReDrafter.from_pretrained(boxed_pair()), AutoTokenizer.from_pretrained(boxed_pair())
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    """A tiny engine whose texts do not end by themselves."""
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    return with_tree(model, tiny_drafter(), 4, 4)
 
 
 @pytest.fixture(scope="session")

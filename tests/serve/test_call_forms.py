@@ -3,7 +3,7 @@
 import json
 import random
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from transformers import AutoTokenizer
@@ -21,7 +21,9 @@ from redrafter.cli import main
 from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.answers.arguments import as_json, parameter_types
 from redrafter.serve.answers.call_forms import PARSERS, call_form
+from redrafter.serve.answers.formats import ChatChoice
 from redrafter.serve.answers.reader import ChatReader
+from redrafter.serve.protocol.requests import ChatRequest
 from redrafter.serve.routes.app import server_app
 from redrafter.serve.server import Server
 
@@ -43,120 +45,139 @@ CALL, CALL_END, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 ANALYSIS = "<|channel|>analysis<|message|>Hm. <|end|><|start|>assistant"
 HARMONY_CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"i": 1}<|call|>'
 F, FG = [("f", '{"i": 1}')], [("f", '{"i": 1}'), ("g", "{}")]
-# What is written, by the name of a parser: its text, its thoughts, its calls, and whether it ends within a call.
-WRITTEN: dict[str, dict[str, tuple[str, str, list[tuple[str, str]], bool]]] = {
+JSON_F, JSON_G = '{"name": "f", "arguments": {"a": [1, {"b": "}\\"<tool_call>"}]}}', '{"name": "g", "parameters": {}}'
+JSON_CALL = ("f", '{"a": [1, {"b": "}\\"<tool_call>"}]}')
+
+
+class Read(NamedTuple):
+    """What is read of an answer; `cut` if it ends within a call."""
+
+    text: str = ""
+    thoughts: str = ""
+    calls: list[tuple[str, str]] = []  # noqa: RUF012  # never changed
+    cut: bool = False
+
+
+# What a model writes and what is read of it, by the name of a parser.
+WRITTEN: dict[str, dict[str, Read]] = {
     "qwen3_coder": {
         "I look.\n<tool_call>\n<function=f>\n<parameter=i>\n1\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n"
-        "<function=g>\n</function>\n</tool_call> Done": ("I look. Done", "", FG, False),
-        '<function=f><parameter=s>\nhe "is"\n\n5 \n</parameter>\n</function>': (
-            "",
-            "",
-            [("f", '{"s": "he \\"is\\"\\n\\n5 "}')],
-            False,
+        "<function=g>\n</function>\n</tool_call> Done": Read("I look. Done", calls=FG),
+        '<function=f><parameter=s>\nhe "is"\n\n5 \n</parameter>\n</function>': Read(
+            calls=[("f", '{"s": "he \\"is\\"\\n\\n5 "}')]
         ),
-        "<think>hm <function=f></think><function=g></function>x": ("x", "hm <function=f>", [("g", "{}")], False),
-        "<tool_call><function=h></function></tool_call>": (
-            "<tool_call><function=h></function></tool_call>",
-            "",
-            [],
-            False,
+        "<think>hm <function=f></think><function=g></function>x": Read(
+            "x", thoughts="hm <function=f>", calls=[("g", "{}")]
         ),
-        "<tool_call><function=f> hello": ("<tool_call><function=f> hello", "", [], False),
-        "<tool_call><function=f><parameter=s>a</par": ("", "", [("f", '{"s": "a')], True),
-        "<function=f><parameter=i>1</parameter></fun": ("", "", [("f", '{"i": 1')], True),
-        "<function=f><parameter=i>1": ("", "", [("f", "")], True),
-        "<function=f><parameter=i>1</parameter> text": ("text", "", F, False),
-        "a <functio": ("a <functio", "", [], False),
+        "<tool_call><function=h></function></tool_call>": Read("<tool_call><function=h></function></tool_call>"),
+        "<tool_call><function=f> hello": Read("<tool_call><function=f> hello"),
+        "<tool_call><function=f><parameter=s>a</par": Read(calls=[("f", '{"s": "a')], cut=True),
+        "<function=f><parameter=i>1</parameter></fun": Read(calls=[("f", '{"i": 1')], cut=True),
+        "<function=f><parameter=i>1": Read(calls=[("f", "")], cut=True),
+        "<function=f><parameter=i>1</parameter> text": Read("text", calls=F),
+        "a <functio": Read("a <functio"),
     },
     "glm45": {
         "<think>hm</think>\nSure.\n<tool_call>f\n<arg_key>i</arg_key>\n<arg_value>1</arg_value>\n</tool_call>\n"
-        "<tool_call>g</tool_call> Done": ("Sure. Done", "hm", FG, False),
-        "<tool_call>f <arg_key>s</arg_key><arg_value>1</arg_value></tool_call>": (
-            "",
-            "",
-            [("f", '{"s": "1"}')],
-            False,
+        "<tool_call>g</tool_call> Done": Read("Sure. Done", thoughts="hm", calls=FG),
+        "<tool_call>f <arg_key>s</arg_key><arg_value>1</arg_value></tool_call>": Read(calls=[("f", '{"s": "1"}')]),
+        "<tool_call>f is a mark": Read("<tool_call>f is a mark"),
+        "<tool_call>h</tool_call>": Read("<tool_call>h</tool_call>"),
+        "<tool_call>f<arg_key>s</arg_key><arg_value>x<": Read(calls=[("f", '{"s": "x')], cut=True),
+        "<tool_call>f<arg_key>i</arg_key><arg_value>1</arg_value><arg_key>n</arg_key><arg_v": Read(
+            calls=[("f", '{"i": 1')], cut=True
         ),
-        "<tool_call>f is a mark": ("<tool_call>f is a mark", "", [], False),
-        "<tool_call>h</tool_call>": ("<tool_call>h</tool_call>", "", [], False),
-        "<tool_call>f<arg_key>s</arg_key><arg_value>x<": ("", "", [("f", '{"s": "x')], True),
-        "<tool_call>f<arg_key>i</arg_key><arg_value>1</arg_value><arg_key>n</arg_key><arg_v": (
-            "",
-            "",
-            [("f", '{"i": 1')],
-            True,
-        ),
-        "<tool_call>f<arg_key>i</arg_key><arg_value>1</arg_value><arg_ke": ("", "", [("f", '{"i": 1')], True),
+        "<tool_call>f<arg_key>i</arg_key><arg_value>1</arg_value><arg_ke": Read(calls=[("f", '{"i": 1')], cut=True),
     },
     "mistral": {
-        'Hm [TOOL_CALLS] [{"name": "f", "arguments": {"i": 1}, "id": "123456789"}, {"name": "g", "arguments": {}}]': (
-            "Hm",
-            "",
-            FG,
-            False,
-        ),
-        '[TOOL_CALLS]f[ARGS]{"i": 1}[TOOL_CALLS]g[CALL_ID]12ab[ARGS]{}': ("", "", FG, False),
-        '[TOOL_CALLS]f{"i": 1} ok': ("ok", "", F, False),
-        '[TOOL_CALLS]h[ARGS]{"i": 1}': ('[TOOL_CALLS]h[ARGS]{"i": 1}', "", [], False),
-        '[TOOL_CALLS]f[ARGS]{"i": ': ("", "", [("f", '{"i": ')], True),
-        "[TOOL_CALLS]f[AR": ("[TOOL_CALLS]f[AR", "", [], False),
-        '{"name": "f", "arguments": {}}': ('{"name": "f", "arguments": {}}', "", [], False),
+        'Hm [TOOL_CALLS] [{"name": "f", "arguments": {"i": 1}, "id": "123456789"}, '
+        '{"name": "g", "arguments": {}}]': Read("Hm", calls=FG),
+        '[TOOL_CALLS]f[ARGS]{"i": 1}[TOOL_CALLS]g[CALL_ID]12ab[ARGS]{}': Read(calls=FG),
+        '[TOOL_CALLS]f{"i": 1} ok': Read("ok", calls=F),
+        '[TOOL_CALLS]h[ARGS]{"i": 1}': Read('[TOOL_CALLS]h[ARGS]{"i": 1}'),
+        '[TOOL_CALLS]f[ARGS]{"i": ': Read(calls=[("f", '{"i": ')], cut=True),
+        "[TOOL_CALLS]f[AR": Read("[TOOL_CALLS]f[AR"),
+        '{"name": "f", "arguments": {}}': Read('{"name": "f", "arguments": {}}'),
     },
     "pythonic": {
-        "[f(i=1), g()]": ("", "", FG, False),
-        " <|python_tag|>[f(i=1)]": ("", "", F, False),
-        "I look. <|python_tag|>f(i=1)": ("I look.", "", F, False),
-        """[f(a={"x": [True, None, 'y']}, b='it"s, )', c="\\"]", d=-1.5, e=x + 1,)]""": (
-            "",
-            "",
-            [("f", '{"a": {"x": [true, null, "y"]}, "b": "it\\"s, )", "c": "\\"]", "d": -1.5, "e": "x + 1"}')],
-            False,
+        "[f(i=1), g()]": Read(calls=FG),
+        " <|python_tag|>[f(i=1)]": Read(calls=F),
+        "I look. <|python_tag|>f(i=1)": Read("I look.", calls=F),
+        """[f(a={"x": [True, None, 'y']}, b='it"s, )', c="\\"]", d=-1.5, e=x + 1,)]""": Read(
+            calls=[("f", '{"a": {"x": [true, null, "y"]}, "b": "it\\"s, )", "c": "\\"]", "d": -1.5, "e": "x + 1"}')]
         ),
-        "[f(a='\\ud800', b={1}, c=NaN)]": ("", "", [("f", '{"a": "\\ud800", "b": "{1}", "c": "NaN"}')], False),
-        "[f](link) [f(x)]": ("[f](link) [f(x)]", "", [], False),
-        "[h(i=1)]": ("[h(i=1)]", "", [], False),
-        "[f(": ("[f(", "", [], False),
-        "[f(i=1": ("", "", [("f", "")], True),
-        "[f(i=1, s='a": ("", "", [("f", '{"i": 1')], True),
-        "[f(i=1, ": ("", "", [("f", '{"i": 1')], True),
-        "[f(i=1, b c)]": ("c)]", "", F, False),
-        "It is [f(i=1)]": ("It is [f(i=1)]", "", [], False),
+        "[f(a='\\ud800', b={1}, c=NaN)]": Read(calls=[("f", '{"a": "\\ud800", "b": "{1}", "c": "NaN"}')]),
+        "[f](link) [f(x)]": Read("[f](link) [f(x)]"),
+        "[h(i=1)]": Read("[h(i=1)]"),
+        "[f(": Read("[f("),
+        "[f(i=1": Read(calls=[("f", "")], cut=True),
+        "[f(i=1, s='a": Read(calls=[("f", '{"i": 1')], cut=True),
+        "[f(i=1, ": Read(calls=[("f", '{"i": 1')], cut=True),
+        "[f(i=1, b c)]": Read("c)]", calls=F),
+        "It is [f(i=1)]": Read("It is [f(i=1)]"),
     },
     "deepseek_v3": {
         f'Yes.\n\n{CALLS}{CALL}function{SEP}f\n```json\n{{"i": 1}}\n```{CALL_END}\n{CALL}function{SEP}g\n```json\n'
-        f"{{}}\n```{CALL_END}{CALLS_END} more": ("Yes. more", "", FG, False),
-        f"<think>a</think>{CALLS}{CALL}function{SEP}h\n```json": (
-            f"{CALLS}{CALL}function{SEP}h\n```json",
-            "a",
-            [],
-            False,
+        f"{{}}\n```{CALL_END}{CALLS_END} more": Read("Yes. more", calls=FG),
+        f"<think>a</think>{CALLS}{CALL}function{SEP}h\n```json": Read(
+            f"{CALLS}{CALL}function{SEP}h\n```json", thoughts="a"
         ),
     },
     "deepseek_v31": {
-        f'{CALLS}{CALL}f{SEP}{{"i": 1}}{CALL_END}{CALL}g{SEP}{{}}{CALL_END}{CALLS_END}': ("", "", FG, False),
-        f'{CALL}f{SEP}{{"i": 1}}': ("", "", F, False),
-        f"{CALLS}{CALL}h{SEP}{{}}{CALL_END}": (f"{CALLS}{CALL}h{SEP}{{}}{CALL_END}", "", [], False),
-        f'{CALLS}{CALL}f{SEP}{{"i": ': ("", "", [("f", '{"i": ')], True),
-        f"{CALLS}{CALL}f": (f"{CALLS}{CALL}f", "", [], False),
+        f'{CALLS}{CALL}f{SEP}{{"i": 1}}{CALL_END}{CALL}g{SEP}{{}}{CALL_END}{CALLS_END}': Read(calls=FG),
+        f'{CALL}f{SEP}{{"i": 1}}': Read(calls=F),
+        f"{CALLS}{CALL}h{SEP}{{}}{CALL_END}": Read(f"{CALLS}{CALL}h{SEP}{{}}{CALL_END}"),
+        f'{CALLS}{CALL}f{SEP}{{"i": ': Read(calls=[("f", '{"i": ')], cut=True),
+        f"{CALLS}{CALL}f": Read(f"{CALLS}{CALL}f"),
     },
     "openai": {
-        ANALYSIS + HARMONY_CALL: ("", "Hm.", F, False),
-        ANALYSIS + HARMONY_CALL.removesuffix("<|call|>"): ("", "Hm.", F, False),
-        ANALYSIS + "<|channel|>final<|message|>It is. ": ("It is. ", "Hm.", [], False),
-        ANALYSIS + "<|channel|>final<|message|>So<|return|>": ("So", "Hm.", [], False),
-        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" + HARMONY_CALL: ("I look.", "", F, False),
-        ' to=functions.f<|channel|>commentary json<|message|>{"i": 1}<|call|>': ("", "", F, False),
-        f"{HARMONY_CALL}<|start|>assistant to=functions.g<|channel|>commentary<|message|>{{}}": ("", "", FG, False),
-        HARMONY_CALL.replace("=functions.f", "=functions.h"): (
-            HARMONY_CALL.replace("=functions.f", "=functions.h"),
-            "",
-            [],
-            False,
+        ANALYSIS + HARMONY_CALL: Read(thoughts="Hm.", calls=F),
+        ANALYSIS + HARMONY_CALL.removesuffix("<|call|>"): Read(thoughts="Hm.", calls=F),
+        ANALYSIS + "<|channel|>final<|message|>It is. ": Read("It is. ", thoughts="Hm."),
+        ANALYSIS + "<|channel|>final<|message|>So<|return|>": Read("So", thoughts="Hm."),
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" + HARMONY_CALL: Read("I look.", calls=F),
+        ' to=functions.f<|channel|>commentary json<|message|>{"i": 1}<|call|>': Read(calls=F),
+        f"{HARMONY_CALL}<|start|>assistant to=functions.g<|channel|>commentary<|message|>{{}}": Read(calls=FG),
+        HARMONY_CALL.replace("=functions.f", "=functions.h"): Read(
+            HARMONY_CALL.replace("=functions.f", "=functions.h")
         ),
-        '<|channel|>commentary to=functions.f<|message|>{"i": ': ("", "", [("f", '{"i": ')], True),
-        "<|channel|>analysis<|message|>Hm": ("", "Hm", [], False),
-        "<|channel|>analysis": ("", "", [], False),
-        "to be": ("to be", "", [], False),
+        '<|channel|>commentary to=functions.f<|message|>{"i": ': Read(calls=[("f", '{"i": ')], cut=True),
+        "<|channel|>analysis<|message|>Hm": Read(thoughts="Hm"),
+        "<|channel|>analysis": Read(),
+        "to be": Read("to be"),
+    },
+    "hermes": {
+        JSON_F: Read(calls=[JSON_CALL]),
+        f"  {JSON_F} \n": Read(calls=[JSON_CALL]),
+        f"[{JSON_F}, {JSON_G}]": Read(calls=[JSON_CALL, ("g", "{}")]),
+        f"{JSON_F}; {JSON_G}": Read(calls=[JSON_CALL, ("g", "{}")]),
+        f"<tool_call>\n{JSON_F}\n</tool_call>\n<tool_call>{JSON_G}</tool_call>": Read(calls=[JSON_CALL, ("g", "{}")]),
+        f" I look. \n<tool_call>{JSON_F}</tool_call> Done.": Read(" I look. Done.", calls=[JSON_CALL]),
+        f"<tool_call>[{JSON_F},{JSON_G}]</tool_call>": Read(calls=[JSON_CALL, ("g", "{}")]),
+        f"<tool_call>{JSON_F}": Read(calls=[JSON_CALL]),
+        '{"arguments": {"a": 1}, "name": "f"}': Read(calls=[("f", '{"a": 1}')]),
+        '{"type": "function", "name": "f"}': Read(calls=[("f", "{}")]),
+        '{"name": "f", "arguments": "x"}': Read(calls=[("f", '"x"')]),
+        '{"name": "f", "arguments": {"a": "\\ud800 é🙂"}}': Read(calls=[("f", '{"a": "\\ud800 é🙂"}')]),
+        '{"name": "f", "arguments": {"a": ': Read(calls=[("f", '{"a": ')], cut=True),
+        '{"name": "f", "arguments": {"a": 1}': Read(calls=[("f", '{"a": 1}')], cut=True),
+        '{"name": "f", "argum': Read('{"name": "f", "argum'),
+        '{"name": "Anna", "age": 3} ': Read('{"name": "Anna", "age": 3} '),
+        '{"age": 3}': Read('{"age": 3}'),
+        "[1, 2] <tool": Read("[1, 2] <tool"),
+        '{"name": ["f"], "arguments": {}}': Read('{"name": ["f"], "arguments": {}}'),
+        '<tool_call>{"name": "h"}</tool_call> x': Read('<tool_call>{"name": "h"}</tool_call> x'),
+        f"a <tool_call>no<tool_call>{JSON_G}</tool_call>": Read("a <tool_call>no", calls=[("g", "{}")]),
+        f"It is {JSON_F}": Read(f"It is {JSON_F}"),
+        " \n ": Read(" \n "),
+        "": Read(),
+        "a  \n b <too": Read("a  \n b <too"),
+        f"<think>\nhm, {JSON_F} <tool_call>\n</think>\n\nyes ": Read("yes ", thoughts=f"hm, {JSON_F} <tool_call>"),
+        f"<think>hm</think>{JSON_F}": Read(thoughts="hm", calls=[JSON_CALL]),
+        "\n<think>hm </thi": Read(thoughts="hm </thi"),
+        "<think></think> a": Read("a"),
+        "a <think>hm</think>": Read("a <think>hm</think>"),
+        "<thin": Read("<thin"),
     },
 }
 
@@ -170,12 +191,12 @@ CASES = [(parser, text) for parser, texts in WRITTEN.items() for text in texts]
 
 @pytest.mark.parametrize(("parser", "text"), CASES)
 def test_what_is_found_does_not_depend_on_the_pieces(parser, text):
-    *expected, cut = WRITTEN[parser][text]
+    expected = WRITTEN[parser][text]
     rng = random.Random(5)
     for trial in range(40):
         reader = PARSERS[parser](TOOLS, thoughts=marks_of(parser))
-        assert read(reader, split(text, trial, rng)) == tuple(expected)
-        assert reader.cut == cut
+        assert read(reader, split(text, trial, rng)) == expected[:3]
+        assert reader.cut == expected.cut
 
 
 @pytest.mark.parametrize("parser", WRITTEN)
@@ -192,8 +213,53 @@ def test_random_marks_are_read_alike_however_they_come_and_one_call_where_no_mor
         whole = read(form(TOOLS, **options), [text])
         assert read(form(TOOLS, **options), [*pieces, ""]) == whole
         assert options["parallel_calls"] or len(whole[2]) <= 1
-    two = next(text for text in texts if len(WRITTEN[parser][text][2]) == 2)
-    assert read(form(TOOLS, parallel_calls=False), [two])[2] == F
+    two = next(text for text in texts if len(WRITTEN[parser][text].calls) == 2)
+    assert read(form(TOOLS, parallel_calls=False), [two])[2] == WRITTEN[parser][two].calls[:1]
+
+
+def write_answer(tokenizer: Any, ids: list[int], sizes: list[int]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the message of a whole answer, and what the deltas of a stream in steps of these sizes join to."""
+    tools = [{"type": "function", "function": {"name": name}} for name in TOOLS]
+    body = {"messages": [{"role": "user", "content": "Hello"}], "tools": tools}
+    body |= {"stream": True, "stream_options": {"include_drafts": True}}
+    request = ChatRequest.model_validate(body)
+    choice, unstreamed = (ChatChoice([5], request, tokenizer, thoughts=THOUGHTS["qwen3"]) for _ in range(2))
+    streamed: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": [], "finish": None}
+    while choice.finish is None:
+        size, *sizes = sizes or [len(ids)]
+        gained = SequenceDelta(ids[:size], accepted=min(1, size), finish="stop" if size >= len(ids) else None)
+        ids = ids[size:]
+        unstreamed.append([gained])
+        for part in choice.format_chunks(0, *choice.append([gained])):
+            delta = part["delta"]
+            assert "".join(run["text"] for run in part["drafts"]) == delta.get("content", "")
+            for name in ("content", "reasoning_content"):
+                streamed[name] += delta.get(name, "")
+            for call in delta.get("tool_calls", ()):
+                if call["index"] == len(streamed["tool_calls"]):
+                    assert call["function"]["arguments"] == ""
+                    streamed["tool_calls"].append([call["function"]["name"], ""])
+                streamed["tool_calls"][-1][1] += call["function"]["arguments"]
+            streamed["finish"] = part["finish_reason"] or streamed["finish"]
+    entry = unstreamed.format_choice(0)
+    message = entry["message"]
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
+    expected = {name: message.get(name) or "" for name in ("content", "reasoning_content")}
+    return expected | {"tool_calls": calls, "finish": entry["finish_reason"]}, streamed
+
+
+@pytest.mark.parametrize("text", WRITTEN["hermes"])
+def test_a_stream_joins_to_the_message_of_a_whole_answer(tokenizer, text):
+    content, thoughts, calls, cut = WRITTEN["hermes"][text]
+    rng = random.Random(7)
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    for _ in range(12):
+        sizes = [rng.randrange(1, 5) for _ in range(rng.randrange(len(ids) + 1))]
+        message, streamed = write_answer(tokenizer, ids, sizes)
+        assert message == streamed
+        assert (message["content"], message["reasoning_content"]) == (content, thoughts)
+        assert message["tool_calls"] == [list(call) for call in calls]
+        assert message["finish"] == ("tool_calls" if calls and not cut else "stop")
 
 
 def test_what_is_certain_comes_at_once():

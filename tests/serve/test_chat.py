@@ -13,11 +13,8 @@ pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 openai = pytest.importorskip("openai")
 
-from helpers.serving import listening
-from redrafter.serve.config import ServeOptions
 from redrafter.serve.protocol.requests import ChatRequest, CompletionRequest
-from redrafter.serve.routes.app import create_app, server_app
-from redrafter.serve.server import Server
+from redrafter.serve.routes.app import create_app
 
 HELLO = {"role": "user", "content": "Hello"}
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
@@ -118,16 +115,7 @@ SAME: dict[str, Any] = {"model": "boxed", "messages": TALK, "max_tokens": 100, "
 ORDER = openai.pydantic_function_tool(Order, name="order")
 
 
-@pytest.mark.slow
-def test_models_within_models_are_parsed(client):
-    completion = client.chat.completions.parse(**SAME | {"max_tokens": 400}, response_format=Order)
-    assert isinstance(completion.choices[0].message.parsed, Order)
-    completion = client.chat.completions.parse(**SAME, tools=[ORDER], tool_choice="required")
-    [call] = completion.choices[0].message.tool_calls
-    assert isinstance(call.function.parsed_arguments, Order)
-    assert completion.choices[0].finish_reason == "tool_calls"
-
-
+@pytest.mark.variant
 def test_a_call_is_streamed_and_its_message_sent_back(client):
     options = {"tools": [ORDER], "tool_choice": "required"}
     with client.chat.completions.stream(**SAME, **options) as events:
@@ -156,33 +144,6 @@ def test_a_call_that_is_cut_ends_for_its_length_and_a_text_comes_at_once(client)
     texts = [part.delta.content for part in parts]
     assert "".join(filter(None, texts)) == choice.message.content
     assert sum(map(bool, texts)) > 4
-
-
-def test_thoughts_are_told_apart(client, server, monkeypatch):
-    plain = client.chat.completions.create(**SAME | {"max_tokens": 24, "temperature": 0}).choices[0].message.content
-    template = server.tokenizer.chat_template
-    monkeypatch.setattr(server.tokenizer, "chat_template", template + "{# <think> </think> #}")
-    monkeypatch.setattr(server.engine, "on_delta", server.engine.on_delta)  # is put back in the end
-    thinking = Server(server.engine, server.tokenizer)
-    opened = [*TALK, {"role": "assistant", "content": "<think>"}]
-    body = SAME | {"max_tokens": 24, "temperature": 0}
-    with listening(server_app(thinking)) as url:
-        thinker = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        assert thinker.chat.completions.create(**body).choices[0].message.content == plain
-        settings = body | {"messages": opened, "extra_body": {"continue_final_message": True}}
-        message = thinker.chat.completions.create(**settings).choices[0].message
-        assert message.content is None
-        assert message.reasoning_content
-        parts = [part.choices[0].delta for part in thinker.chat.completions.create(**settings, stream=True)]
-        thoughts = [getattr(delta, "reasoning_content", None) or "" for delta in parts]
-        assert "".join(thoughts) == message.reasoning_content
-        assert sum(map(bool, thoughts)) > 4
-        thinking.options = ServeOptions(reasoning_format="none")
-        forced = thinker.chat.completions.create(**settings, response_format={"type": "json_object"})
-        assert forced.choices[0].message.content.startswith("{")  # a grammar is of the whole text
-        assert (
-            thinker.chat.completions.create(**settings).choices[0].message.content.strip() == message.reasoning_content
-        )
 
 
 def test_the_coldest_temperatures_are_greedy_and_a_spelt_special_token_is_text(client):

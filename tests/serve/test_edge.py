@@ -70,26 +70,16 @@ def posted(app: Any, headers: dict[str, str] | None = None, **how: Any) -> httpx
 
 # Keys
 
-CLOSED = ["/v1/models", "/v1/health/model", "/metrics", "/openapi.json", "/docs", "/tokenize", "/v1"]
-OPEN = ["/", "/health", "/v1/health/live", "/v1/health/ready", "/version"]
-
 
 @pytest.fixture
 def locked() -> Any:
     return create_app(Service(), AccessPolicy(ApiKeys(["first", "second", "first"])))
 
 
-@pytest.mark.parametrize("path", CLOSED + OPEN)
-def test_a_key_opens_what_is_closed_without_it(locked, path):
-    for key in ("Bearer wrong", "Bearer", "Basic second", "second", ""):
-        answer = asked(locked, "GET", path, headers={"Authorization": key} if key else {})
-        assert answer.status_code == (200 if path in OPEN else 401)
-    assert asked(locked, "GET", path, headers={"Authorization": "bEARER  second"}).status_code in (200, 404, 405)
-
-
-def test_the_key_is_asked_for_where_work_is_done(locked):
-    for path in ("/tokenize", "/detokenize", "/v1/responses", "/v1/embeddings", COMPLETIONS, *MESSAGES):
-        assert asked(locked, "POST", path, json={"prompt": "a", "tokens": []}).status_code == 401
+def test_a_key_is_one_after_the_word_bearer(locked):
+    for key in ("Bearer wrong", "Bearer", "Basic second", "second"):
+        assert asked(locked, "GET", "/v1/models", headers={"Authorization": key}).status_code == 401
+    assert asked(locked, "GET", "/v1/models", headers={"Authorization": "bEARER  second"}).status_code == 200
 
 
 def test_a_key_may_come_as_anthropics_clients_send_it(locked):

@@ -1,7 +1,6 @@
 """Encoding of long texts, and turns of clients whose requests are encoded."""
 
 import asyncio
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +8,6 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -173,12 +171,3 @@ def test_turns_of_clients_are_forgotten():
     first = turns.for_client("a")
     assert turns.for_client("a") is first
     assert turns.for_client("b") is not first
-
-
-def test_tokens_have_their_names_if_asked(url, pair):
-    text = "".join(random.Random(3).choices('The sea "é\\\n<> ', k=500))
-    ids = pair[1](text).input_ids
-    names = pair[1].convert_ids_to_tokens(ids)
-    for asked, expected in ((True, names), (False, None)):
-        answer = httpx.post(f"{url}/tokenize", json={"prompt": text, "return_token_strs": asked}).json()
-        assert (answer["tokens"], answer["token_strs"], answer["count"]) == (ids, expected, len(ids))

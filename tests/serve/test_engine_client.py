@@ -1,7 +1,6 @@
 """Between an engine and whoever listens to it, at the two ends of a connection in one process."""
 
 import asyncio
-import re
 import threading
 import time
 from collections.abc import Sequence
@@ -15,14 +14,11 @@ from redrafter.serve.engine_process.client import ServedSequence
 
 pytest.importorskip("fastapi")
 
-from helpers.engine_in_thread import EngineThread, asked, client_of, written
-from helpers.models import tiny_drafter, tiny_model, with_tree
+from helpers.engine_in_thread import GREEDY, EngineThread, asked, begun, written
 from helpers.processes import soon
 from helpers.scheduling import alone, make_sequence, nothing_is_held, scheduler
-from redrafter import Engine
 from redrafter.errors import ArgumentError
 from redrafter.grammar.source import GrammarSource
-from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.waiting_queue import QueueFullError
 from redrafter.serve.engine_process import client as client_module
@@ -31,33 +27,10 @@ from redrafter.serve.engine_process import worker as worker_module
 from redrafter.serve.engine_process.client import Stopped
 from redrafter.serve.engine_process.messages import Submit
 
-GREEDY = SamplingParams(temperature=0)
-
-
-async def leave_unread(deltas):
-    """Receive once, and return the sequence when all of it has come."""
-    taken, _ = await anext(deltas)
-    while not taken.ended:
-        await asyncio.sleep(0.01)
-    return taken
-
-
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    model = tiny_model("llama")
-    model.generation_config.eos_token_id = None
-    return with_tree(model, tiny_drafter(), 4, 4)
-
 
 @pytest.fixture
 def served(engine) -> Scheduler:
     return scheduler(engine, speculate=False)
-
-
-def begun(served: Scheduler, on_failure=lambda reason: None):
-    made = client_of(served)
-    made.start(on_failure)
-    return made
 
 
 @pytest.fixture
@@ -124,13 +97,6 @@ async def test_a_first_token_does_not_wait_for_a_step(client, served, monkeypatc
     assert waited[0]
 
 
-async def test_who_does_not_listen_for_a_moment_gets_all_at_once(client):
-    async with aclosing(asked(client, [[5, 6, 7]], 60)) as deltas:
-        await leave_unread(deltas)
-        _, pending = await anext(deltas)
-    assert sum(len(delta.tokens) for delta in pending) > 50
-
-
 async def test_a_loop_that_stands_still_is_called_once(client, monkeypatch):
     loop, calls = asyncio.get_running_loop(), []
     call = loop.call_soon_threadsafe
@@ -178,17 +144,6 @@ async def test_a_round_that_never_ends_holds_nobody(engine, monkeypatch):
     with pytest.raises(Stopped):
         await anext(deltas)
     go_on.set()
-
-
-async def test_an_engine_that_fails_leaves_nobody_waiting(engine, monkeypatch):
-    served, reported = scheduler(engine), []
-    monkeypatch.setattr(served, "step", lambda: 1 / 0)
-    client = begun(served, reported.append)
-    reason = "the engine failed (ZeroDivisionError): nothing is served any more"
-    with pytest.raises(Stopped, match=re.escape(reason)):
-        await written(client, [5, 6, 7], 80)
-    assert not client.alive
-    assert soon(lambda: reported == [reason])
 
 
 class Panic(BaseException):

@@ -11,12 +11,11 @@ import torch
 
 pytest.importorskip("fastapi")
 
-from helpers.engine_in_thread import GREEDY, asked, client_of
-from helpers.models import tiny_drafter, tiny_model, with_tree
+from helpers.engine_in_thread import GREEDY, asked, begun
 from helpers.processes import soon
 from helpers.scheduling import make_sequence, scheduler
 from helpers.serving import Program
-from redrafter import ArgumentError, Engine
+from redrafter import ArgumentError
 from redrafter.errors import ends_device
 from redrafter.extensions.rollouts.changes import CHANGES
 from redrafter.scheduler.captured_step import LaunchedStep
@@ -58,19 +57,6 @@ def failing(error: Exception, times: int = 1 << 30):
 def accelerator_error(text: str) -> RuntimeError:
     """What torch raises of a GPU, since 2.8 of a type of its own."""
     return getattr(torch, "AcceleratorError", RuntimeError)(text)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    model = tiny_model("llama")
-    model.generation_config.eos_token_id = None
-    return with_tree(model, tiny_drafter(), 4, 4)
-
-
-def begun(served, on_failure=lambda reason: None):
-    client = client_of(served)
-    client.start(on_failure)
-    return client
 
 
 async def answer(client, **more) -> list[int]:
@@ -206,12 +192,12 @@ ROUTES = {
 @pytest.mark.parametrize(("part", "stream"), [("prefill", False), ("step", True)])
 @pytest.mark.parametrize("path", ROUTES)
 def test_no_route_tells_the_text_of_an_error_within_the_engine(url, monkeypatch, path, part, stream):
-    begun = threading.Event()
+    first_part = threading.Event()
 
     def ask() -> httpx.Response:
         body, headers = ROUTES[path] | {"stream": stream}, {"X-Request-Id": "asked-by-me"}
         with httpx.stream("POST", url + path, json=body, headers=headers, timeout=60) as answer:
-            begun.set()
+            first_part.set()
             answer.read()
         return answer
 
@@ -220,7 +206,7 @@ def test_no_route_tells_the_text_of_an_error_within_the_engine(url, monkeypatch,
 
     def fail_after_first_token(*arguments, **named):
         # A step follows the first token. Without waiting, the error could overtake it on a busy machine.
-        assert not (stream and part == "step") or begun.wait(60)
+        assert not (stream and part == "step") or first_part.wait(60)
         return fail(*arguments, **named)
 
     with monkeypatch.context() as patch:

@@ -77,6 +77,7 @@ def test_a_forced_call_is_written_in_the_form_of_the_model(client, parser):
     assert plain.choices[0].message.tool_calls[0].function.arguments == call.function.arguments
 
 
+@pytest.mark.variant
 def test_a_forced_call_that_is_cut_is_told_as_far_as_it_came(client, parser):
     whole = client.chat.completions.create(**SAME, **FORCED)
     tokens = whole.usage.completion_tokens
@@ -88,6 +89,7 @@ def test_a_forced_call_that_is_cut_is_told_as_far_as_it_came(client, parser):
             assert arguments.startswith(call.function.arguments)
 
 
+@pytest.mark.variant
 def test_several_texts_each_have_their_call(client, parser):
     sampled = SAME | {"temperature": 0.7, "seed": 4, "n": 3, "max_tokens": 500}
     answer = client.chat.completions.create(**sampled, **FORCED)

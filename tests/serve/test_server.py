@@ -137,18 +137,6 @@ def test_what_is_wrong_is_said_in_the_shape_of_openai(client, kind, body, param)
     assert refusal.value.param == param
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000], ids=lambda raw: repr(raw[:9]))
-def test_a_body_that_is_no_object_is_refused(program, raw):
-    answer = program.post("/v1/completions", content=raw, headers={"content-type": "application/json"})
-    assert answer.status_code in (400, 413)
-    assert answer.json()["error"]["message"]
-
-
-def test_a_body_that_is_too_large_and_a_route_that_is_not_there_are_refused(program):
-    assert program.post("/v1/completions", content=b"x" * (17 << 20)).status_code == 413
-    assert program.get("/nowhere").json()["error"]["type"] == "not_found_error"
-
-
 @pytest.mark.parametrize("temperature", [0, 0.9])
 @pytest.mark.parametrize(
     ("spec", "fits"),

@@ -651,15 +651,6 @@ def test_what_is_not_there_is_refused_by_name(field, value, says, program):
     assert says in error["message"]
 
 
-@pytest.mark.parametrize("arguments", [None, 3])
-def test_the_input_of_a_call_is_an_object_or_null(program, arguments):
-    called = {"role": "assistant", "content": [{"type": "tool_use", "id": "call-7", "name": "f", "input": arguments}]}
-    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call-7", "content": "9 C"}]}
-    answer = program.post("/v1/messages", TALK | {"messages": [USER, called, result]})
-    assert answer.status_code == (200 if arguments is None else 400)
-    assert arguments is None or "the arguments of call 'call-7' are not a JSON object" in answer.text
-
-
 def test_errors_have_anthropics_types(claude, program):
     with pytest.raises(anthropic.NotFoundError, match="'claude' is not served here; 'boxed' is") as missing:
         claude.messages.create(model="claude", messages=[USER], max_tokens=1)

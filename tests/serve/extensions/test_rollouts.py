@@ -173,6 +173,7 @@ def stream(url, count, started: threading.Event, parts: list, **more) -> None:
                 started.set()
 
 
+@pytest.mark.variant
 def test_a_stream_continues_through_new_weights_and_later_texts_are_those_of_the_new_model(own, folders):
     """The stream's first part is the old model's text, and the rest is what the new one writes after that part."""
     served, http = own
@@ -210,6 +211,7 @@ def test_a_stream_continues_through_new_weights_and_later_texts_are_those_of_the
     assert complete(http).status_code == 500
 
 
+@pytest.mark.variant
 def test_a_drafter_is_swapped_under_streams_without_a_changed_text(own, folders):
     served, http = own
     expected = text_of(AutoModelForCausalLM.from_pretrained(boxed_pair(), dtype=torch.float32), 160)
@@ -276,6 +278,7 @@ def test_what_does_not_fit_is_refused_by_name_and_texts_go_on(http, folders, tmp
     assert complete(http).json()["choices"][0]["text"] == before
 
 
+@pytest.mark.variant
 def test_files_that_are_no_regular_ones_or_are_cut_short_stop_nobody(http, served, tmp_path):
     """Each was read while Python's lock was held, or stayed mapped: one stopped the engine, and the other ended it."""
     (tmp_path / "pipe").mkdir()
@@ -317,6 +320,7 @@ def test_an_error_that_nobody_expected_in_a_change_is_told_without_its_text(http
     assert complete(http).status_code == 200
 
 
+@pytest.mark.variant
 def test_a_server_that_sleeps_refuses_what_comes_and_what_runs_goes_on_when_it_wakes(http, served):
     expected = text_of(AutoModelForCausalLM.from_pretrained(boxed_pair(), dtype=torch.float32), 160)
     started, parts = threading.Event(), []
