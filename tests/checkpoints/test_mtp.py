@@ -30,7 +30,9 @@ def places(tmp_path_factory) -> dict[str, Path]:
 
 
 @ON_BOTH_CACHES
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.variant] * (name == "qwen3_next")) for name in FORMS]
+)
 def test_drafts_are_what_the_formula_says_and_change_no_text(name, on, places):
     engine = ReDrafter.from_pretrained(places[name], **SHAPE)
     assert isinstance(engine.drafter, MTPDrafter)

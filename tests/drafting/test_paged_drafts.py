@@ -86,7 +86,9 @@ def drafted(engine: ReDrafter, proposer: type) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("past", [7, 1024])
-@pytest.mark.parametrize("shape", [(1, 3, 4), (3, 3, 5)], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "shape", [(1, 3, 4), pytest.param((3, 3, 5), marks=pytest.mark.variant)], ids=["chain", "tree"]
+)
 def test_layers_draft_by_the_kernel_what_they_draft_on_a_dense_cache(shape, past, monkeypatch, request):
     monkeypatch.setattr(mtp, "PAST", past)
     target = Target(tiny_model("qwen2"))
@@ -149,12 +151,9 @@ def engine_with(name: str) -> tuple[ReDrafter, type]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "mimo",
-        "DFlash",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "DFlash2")),
-    ],
+    ["mimo", "DFlash", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "DFlash2"))],
 )
+@pytest.mark.variant
 def test_a_compiler_traces_drafts_and_entries_whole(name, compiled):
     engine, proposer = engine_with(name)
     dense = drafted(engine, proposer)

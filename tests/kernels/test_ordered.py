@@ -116,6 +116,7 @@ def test_a_token_attends_with_the_same_bits_in_any_form(setting, form, n, dtype)
     assert_same_bits(ATTENTION.come_as(form, states, n, **SETTINGS[setting]), expected)
 
 
+@pytest.mark.variant
 @pytest.mark.parametrize("n", [460, *([4094, 5000] if CUDA else [])])  # four splits and more
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_splits_that_one_program_folds_give_the_same_bits(setting, n, monkeypatch):
