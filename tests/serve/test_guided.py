@@ -5,9 +5,7 @@ import gc
 import json
 import os
 import signal
-import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,8 +16,8 @@ pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 
 from helpers.chats import tiny_tokenizer
-from helpers.processes import children, cpu_seconds, engine_of, soon
-from helpers.serving import Program, offline, text_of
+from helpers.processes import children, engine_of, soon
+from helpers.serving import Program
 from redrafter.grammar.grammar import GrammarProcess, server_for
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.waiting_queue import QueueFullError
@@ -28,8 +26,6 @@ from redrafter.serve.engine_process.process import MAX_COMPILATIONS, MAX_COMPILA
 
 TOKENIZER = tiny_tokenizer()
 QUICK = {"regex": "[ab]{3}"}
-LARGE = {"regex": ".?" * 23_000}  # asks for 0.9 GB at once
-HALF = "\ud800"
 
 
 def slow(number: int) -> dict[str, Any]:
@@ -128,10 +124,6 @@ async def test_what_died_is_compiled_again(started):
         os.kill(child, signal.SIGKILL)
         assert await come(lambda: not before.process.alive)
         assert await ask(QUICK) is not before
-        server = server_for(TOKENIZER).pid
-        os.kill(server, signal.SIGKILL)
-        assert (await ask({"regex": "[cd]"})).process.alive
-        assert server_for(TOKENIZER).pid != server
 
 
 async def test_few_grammars_are_kept_and_those_in_use_are_bounded(started, monkeypatch):
@@ -173,72 +165,8 @@ def forked(program: Program) -> list[int]:
     return [child for server in servers for child in children(server)]
 
 
-@pytest.mark.slow
-def test_a_hostile_grammar_is_refused_and_others_are_served_meanwhile(program, pair):
-    assert complete(program, QUICK).status_code == 200
-    with ThreadPoolExecutor(1) as pool:
-        hostile = pool.submit(complete, program, LARGE)
-        served = 0
-        while not hostile.done():
-            assert program.get("/health").status_code == 200
-            choice = complete(program, QUICK).json()["choices"][0]
-            expected = offline(pair, "Answer:", 40, do_sample=False, grammar=QUICK, tokenizer=pair[1])
-            assert choice["text"] == text_of(pair, expected)
-            assert choice["finish_reason"] == "stop"
-            served += 1
-    answer = hostile.result()
-    assert answer.status_code == 400
-    assert "too complex" in answer.json()["error"]["message"]
-    assert served > 2  # one, if they waited for it
-
-
 def test_a_client_that_leaves_ends_its_compilation(program):
     before = set(forked(program))
     with pytest.raises(httpx.ReadTimeout):
         complete(program, {"json": slow(1)["json_schema"]}, timeout=httpx.Timeout(60, read=2))
     assert soon(lambda: set(forked(program)) <= before)
-
-
-@pytest.mark.slow
-def test_a_killed_grammar_ends_its_own_texts_only(program, pair):
-    endless, other = {"regex": "[a-z ]{2000}"}, {"regex": "[b-y ]{2000}"}
-    assert complete(program, other, max_tokens=1).status_code == 200
-    before = set(forked(program))
-    with ThreadPoolExecutor(2) as pool:
-        beside = pool.submit(complete, program, other, max_tokens=150)
-        guided = pool.submit(complete, program, endless, max_tokens=1000)
-        assert soon(lambda: set(forked(program)) - before)
-        [child] = set(forked(program)) - before
-        time.sleep(0.3)
-        os.kill(child, signal.SIGKILL)
-        answer = guided.result()
-        assert answer.status_code == 400
-        assert "its process has ended" in answer.json()["error"]["message"]
-        assert beside.result().json()["usage"]["completion_tokens"] == 150
-    again = complete(program, endless, max_tokens=30)
-    expected = offline(pair, "Answer:", 30, do_sample=False, grammar=endless, tokenizer=pair[1])
-    assert again.json()["choices"][0]["text"] == text_of(pair, expected)
-
-
-def test_half_a_character_is_refused(program):
-    halves = dict.fromkeys(("regex", "lark", "ebnf"), HALF)
-    for kind, value in ("json", HALF), ("json", {"enum": [HALF]}), ("choice", [HALF]), *halves.items():
-        answer = complete(program, {kind: value})
-        assert answer.status_code == 400, answer.text
-        assert "a lone surrogate" in answer.json()["error"]["message"], answer.text
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"enum": ["x" * 8] * 150_000},
-        {str(number): {} for number in range(10_000)} | {"x": "x" * 1_800_000},
-    ],
-    ids=["many values", "many keys and a long text"],
-)
-def test_a_schema_that_is_too_large_is_refused_at_once(program, schema):
-    before = cpu_seconds(program.process.pid)
-    answer = complete(program, {"json": schema})
-    assert answer.status_code == 400, answer.text
-    assert "131072 are the most" in answer.text
-    assert cpu_seconds(program.process.pid) - before < 8

@@ -1,7 +1,7 @@
 """`/v1/messages` as Anthropic's client and coding agents send and read it, events and answers checked by its types."""
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -15,7 +15,7 @@ from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from helpers.chats import LLAMA_LIKE, tiny_tokenizer
-from helpers.serving import SCHEMA, Program, listening
+from helpers.serving import SCHEMA, Program
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.extensions.messages.protocol import (
     MessagesRequest,
@@ -27,8 +27,6 @@ from redrafter.serve.answers.call_forms import HarmonyMessages
 from redrafter.serve.engine_process.client import Stopped
 from redrafter.serve.prompts import PromptEncoder
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
-from redrafter.serve.routes.app import server_app
-from redrafter.serve.server import Server
 
 EVENTS = TypeAdapter(RawMessageStreamEvent)
 USER = {"role": "user", "content": "Tell me of the sea"}
@@ -186,7 +184,7 @@ def test_an_answer_goes_on_with_a_last_message_of_the_assistant(client, program)
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "find_dog"}], ids=["any", "tool"])
-def test_tools_are_called_and_their_results_read(choice, client, program, claude):
+def test_tools_are_called(choice, program, claude):
     settings = {"messages": [{"role": "user", "content": "Find Rex"}], "tools": [TOOL], "tool_choice": choice}
     answer = posted(program, **settings, max_tokens=80, seed=2)
     [call] = answer["content"]
@@ -199,25 +197,6 @@ def test_tools_are_called_and_their_results_read(choice, client, program, claude
     with claude.messages.stream(model="boxed", max_tokens=80, extra_body={"seed": 2}, **settings) as stream:
         message = stream.get_final_message()
     assert message.content[0].input == call["input"]
-
-    result = {"type": "tool_result", "tool_use_id": message.content[0].id, "content": "no such dog", "is_error": True}
-    talk = [
-        *settings["messages"],
-        {"role": "assistant", "content": message.content},  # the client sends its own objects back
-        {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
-    ]
-    sent = {"name": "find_dog", "arguments": json.dumps(call["input"])}
-    same = [
-        settings["messages"][0],
-        {"role": "assistant", "content": None, "tool_calls": [{"id": message.content[0].id, "function": sent}]},
-        {"role": "tool", "tool_call_id": message.content[0].id, "content": "Error: no such dog"},
-        {"role": "user", "content": "And?"},
-    ]
-    expected = chat(client, messages=same, tools=[FUNCTION], max_tokens=8, temperature=0)
-    extra = {"temperature": 0}
-    again = claude.messages.create(model="boxed", messages=talk, tools=[TOOL], max_tokens=8, extra_body=extra)
-    assert again.content[0].text == expected.choices[0].message.content
-    assert again.usage.input_tokens + again.usage.cache_read_input_tokens == expected.usage.prompt_tokens
 
 
 def test_a_call_that_is_cut_off_is_told_as_far_as_it_came(program):
@@ -474,47 +453,6 @@ def test_the_effort_and_other_variables_go_to_a_template_that_reads_them():
     assert asked(QWEN, **chosen).chat_template_kwargs == {"enable_thinking": False}
 
 
-@pytest.fixture
-def thinker(server: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a server whose model begins within thoughts, which it ends by a text that the test sets."""
-    template = server.tokenizer.chat_template
-    monkeypatch.setattr(server.tokenizer, "chat_template", template + "{# <think> </think> #}")
-    monkeypatch.setattr(server.engine, "on_delta", server.engine.on_delta)  # is put back in the end
-    with listening(server_app(Server(server.engine, server.tokenizer))) as url:
-        yield url
-
-
-def test_thoughts_are_blocks_of_their_own_and_may_be_sent_back(thinker):
-    client = anthropic.Anthropic(base_url=thinker, api_key="none", max_retries=0)
-    opened = [USER, {"role": "assistant", "content": "<think>"}]
-    settings: dict[str, Any] = {
-        "model": "boxed",
-        "max_tokens": 24,
-        "messages": opened,
-        "extra_body": {"temperature": 0},
-    }
-    message = client.messages.create(**settings)
-    [block] = message.content
-    assert block.type == "thinking"
-    assert block.thinking
-    assert block.signature == message.id
-    chat = httpx.post(
-        f"{thinker}/v1/chat/completions", json=TALK | {"messages": opened, "continue_final_message": True}
-    )
-    assert block.thinking == chat.json()["choices"][0]["message"]["reasoning_content"]
-    with client.messages.stream(**settings) as stream:
-        pieces = [event.thinking for event in stream if event.type == "thinking"]
-        again = stream.get_final_message()
-    assert "".join(pieces) == block.thinking == again.content[0].thinking
-    assert len(pieces) > 2
-    assert again.content[0].signature == again.id
-    hidden = client.messages.create(**settings, thinking={"type": "adaptive", "display": "omitted"})
-    assert hidden.content[0].thinking == ""
-    assert hidden.content[0].signature
-    back = [USER, {"role": "assistant", "content": [*message.content, {"type": "text", "text": "Yes."}]}, USER]
-    assert client.messages.create(**settings | {"messages": back}).content[0].text
-
-
 USAGE = {
     "prompt_tokens": 7,
     "completion_tokens": 4,
@@ -572,6 +510,9 @@ async def test_thoughts_texts_and_calls_follow_each_other():
     }
     pieces = [event["delta"].get("partial_json") for event in events if event["type"] == "content_block_delta"]
     assert [piece for piece in pieces if piece] == ['{"x"', ": 1}", "{}"]
+    omitted = {"type": "adaptive", "display": "omitted"}
+    message = joined(await events_of({"reasoning_content": "Hmm."}, {"content": "I look."}, thinking=omitted))
+    assert message["content"][0] == {"type": "thinking", "thinking": "", "signature": "msg_1"}
 
 
 async def test_a_text_of_nothing_is_an_empty_block_and_an_error_ends_a_stream():
