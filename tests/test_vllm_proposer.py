@@ -10,23 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from redrafter.drafting.prompt_lookup import PromptLookupProposer, latest_match
 from redrafter.drafting.proposer import State
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CopyProposer = runpy.run_path(str(EXAMPLES / "vllm_proposer.py"))["CopyProposer"]
-# Of a model that vLLM's kernels of attention take: heads of 32.
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "num_hidden_layers": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 256,
-}
 
 
 def config(draft_len: int = 4, room: int = 1000, **options: object) -> SimpleNamespace:
@@ -99,31 +88,3 @@ def test_vllm_loads_the_proposer_by_its_name_and_calls_it_with_what_it_takes(mon
     inspect.signature(proposer.propose).bind(*call.args, **keywords)
     names = [ast.unparse(argument).rsplit(".")[-1] for argument in call.args]
     assert names == [*inspect.signature(proposer.propose).parameters][: len(names)]
-
-
-@pytest.mark.slow
-def test_vllm_writes_the_same_tokens_with_copied_drafts_in_fewer_steps(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine runs in this process
-    vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
-    if not torch.cuda.is_available():
-        kernels = pytest.importorskip("vllm.utils.cpu_triton_utils", reason="this vLLM runs on no CPU")
-        kernel, wrapper = (vars(kernels)[name] for name in ("_sample_recovered_tokens_kernel_impl", "_FuncWrapper"))
-        if "USE_FP64_GUMBEL" not in inspect.signature(kernel).parameters:  # vLLM 0.24 passes it to any drafts' kernel
-            whole = wrapper(lambda *given, USE_FP64_GUMBEL, **named: kernel(*given, **named))
-            monkeypatch.setattr(kernels, "sample_recovered_tokens_kernel", whole)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, bos_token_id=1, eos_token_id=2))
-    model.save_pretrained(tmp_path)
-    prompts = [{"prompt_token_ids": [3 + (row + 2 * at % 7) for at in range(24)]} for row in range(3)]
-    written, accepted = [], []
-    for drafts in (None, {"model": "vllm_proposer.CopyProposer", "num_speculative_tokens": 4}):
-        llm = vllm.LLM(
-            str(tmp_path), skip_tokenizer_init=True, dtype="float32", max_model_len=128, max_num_seqs=4, seed=0,
-            enforce_eager=True, disable_log_stats=False, speculative_config=drafts,
-        )  # fmt: skip
-        params = vllm.SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, detokenize=False)
-        written.append([list(each.outputs[0].token_ids) for each in llm.generate(prompts, params)])
-        counts = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
-        accepted.append(counts.get("vllm:spec_decode_num_accepted_tokens", 0))
-    assert written[0] == written[1]
-    assert accepted[0] == 0 < accepted[1]
