@@ -498,6 +498,7 @@ def test_a_step_with_a_grammar_is_not_captured(engine, monkeypatch):
     assert [params.asks_host for params in seen] == [True, False]
 
 
+@pytest.mark.variant
 def test_the_boxed_pair_writes_what_a_schema_says():
     tokenizer = load_tokenizer(boxed_pair())
     tokenizer.padding_side = "left"

@@ -67,7 +67,7 @@ def test_parts_of_the_input_features_add_up(tiling, dtype):
     for inner, features in ((1100, 70), (1024, 128)):
         x, (weight, scale) = random(26, inner, dtype=dtype), quantized(features, inner)
         bias = random(features, dtype=dtype, seed=3)
-        for multiply, seen in (*PRODUCTS.values(), *PRODUCTS.values()):  # the counts are 0 again
+        for multiply, seen in (*PRODUCTS.values(), PRODUCTS["as FP8"]):  # the counts are 0 again
             found = multiply(x, weight, scale, bias, tiling)
             assert_close_by_scale(found.float(), full(seen(x), weight, scale, bias), CLOSE[dtype])
 

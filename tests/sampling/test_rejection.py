@@ -164,7 +164,7 @@ def test_as_many_drafts_are_kept_as_the_two_distributions_overlap(models):
 
 def test_a_seed_draws_the_same_tokens_twice_and_in_any_batch(llama):
     ids, mask = uneven_batch()
-    arguments = {"max_new_tokens": 24, "do_sample": True, "eos_token_id": None}
+    arguments = {"max_new_tokens": 12, "do_sample": True, "eos_token_id": None}
     engine = DraftTarget.from_pretrained(llama, tiny_model("qwen2"), acceptance="rejection")
     together = engine.generate(ids, mask, seed=5, **arguments)
     assert torch.equal(engine.generate(ids, mask, seed=5, **arguments), together)

@@ -65,6 +65,7 @@ def test_clients_get_what_plain_decoding_writes(temperature, served, pair):
 SETTINGS = [SamplingParams(temperature=0), SamplingParams(temperature=0.9, seed=5)]
 
 
+@pytest.mark.variant
 async def test_clients_at_once_get_what_each_would_alone():
     target = Target(recurrent_model("lfm2"))
     engine = DraftTarget(target, Target(recurrent_model("lfm2")), draft_len=3)
@@ -150,6 +151,7 @@ def failures(server: Any) -> float:
     return sum(float(line.split()[-1]) for line in lines if '_total{finished_reason="error"' in line)
 
 
+@pytest.mark.variant
 def test_others_are_answered_and_later_ones_too(server, url, loaded, monkeypatch):
     before, embedding = failures(server), loaded.engine.model.get_input_embeddings()
     bad = embedding.num_embeddings - 1

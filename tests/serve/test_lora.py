@@ -103,6 +103,7 @@ def test_models_and_their_parents_are_listed_and_another_name_is_refused(http):
     assert "'boxed' is, and so are its adapters 'one', 'two'" in answer.json()["error"]["message"]
 
 
+@pytest.mark.variant
 def test_a_prefix_is_reused_by_its_own_adapter_alone(http, expected):
     for name, cached in ((None, False), ("one", False), ("two", False), ("one", True), (None, True)):
         answer = complete(http, name, LONG).json()

@@ -66,6 +66,7 @@ def told(server: Address, body: dict, begun: threading.Event, texts: dict[int, s
                 begun.set()
 
 
+@pytest.mark.variant
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/messages"])
 def test_streams_of_several_texts_are_put_back_and_go_on_with_the_same_texts(route, urgent_server, undisturbed, pair):
     before = urgent_server.metrics()["vllm:num_preemptions_total"]
