@@ -5,13 +5,12 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
 
 from helpers.generation import noted, same_undrafted
 from helpers.models import DRAFTER_ALONE, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from helpers.scheduling import random_sequences, run_as_alone, scheduler, without_drafts
 from redrafter import ReDrafter
-from redrafter.drafting import loss_budget, step_times
+from redrafter.drafting import loss_budget
 from redrafter.drafting.policy import AcceptanceHistory, CostPolicy, DraftedStep, DraftPolicy, StepRows
 from redrafter.drafting.prompt_lookup import WithPromptLookup
 from redrafter.drafting.proposer import PlainProposer, SearchProposer
@@ -24,7 +23,6 @@ from redrafter.model.target import Target
 from redrafter.scheduler.running_batch import RunningBatch
 
 FLAT = ((1, 1.0), (4096, 1.001))  # the time of a step that is bound by memory
-RISING = ((1, 1.0), (2, 2.0))  # and by arithmetic
 FREE = ((1, 0.0),)
 # Of a bf16 8B model on an H200, in ms.
 PRODUCTS = ((1, 3.97), (26, 4.04), (64, 4.24), (128, 4.64), (208, 6.0), (256, 7.3), (512, 12.3), (1024, 23.4))
@@ -139,17 +137,6 @@ def test_drafts_that_gain_again_go_on():
     assert all(steps(chosen, 400, accepted=0.9)[200:])
 
 
-def test_one_step_of_four_rows_begins_no_pause():
-    chosen = choice(StepCosts(FLAT, ((1, 0.15),)), search(1, 2, 3), size=4)
-    assert steps(chosen, 1, accepted=0.0, size=4) == [2]
-    assert all(steps(chosen, 60, accepted=0.9, size=4))
-
-
-def test_drafts_that_gain_nothing_pause_for_long_at_once():
-    depths = steps(choice(StepCosts(FLAT, ((1, 0.25),)), search(1, 2, 3), size=64), 64, 0.0, size=64)
-    assert depths == [2] + [0] * 63
-
-
 @pytest.mark.parametrize(
     ("searched", "copied", "kind"), [(0.0, 0.9, "copied"), (0.0, 0.02, "none"), (0.95, 0.9, "searched")]
 )
@@ -193,13 +180,6 @@ def test_batch_sizes_pause_independently():
     assert choose(chosen, 2).depth == 1
 
 
-def test_prompts_that_a_step_reads_count_as_tokens_of_its_forward():
-    dear = StepCosts(((1, 1.0), (128, 1.2), (192, 9.0)), FREE)
-    assert [choose(choice(dear, search(1, 1, 2), size=64), 64, more=more).depth for more in (0, 64)] == [1, 0]
-    cheap = StepCosts(((64, 1.0), (128, 1.4), (192, 1.5)), FREE)
-    assert [choose(choice(cheap, search(1, 1, 2), size=64), 64, more=more).depth for more in (0, 64)] == [1, 1]
-
-
 @pytest.mark.parametrize(("time", "depth"), [(2.3, 1), (2.8, 0)])
 def test_drafts_pay_with_prompts_if_they_gain_more_than_other_steps_would_in_their_time(time, depth):
     # Alone, 37 drafts are accepted in 0.2; with the prompts, in 0.3 or 0.8, in which other steps write 24 or 64 tokens.
@@ -215,13 +195,6 @@ def test_a_gpu_verifies_fewer_nodes_in_larger_batches():
     assert nodes == sorted(nodes, reverse=True)
     assert nodes[0] == 26
     assert nodes[-1] < 2
-
-
-def test_nothing_is_drafted_where_every_token_takes_its_time():
-    costs = StepCosts(RISING, ((1, 0.1),))
-    shape = best_tree(costs, search(5, 5, 26), 8, share=True)
-    chosen = choice(costs, search(shape.beams, shape.depth, shape.nodes, shape.shared_nodes), size=8)
-    assert steps(chosen, 100, 0.0, 8).count(0) > 95
 
 
 @pytest.fixture
@@ -323,20 +296,6 @@ def test_copies_are_made_where_a_text_may_match_or_nobody_knows():
     fixed = DraftPolicy({1: WithPromptLookup(search(1, 3, 4), 4)})
     assert not any(copies(fixed, 20, copied=2, match=False))
     assert all(copies(fixed, 20, copied=0, match=None))
-
-
-@pytest.mark.parametrize("how", [{"do_sample": False}, {"do_sample": True, "seed": 3}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("rows", [1, 5])
-def test_a_drafter_that_guesses_badly_is_left_out_of_most_steps(llama, rows, how, monkeypatch):
-    taken = noted(monkeypatch, RunningBatch, "prepare_step", lambda step, *_: isinstance(step.proposer, PlainProposer))
-    monkeypatch.setattr(ReDrafter, "pauses", True)
-    monkeypatch.setattr(step_times, "LEVEL", ((1, 1.5),))  # even this drafter often guesses right
-    engine = with_tree(llama, tiny_drafter(), 2, 2)
-    ids, mask = uneven_batch(rows)
-    settings = {"max_new_tokens": 60, "eos_token_id": None} | how
-    out = engine.generate(ids, mask, **settings)
-    assert 0.5 < sum(taken) / len(taken) < 1
-    assert torch.equal(out, engine.generate(ids, mask, speculate=False, **settings))
 
 
 def test_rows_that_end_one_by_one_lose_one_budget_and_not_one_at_each_batch_size():

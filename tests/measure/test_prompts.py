@@ -10,8 +10,6 @@ from redrafter import ArgumentError, boxed_pair
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.cli import main
 from redrafter.cli import measure as measure_module
-from redrafter.data.documents import encode_documents
-from redrafter.data.rows import Row
 from redrafter.measure.prompts import PromptSource, cut_prompt, encode, read_prompts
 
 
@@ -61,10 +59,6 @@ def test_prompts_that_are_none_are_refused_in_one_line(capsys, tmp_path, name, c
         err = fails(capsys, command, "--prompts", str(tmp_path / name))
         assert says in err
         assert str(tmp_path / name) in err
-
-
-def test_sixteen_prompts_ship():
-    assert len(read_prompts(None)) == 16
 
 
 ASKED = {"role": "user", "content": "Sag ja"}
@@ -123,14 +117,6 @@ def test_a_row_without_a_prompt_is_refused_by_name(tmp_path):
         encode(read_prompts(str(tmp_path / "p.jsonl")), byte_tokenizer())
     with pytest.raises(ArgumentError, match=r"p\.jsonl:1 has no tokens"):
         encode(read_prompts(str(tmp_path / "p.jsonl")), byte_tokenizer(), share=0.1)
-
-
-def test_a_prompt_that_begins_the_text_itself_gets_no_second_beginning():
-    tokenizer = byte_tokenizer()
-    rows = [Row("a", text="ja"), Row("b", text="<bos>ja"), Row("c", prompt="<bos>ja")]
-    assert encode(rows, tokenizer) == [tokenizer("ja").input_ids] * 3
-    learnt = [*encode_documents([*rows[:2], Row("d", prompt="<bos>j", answer="a!")], tokenizer)]
-    assert [document.ids.count(tokenizer.bos_token_id) for document in learnt] == [1, 1, 1]
 
 
 # Prompts of one length
