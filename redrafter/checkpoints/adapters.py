@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
+from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.checkpoint_kind import read_json
 from redrafter.files.stored_tensors import read_pickle, read_safetensors
-from redrafter.model.lora import LoraWeights, merge_into
+from redrafter.model.lora import LoraWeights, adapter_refusal, merge_into
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -62,25 +62,20 @@ def merge_adapter(model: nn.Module, path: str | Path) -> None:
 def _check_config(path: str | Path, config: Mapping[str, object]) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise _unsupported(path, f"it is a {kind} adapter, and only LORA is computed for each row by itself")
+        raise adapter_refusal(path, f"it is a {kind} adapter, and only LORA is computed for each row by itself")
     if config.get("bias", "none") != "none":
-        raise _unsupported(path, f"it was trained with bias={config['bias']!r}, which changes the model's own biases")
+        raise adapter_refusal(
+            path, f"it was trained with bias={config['bias']!r}, which changes the model's own biases"
+        )
     beginning = config.get("init_lora_weights", True)
     if beginning not in _PLAIN_BEGINNINGS:
-        raise _unsupported(
+        raise adapter_refusal(
             path, f"init_lora_weights={beginning!r} changes the model's own weights (PEFT can save it as plain LoRA)"
         )
     # An unknown setting that is on may change what the adapter computes.
     for name, value in config.items():
         if name not in _NEUTRAL | _READ and value:
-            raise _unsupported(path, f"it has {name}={value!r}, which is more than LoRA on linear layers")
-
-
-def _unsupported(path: str | Path, reason: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{path} cannot be applied with others: {reason}; merge it into its model with PEFT's merge_and_unload(), "
-        "and use what that saves"
-    )
+            raise adapter_refusal(path, f"it has {name}={value!r}, which is more than LoRA on linear layers")
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -96,7 +91,7 @@ def _pairs(path: str | Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[T
     for key, tensor in tensors.items():
         match = re.fullmatch(rf"(?:{re.escape(PREFIX)})?(.+)\.lora_([AB])\.weight", key)
         if match is None:
-            raise _unsupported(path, f"it holds {key}, which is not a LoRA weight of a linear layer")
+            raise adapter_refusal(path, f"it holds {key}, which is not a LoRA weight of a linear layer")
         halves.setdefault(match[1], {})[match[2]] = tensor
     if not halves:
         raise CheckpointError(f"{path} holds no weights")

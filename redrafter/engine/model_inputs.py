@@ -44,7 +44,7 @@ def separate_inputs(
     inputs = (inspect.signature(model.forward).parameters.keys() | target.image_arguments) - known
     given = {name: value for name, value in arguments.items() if name in inputs and not _is_empty(value)}
     images = {name: value for name, value in given.items() if name in target.image_arguments}
-    if images and target.images.ok:
+    if images and target.images.support.ok:
         images |= {name: value for name, value in given.items() if marks_tokens(name, model)}
     for name in sorted(given.keys() - images.keys()):
         _check_empty(name, given[name], model)

@@ -217,38 +217,26 @@ class ImageReader:
         self._target, self._caches, self._read_whole = target, caches, read_whole
 
     @property
-    def ok(self) -> bool:
-        """Return whether prompts may have images."""
-        return self.reason is None
-
-    @property
-    def reason(self) -> str | None:
-        """Reason why prompts may have no images, and what to do; None if they may."""
-        return self.on_paged.reason if self._target.varlen.ok else self._on_dense.reason
+    def support(self) -> Support:
+        """Return whether prompts may have images, on the kind of cache that the model is decoded on."""
+        return self.support_on(paged=self._target.varlen.ok)
 
     def check(self) -> None:
         """Raise `UnsupportedError` where prompts may have no images."""
         self._target.features.check(IMAGES)
-        if reason := self.reason:
+        if reason := self.support.reason:
             raise UnsupportedError(f"{self._target.name} takes no images here: {reason}")
 
-    @property
-    def on_paged(self) -> Support:
-        """Return whether prompts may have images on a paged cache."""
-        stored = [replace(shape, source=None) for shape in self._caches.paged_shapes]
-        if self._on_dense.ok and stored != self._caches.shapes:
-            return Support(
-                "it stores other tensors on a paged cache than on its own; pass text alone (without --image)"
-            )
-        return self._on_dense
-
-    @property
-    def _on_dense(self) -> Support:
+    def support_on(self, *, paged: bool) -> Support:
+        """Return whether prompts may have images on a paged cache, or on a dense one."""
+        reason, stored = None, [replace(shape, source=None) for shape in self._caches.paged_shapes]
         if not self._target.image_arguments:
-            return Support(
-                "its forward does not accept encoded images (mm_encoder_outputs); pass text alone (without --image)"
-            )
-        return Support(self._target.features.conflict(IMAGES))
+            reason = "its forward does not accept encoded images (mm_encoder_outputs)"
+        elif conflict := self._target.features.conflict(IMAGES):
+            return Support(conflict)
+        elif paged and stored != self._caches.shapes:
+            reason = "it stores other tensors on a paged cache than on its own"
+        return Support(reason and f"{reason}; pass text alone (without --image)")
 
     def read_prompt(
         self, ids: Tensor, prompt: ImagePrompt, cache: KVCache, adapters: Tensor | None

@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import PretrainedConfig, PreTrainedModel
 
 from redrafter.errors import warn
 from redrafter.kernels.linear_operators import float8_linear, has_thin_kernel, thin_linear
-from redrafter.model.patch import ModelPatch, Running, has_hooks
+from redrafter.model.patch import ModelPatch, Running, find_places, has_hooks
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
@@ -140,16 +139,11 @@ def same_inputs(calls: Sequence[tuple[str, Tensor, Tensor]]) -> list[list[str]]:
 
 
 class _FusedGroup:
-    """State shared by the stand-ins of one group: the fused weights, and the product until all have read their part."""
+    """State shared by the stand-ins of one group: the fused layer, and its output until all have read their part."""
 
-    def __init__(self, layers: Sequence[Any], thin: bool, running: Running):
-        self.layers, self.running = layers, running
-        self.weight = _fuse([module.weight for module in layers]) if len(layers) > 1 else layers[0].weight
-        biases = [module.bias for module in layers if module.bias is not None]
-        self.bias = _fuse(biases) if len(biases) > 1 else biases[0] if biases else None
-        self.scale = _fuse([m.weight_scale for m in layers]) if isinstance(layers[0], Float8Linear) else None
+    def __init__(self, layers: Sequence[Any], fused: Any, thin: bool, running: Running):
+        self.layers, self.fused, self.thin, self.running = layers, fused, thin, running
         self.sizes = [module.out_features for module in layers]
-        self.thin = thin and self.bias is None and has_thin_kernel(self.weight)
         self.outputs: Any = None  # of all layers, until the last one has read its part
 
 
@@ -169,10 +163,7 @@ class _FirstStandIn(nn.Module):
         group = self.group
         if group.running.elsewhere():
             return self.compute_alone(x)
-        if group.scale is not None:
-            out = float8_linear(x, group.weight, group.scale, group.bias)
-        else:
-            out = thin_linear(x, group.weight) if group.thin else linear(x, group.weight, group.bias)
+        out: Tensor = thin_linear(x, group.fused.weight) if group.thin else group.fused(x)
         if len(group.sizes) == 1:
             return out
         group.outputs = out.split(group.sizes, dim=-1)
@@ -207,25 +198,21 @@ class FusedLinears:
 
     def __init__(self, model: nn.Module, groups: Sequence[Sequence[str]], *, thin: bool = True):
         """Fuse the weights of groups of a model's layers, by name. thin: allow the kernel for few tokens."""
-        self._stand_ins: list[tuple[nn.Module, str, nn.Module]] = []  # parent, name there, stand-in
-        self._running = Running()
+        self._running, stand_ins = Running(), dict[nn.Module, nn.Module]()
         for names in groups:
             layers: list[Any] = [model.get_submodule(name) for name in names]
-            if len({(m.bias is None, m.weight.dtype, m.weight.device, m.in_features) for m in layers}) > 1:
+            fused = fuse_layers(layers) if len(layers) > 1 else layers[0]
+            by_kernel = thin and fused is not None and fused.bias is None and has_thin_kernel(fused.weight)
+            if fused is None or (fused is layers[0] and not by_kernel):
                 continue
-            group = _FusedGroup(layers, thin, self._running)
-            if len(layers) == 1 and not group.thin:
-                continue
-            for index, (name, module) in enumerate(zip(names, layers, strict=True)):
-                parent, _, attribute = name.rpartition(".")
-                stand_in = (_NextStandIn if index else _FirstStandIn)(module, group, index)
-                self._stand_ins.append((model.get_submodule(parent), attribute, stand_in))
+            group = _FusedGroup(layers, fused, by_kernel, self._running)
+            for index, module in enumerate(layers):
+                stand_ins[module] = (_NextStandIn if index else _FirstStandIn)(module, group, index)
+        self._places = find_places(model, stand_ins)
 
     def add_to(self, patch: ModelPatch) -> None:
         """Have stand-ins in the places of the layers."""
-        patch.set_running(self._running, None)
-        for parent, name, stand_in in self._stand_ins:
-            patch.put(parent._modules, name, stand_in)
+        patch.put_stand_ins(self._places, self._running, None)
 
 
 def fuse_layers(layers: Sequence[Any]) -> Any:
@@ -281,7 +268,7 @@ def forward_bytes(model: PreTrainedModel) -> int:
 
 def is_quantized(config: PretrainedConfig) -> bool:
     """Return whether a model's config names a quantisation."""
-    return _quantization(config) is not None
+    return quantization_of(config) is not None
 
 
 def shared_scales(config: PretrainedConfig) -> str | None:
@@ -289,13 +276,10 @@ def shared_scales(config: PretrainedConfig) -> str | None:
 
     Returns None for static, per-token or no activation scales, and for unknown methods.
     """
-    quantization = _quantization(config)
-    if quantization is None:
+    if (entries := quantization_of(config)) is None:
         return None
-    is_dict = isinstance(quantization, Mapping)
-    method = quantization.get("quant_method") if is_dict else quantization.quant_method
-    rule = _RULES.get(method or "bitsandbytes")  # the only method whose config may omit the name
-    return None if rule is None else rule(quantization if is_dict else quantization.to_dict())
+    rule = _RULES.get(entries.get("quant_method") or "bitsandbytes")  # the only method whose config may omit the name
+    return None if rule is None else rule(entries)
 
 
 def warn_of_rounding(config: PretrainedConfig, name: str, rounding: float) -> None:
@@ -322,11 +306,11 @@ def warn_of_rounding(config: PretrainedConfig, name: str, rounding: float) -> No
         )
 
 
-def _quantization(config: PretrainedConfig) -> Any:
-    """Return the quantisation's entries in config.json, or the object that transformers made of them, or None."""
+def quantization_of(config: PretrainedConfig) -> Mapping[str, Any] | None:
+    """Return the quantisation's entries in config.json, also of an object that transformers made of them; else None."""
     for part in (config, config.get_text_config(decoder=True)):
-        if getattr(part, "quantization_config", None):
-            return part.quantization_config
+        if entries := getattr(part, "quantization_config", None):
+            return entries if isinstance(entries, Mapping) else dict(entries.to_dict())
     return None
 
 

@@ -44,12 +44,13 @@ class LoraWeights:
         """The largest rank of its layers."""
         return max(len(a) for a, _ in self.layers.values())
 
-    def refusal(self, reason: str) -> UnsupportedError:
-        """Return the error of an adapter that is not a product of each token alone."""
-        return UnsupportedError(
-            f"{self.source} cannot be applied with others: {reason}; merge it into its model with PEFT's "
-            "merge_and_unload(), and serve what that saves"
-        )
+
+def adapter_refusal(source: object, reason: str) -> UnsupportedError:
+    """Return the error of an adapter that is not a product of each token alone."""
+    return UnsupportedError(
+        f"{source} cannot be applied with others: {reason}; merge it into its model with PEFT's merge_and_unload(), "
+        "and use what that saves"
+    )
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,9 @@ def _check_layers(model: nn.Module, weights: LoraWeights) -> None:
                 f"{weights.source} was made for another model: {type(model).__name__} has no layer {name}"
             ) from None
         if layer is model.get_output_embeddings():  # type: ignore[operator]
-            raise weights.refusal(f"it changes {name}, the model's head")
+            raise adapter_refusal(weights.source, f"it changes {name}, the model's head")
         if not isinstance(layer, nn.Linear | Conv1D):
-            raise weights.refusal(f"{name} is not a linear layer but a {type(layer).__name__}")
+            raise adapter_refusal(weights.source, f"{name} is not a linear layer but a {type(layer).__name__}")
         if (a.shape[1], len(b)) != (widths := _widths(layer)):
             raise MismatchError(
                 f"{weights.source} was made for another model: its {name} reads {a.shape[1]} numbers and writes "
@@ -149,21 +150,27 @@ class LoraStacks:
             time.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype, slots: int, rank: int):
-        """Make stacks without layers. device: device of the tokens' adapter slots."""
-        self._model, self._dtype = model, dtype
-        self.slots, self.rank, self.version = slots, rank, 0
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype):
+        """Make stacks without slots or layers. device: device of the tokens' adapter slots."""
+        self._model, self._device, self._dtype = model, device, dtype
+        self.slots = self.rank = self.version = 0
         self._weights: dict[str, tuple[Tensor, Tensor]] = {}  # by layer: A `[S * R, in]` and B `[out, S * R]`
-        self._columns = torch.arange(1, slots + 1, device=device).repeat_interleave(rank)  # slot of each column
         self._stand_ins: dict[str, _Adapted] = {}
         self._running = Running()  # marks the columns that each token keeps, as `keep` returns them
+
+    def set_sizes(self, slots: int, rank: int) -> None:
+        """Set the numbers of slots and of columns of each, before a layer is added."""
+        self.slots, self.rank = slots, rank
+        self._columns = torch.arange(1, slots + 1, device=self._device).repeat_interleave(rank)  # slot of each column
 
     def write(self, slot: int, weights: LoraWeights, layers: Sequence[str]) -> None:
         """Write the layers of an adapter that text tokens pass through into a slot, which no token uses now."""
         columns = slice((slot - 1) * self.rank, slot * self.rank)
         with torch.inference_mode(False), torch.no_grad():
-            new = [name for name in layers if name not in self._weights]
-            for name in new:
+            new: dict[str, tuple[Tensor, Tensor]] = {}
+            for name in layers:
+                if name in self._weights:
+                    continue
                 layer: Any = self._model.get_submodule(name)
                 device, width, (inputs, outputs) = layer.weight.device, self.slots * self.rank, _widths(layer)
                 if device.type == "meta":
@@ -172,7 +179,8 @@ class LoraStacks:
                         "model whole, or merge the adapter into it with PEFT's merge_and_unload()"
                     )
                 like = {"dtype": self._dtype, "device": device}
-                self._weights[name] = torch.zeros(width, inputs, **like), torch.zeros(outputs, width, **like)
+                new[name] = torch.zeros(width, inputs, **like), torch.zeros(outputs, width, **like)
+            self._weights |= new
             self.version += bool(new)
             for name, (stacked_a, stacked_b) in self._weights.items():
                 # Zeros first: the slot's last adapter may have had a higher rank or other layers.
@@ -210,7 +218,7 @@ class AdapterSlots:
     Threads may share it.
 
     Attributes:
-        stacks: The weights; None before the first adapter.
+        stacks: The weights.
     """
 
     def __init__(
@@ -232,9 +240,8 @@ class AdapterSlots:
             features: The model's features.
             model_lock: Held by every forward of the model.
         """
-        self._model, self._device, self._dtype = model, device, dtype
+        self._model, self.stacks = model, LoraStacks(model, device, dtype)
         self._try_tokens, self._features, self._model_lock = try_tokens, features, model_lock
-        self.stacks: LoraStacks | None = None
         self._by_name: dict[str, Adapter] = {}
         self._holds: Counter[int] = Counter()  # number of sequences by slot
         self._numbers = itertools.count(1)
@@ -264,9 +271,8 @@ class AdapterSlots:
             if name in self._by_name:
                 raise ArgumentError(f"an adapter {name!r} is loaded already: unload it first, or use another name")
             _check_layers(self._model, weights)
-            stacks = self.stacks or LoraStacks(
-                self._model, self._device, self._dtype, slots=max_loras, rank=max_lora_rank
-            )
+            if not (stacks := self.stacks).version:
+                stacks.set_sizes(max_loras, max_lora_rank)
             if weights.rank > stacks.rank:
                 raise ArgumentError(
                     f"{weights.source} has rank {weights.rank}, and there is room for rank {stacks.rank}: raise "
@@ -285,17 +291,10 @@ class AdapterSlots:
                 )
             # Written before the adapter is listed, so that no request can use it half loaded.
             stacks.write(slot, weights, layers)
-            self.stacks = stacks
             self._features.add(ADAPTERS)
             left_out = tuple(layer for layer in weights.layers if layer not in layers)
             adapter = self._by_name[name] = Adapter(name, slot, next(self._numbers), left_out)
             return adapter
-
-    @property
-    def loaded(self) -> LoraStacks:
-        """The weights, once an adapter was loaded."""
-        assert self.stacks is not None, "no adapter was loaded"
-        return self.stacks
 
     def unload(self, name: str) -> None:
         """Unload an adapter. Sequences that use it continue; its slot is free when the last one ends.
@@ -358,7 +357,8 @@ class AdapterSlots:
         inputs: dict[str, list[int]] = {name: [] for name in weights.layers}
         count = TRIAL_ROWS * TRIAL_TOKENS
         # Multiples of a prime give distinct ids, so that no two tokens of the trial are alike.
-        ids = torch.arange(count, device=self._device) * 7919 % len(self._model.get_input_embeddings().weight)
+        table = self._model.get_input_embeddings().weight
+        ids = torch.arange(count, device=table.device) * 7919 % len(table)
         with ModelPatch() as patch, torch.no_grad():
             for name, read in inputs.items():
                 note = lambda _, args, read=read: read.append(args[0].numel() // args[0].shape[-1])  # noqa: E731
@@ -368,5 +368,5 @@ class AdapterSlots:
         for name, counts in inputs.items():
             in_decoder = id(self._model.get_submodule(name)) in decoder
             if set(counts) != {count} and (counts or in_decoder):
-                raise weights.refusal(f"{name} does not read each token once, as an expert does not")
+                raise adapter_refusal(weights.source, f"{name} does not read each token once, as an expert does not")
         return [name for name, counts in inputs.items() if counts]

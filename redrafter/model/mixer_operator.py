@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from redrafter.model.patch import ModelPatch, Running
+from redrafter.model.patch import ModelPatch, Running, find_places
 from redrafter.model.recurrent_layers import Mixer, PromptStates, TreeStates
 
 # Operators take only numbers and tensors, so a mixer is passed as a number.
@@ -61,16 +61,8 @@ class MixerOperators:
     def __init__(self, model: nn.Module, mixers: Sequence[Mixer]):
         """Make stand-ins for mixers that need only the tokens, as `Mixer.tokens_alone` defines."""
         self._running = Running()
-        by_id = {id(mixer.module): _StandIn(mixer, self._running) for mixer in mixers}
-        self._stand_ins = [
-            (parent, name, by_id[id(module)])
-            for parent in model.modules()
-            for name, module in parent.named_children()
-            if id(module) in by_id
-        ]
+        self._places = find_places(model, {mixer.module: _StandIn(mixer, self._running) for mixer in mixers})
 
     def add_to(self, patch: ModelPatch, plan: TreeStates | PromptStates) -> None:
         """Let a plan compute what the mixers return. Call `finish` of the plan after the forward."""
-        patch.set_running(self._running, plan)
-        for parent, name, stand_in in self._stand_ins:
-            patch.put(parent._modules, name, stand_in)
+        patch.put_stand_ins(self._places, self._running, plan)

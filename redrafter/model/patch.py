@@ -9,7 +9,7 @@ forwards and adapters. So the `ModelState` of the last call is compared with the
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -26,6 +26,9 @@ MODEL_ERRORS = (TypeError, ValueError, RuntimeError, IndexError, KeyError, Attri
 
 CompiledPart: TypeAlias = tuple[nn.Module, str, Any]
 """A module, its attribute that `torch.compile` has set, and its uncompiled value."""
+
+Place: TypeAlias = tuple[nn.Module, str, nn.Module]
+"""A parent of a module, the module's name there, and its stand-in."""
 
 # This library manages its own hooks, and transformers' hooks record outputs only for its own calls.
 _KNOWN_HOOKS = ("redrafter.", "transformers.")
@@ -55,6 +58,12 @@ class Running:
     def elsewhere(self) -> bool:
         """Return whether a stand-in was called by another thread's forward, which must get the model's own output."""
         return self.thread is not None and in_other_thread(self.thread)
+
+
+def find_places(model: nn.Module, stand_ins: Mapping[nn.Module, nn.Module]) -> list[Place]:
+    """Return every place of some modules in a model, with the stand-in of each."""
+    children = ((parent, name, child) for parent in model.modules() for name, child in parent.named_children())
+    return [(parent, name, stand_ins[child]) for parent, name, child in children if child in stand_ins]
 
 
 class ModelPatch:
@@ -88,6 +97,12 @@ class ModelPatch:
         """Set an attribute of a config, or of any object that is no module."""
         self._undo.append((setattr, owner, name, getattr(owner, name)))
         setattr(owner, name, value)
+
+    def put_stand_ins(self, places: Iterable[Place], running: Running, value: object) -> None:
+        """Replace modules by stand-ins, which share `running`, and pass these the inputs of this forward."""
+        self.set_running(running, value)
+        for parent, name, stand_in in places:
+            self.put(parent._modules, name, stand_in)
 
     def set_running(self, running: Running, value: object) -> None:
         """Pass stand-ins the inputs of this forward."""

@@ -30,7 +30,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from redrafter.attention.mask import AttentionKind, TreeSlots, additive_mask
 from redrafter.cache.dense import CACHE_NAME, DenseCache, cache_argument, cache_in
-from redrafter.model.patch import MODEL_ERRORS, ModelPatch, Running, in_other_thread
+from redrafter.model.patch import MODEL_ERRORS, ModelPatch, Running, find_places, in_other_thread
 from redrafter.tree.token_tree import Tree
 
 Arguments: TypeAlias = Mapping[str, Any]
@@ -403,12 +403,7 @@ class DynamicRope(RopeByLength):
         self.switch_at, self.context = (min(x) for x in zip(*((y.first, y.context) for y in of_all), strict=True))
         self._running = Running()  # holds `at_least` of `add_to`
         stand_ins = {module: _PerToken(module, by_type, self._running) for module, by_type in layouts.items()}
-        self._places = [
-            (parent, name, stand_ins[child])
-            for parent in model.modules()
-            for name, child in parent.named_children()
-            if child in stand_ins
-        ]
+        self._places = find_places(model, stand_ins)
 
     def prefix_key(self, prompt: int) -> Hashable:
         """Return the length of a prompt past the first context."""
@@ -416,6 +411,4 @@ class DynamicRope(RopeByLength):
 
     def add_to(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
         """Give each token the frequencies of its own length; see `RopeByLength`."""
-        patch.set_running(self._running, at_least)
-        for parent, name, stand_in in self._places:
-            patch.put(parent._modules, name, stand_in)
+        patch.put_stand_ins(self._places, self._running, at_least)

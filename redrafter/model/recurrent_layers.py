@@ -158,7 +158,7 @@ class TreeStates:
     def run_mixer(self, mixer: Mixer, forward: Callable[..., object], arguments: Mapping[str, Any]) -> object:
         """Compute what a mixer returns for all tokens of a call of its forward, level by level."""
         x = arguments[mixer.tokens_argument]
-        tokens, levels = _Tokens(x.shape[0], x.shape[1], x.device), self._levels
+        tokens, levels = MixerTokens(x), self._levels
         keys = [state.key for state in mixer.states]
         dtypes = [state.dtype for state in mixer.states]
         parents, taken = levels.parents.to(x.device), self._taken.to(x.device)
@@ -211,7 +211,7 @@ class PromptStates:
     def run_mixer(self, mixer: Mixer, forward: Callable[..., object], arguments: Mapping[str, Any]) -> object:
         """Compute what a mixer returns for all tokens of a call of its forward, row by row."""
         x = arguments[mixer.tokens_argument]
-        tokens = _Tokens(x.shape[0], x.shape[1], x.device)
+        tokens = MixerTokens(x)
         outputs, read = [], []
         for piece, start in zip(self._pieces, self._starts, strict=True):
             states, snapshots, first = None, dict[int, int](), piece.first
@@ -241,13 +241,11 @@ class PromptStates:
             self._states.take_note(self._pieces)
 
 
-@dataclass(frozen=True)
-class _Tokens:
-    """Describes the tokens of a mixer's call, `[B, T, D]`: B, T and the device."""
+class MixerTokens:
+    """Describes the tokens of a mixer's call: B, T and the device of their vectors `[B, T, D]`."""
 
-    rows: int
-    count: int
-    device: torch.device
+    def __init__(self, x: Tensor):
+        self.rows, self.count, self.device = x.shape[0], x.shape[1], x.device
 
     def _flat(self, leaf: object) -> Tensor | None:
         """Return an argument of all tokens, maybe broadcast over the rows, as `[rows * count, ...]`; else None."""
@@ -266,7 +264,7 @@ class _Tokens:
         ]
         return [pytree.tree_unflatten(list(level), kinds) for level in zip(*by_leaf, strict=True)]
 
-    def take_run(self, arguments: Mapping[str, object], index: Tensor) -> dict[str, object]:
+    def take_run(self, arguments: Mapping[str, object], index: Tensor) -> dict[str, Any]:
         """Return the arguments for successive tokens of one row. index: `[R]` int64."""
 
         def taken(leaf: object) -> object:

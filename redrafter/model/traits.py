@@ -38,14 +38,14 @@ from redrafter.errors import UnsupportedError, first_line
 from redrafter.model.linear_layers import linear_calls
 from redrafter.model.patch import MODEL_ERRORS, ModelPatch
 from redrafter.model.positions import find_slot_readers
-from redrafter.model.recurrent_layers import Mixer, copied_layer, layer_tensors, layer_without_tensors
+from redrafter.model.recurrent_layers import Mixer, MixerTokens, copied_layer, layer_tensors, layer_without_tensors
 
 PROBE_NAME = "redrafter_probe"
 PROBED_POSITION = 1 << 20  # at which a mask rule is evaluated; a window or chunk that is longer counts as none
 
 MaskRule = Callable[..., object]  # `rule(batch, head, query, key)` of transformers: whether the query sees the key
 
-_Call: TypeAlias = tuple[Mixer, Mapping[str, object], object]  # with its arguments by name, and its output
+_Call: TypeAlias = tuple[Mixer, Mapping[str, Any], object]  # with its arguments by name, and its output
 
 _RECURRENT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())  # an older release has none
 
@@ -304,7 +304,7 @@ def find_mixers(model: PreTrainedModel, config: PretrainedConfig, ids: Tensor, n
     return [_tried(*call, cache, len(ids), name) for call in calls]
 
 
-def _tried(mixer: Mixer, given: Mapping[str, object], returned: object, cache: Cache, count: int, name: str) -> Mixer:
+def _tried(mixer: Mixer, given: Mapping[str, Any], returned: object, cache: Cache, count: int, name: str) -> Mixer:
     """Return a mixer that was tried apart from the model: half of the tokens at once, then the others both ways.
 
     In a plain forward of one row of `count` tokens, with that cache, it was `given` these arguments. Raises
@@ -313,8 +313,10 @@ def _tried(mixer: Mixer, given: Mapping[str, object], returned: object, cache: C
     mixer = replace(mixer, full=layer_without_tensors(cache.layers[mixer.layer]))
     half = count // 2
     forward = mixer.module.forward
-    expected = _part({"": returned}, half, count, count)[""]
-    begun = _part(given, 0, half, count)
+    row = MixerTokens(given[mixer.tokens_argument])
+    index = torch.arange(count, device=row.device)
+    expected = row.take_run({"": returned}, index[half:])[""]
+    begun = row.take_run(given, index[:half])
     with linear_calls(mixer.module) as linears:
         output, states = mixer.run_forward(forward, begun, None)
     # Linear layers that read the mixer's tokens as they are, and the one whose output it returns. One that is called
@@ -326,8 +328,8 @@ def _tried(mixer: Mixer, given: Mapping[str, object], returned: object, cache: C
     last = next((layer for layer, x, y in once if y is output and x is not tokens), None)
     # Cloned, as a mixer may update its states in place and both ways start from the same.
     later, parts = [state.clone() for state in states], []
-    for token in range(half, count):
-        part, states = mixer.run_forward(forward, _part(given, token, token + 1, count), states)
+    for token in index[half:, None]:
+        part, states = mixer.run_forward(forward, row.take_run(given, token), states)
         parts.append(part)
     one_by_one = pytree.tree_map(lambda *x: torch.cat(x, dim=1) if isinstance(x[0], Tensor) else x[0], *parts)
     if not _close(one_by_one, expected, _ONE_BY_ONE):
@@ -335,7 +337,7 @@ def _tried(mixer: Mixer, given: Mapping[str, object], returned: object, cache: C
             f"layer {mixer.layer} of {name} ({type(mixer.module).__name__}) continues from its state with other "
             "numbers than it reads a whole text with; this architecture cannot be verified exactly"
         )
-    at_once, _ = mixer.run_forward(forward, _part(given, half, count, count), later)
+    at_once, _ = mixer.run_forward(forward, row.take_run(given, index[half:]), later)
     return replace(
         mixer,
         continues=_close(at_once, expected, _AT_ONCE),
@@ -356,16 +358,6 @@ def _takes_tokens_alone(mixer: Mixer, tokens: Tensor, returned: object) -> bool:
     except MODEL_ERRORS:
         return False
     return torch.equal(found, returned)
-
-
-def _part(given: Mapping[str, object], first: int, end: int, count: int) -> dict[str, Any]:
-    """Return the arguments of a call of one row for some of its `count` tokens, without masks: there is no padding."""
-
-    def cut(value: Any) -> object:
-        per_token = isinstance(value, Tensor) and value.shape[:2] == (1, count)
-        return value[:, first:end] if per_token else value
-
-    return {name: None if "mask" in name else pytree.tree_map(cut, value) for name, value in given.items()}
 
 
 # What may differ, of the largest number of an output. Where a module clamps in one way of reading and not in the other,

@@ -204,7 +204,7 @@ class PaddedForward(TreeForward):
                 mixing = mixer_plan(batch, padded=True)
                 replace_mixers(patch, self._mixers, mixing)
             if (adapters := batch.inputs.get(ADAPTERS)) is not None:
-                bound.adapters.loaded.add_to(patch, bound.adapters.loaded.keep(adapters[:, None].expand(-1, new)))
+                bound.adapters.stacks.add_to(patch, bound.adapters.stacks.keep(adapters[:, None].expand(-1, new)))
             if self._slot_readers:
                 answer_by_position(patch, self._slot_readers, lambda: places, slots)
             if bound.rope is not None:
@@ -245,7 +245,7 @@ class PaddedForward(TreeForward):
         bound = self.bound
         with bound.lock, self._recording() as patch:
             if adapters is not None:
-                bound.adapters.loaded.add_to(patch, bound.adapters.loaded.keep(adapters[:, None].expand_as(ids)))
+                bound.adapters.stacks.add_to(patch, bound.adapters.stacks.keep(adapters[:, None].expand_as(ids)))
             if bound.rope is not None:
                 bound.rope.add_to(patch, lambda: torch.tensor([[prompt]], device=ids.device))
             self._index = torch.tensor([[ids.shape[1] - 1]], device=ids.device)

@@ -263,14 +263,14 @@ class VarlenForward(TreeForward):
         self._prompt = prompt
         self._positions = positions
         if keep is not None:  # set here, where a compiled forward sees that it is another tensor each time
-            self.bound.adapters.loaded.set_keep(keep)
+            self.bound.adapters.stacks.set_keep(keep)
         out = self._call_model(ids[None], positions[None], cache, plan=plan)
         self._prompt = self._positions = None
         return out.logits[0], self._recorded_hidden()[0]
 
     def _kept_columns(self, adapters: Tensor, count: int) -> Tensor:
         """Return which columns of the adapters' stacks each of `count` tokens keeps; the last ones may be padding."""
-        return pad(self.bound.adapters.loaded.keep(adapters), (0, 0, 0, count - len(adapters)))
+        return pad(self.bound.adapters.stacks.keep(adapters), (0, 0, 0, count - len(adapters)))
 
     def _new_positions(self) -> Tensor:
         return self._positions[None]
@@ -308,7 +308,7 @@ class VarlenForward(TreeForward):
                 if self._fused is not None:
                     self._fused.add_to(patch)
                 if keep is not None:  # its stand-ins are called before those for fused layers
-                    bound.adapters.loaded.add_to(patch, keep)
+                    bound.adapters.stacks.add_to(patch, keep)
                 if self._slot_readers:  # after the fused layers, whose stand-ins have the hooks then
                     answer_by_position(patch, self._slot_readers, self._new_positions)
                 yield

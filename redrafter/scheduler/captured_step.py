@@ -196,7 +196,7 @@ def new_state(target: Target, rows: int, width: int) -> State:
         tokens = torch.zeros(rows, width, dtype=torch.long)
         length = torch.zeros(rows, dtype=torch.long)
         hidden = torch.zeros(rows, target.feature_size, dtype=target.dtype)
-        features = (ADAPTERS, IMAGES) if target.images.ok else (ADAPTERS,)
+        features = (ADAPTERS, IMAGES) if target.images.support.ok else (ADAPTERS,)
         inputs = {feature: torch.zeros_like(length) for feature in features}
         active = torch.zeros(rows, dtype=torch.bool)
         return State(tokens=tokens, length=length, hidden=hidden, active=active, inputs=inputs)

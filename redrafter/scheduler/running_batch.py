@@ -332,11 +332,8 @@ class RunningBatch:
                 self._chunk_buffers = ChunkBuffers(self._positions // BLOCK_SIZE, self.target)
             room = self._chunk_buffers.load(chunks, prompts.room)
         # A step without adapters skips their matrices, so it needs a separate key.
-        version, stacks = 0, self.target.adapters.stacks
-        if stacks is not None and (
-            requirements.adapters or any(sequence.request.adapter is not None for sequence, _ in chunks)
-        ):
-            version = stacks.version
+        adapted = requirements.adapters or any(sequence.request.adapter is not None for sequence, _ in chunks)
+        version = self.target.adapters.stacks.version if adapted else 0
 
         # 3. The step captured for this key, or a new one.
         key = StepKey(

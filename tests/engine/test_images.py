@@ -138,7 +138,7 @@ REFUSED: dict[str, tuple[str, Callable[[PreTrainedModel], dict[str, Any]], type[
 def test_what_the_model_cannot_see_is_refused(name):
     family, inputs, error, message = REFUSED[name]
     engine = make(family)
-    assert engine.target.images.ok == (family != "mllama")
+    assert engine.target.images.support.ok == (family != "mllama")
     with pytest.raises(error, match=message):
         engine.generate(**inputs(engine.model), **GREEDY)
 
@@ -151,7 +151,7 @@ def test_a_batch_invariant_engine_takes_no_images():
 
 def test_a_model_without_eyes_takes_no_images():
     engine = make_engine("drafter")
-    assert not engine.target.images.ok
+    assert not engine.target.images.support.ok
     with pytest.raises(ArgumentError, match="no argument 'pixel_values'"):
         engine.generate(**pixels(0))
 

@@ -273,7 +273,7 @@ def test_states_that_are_not_in_the_cache_are_refused_with_the_reason(architectu
 def test_adapters_and_images_are_refused(one_of_few):
     with pytest.raises(UnsupportedError, match=r"layers with recurrent states exclude each other.*merge"):
         one_of_few.adapters.load("mine", LoraWeights("mine", {}), 1, 8)
-    assert not one_of_few.images.ok
+    assert not one_of_few.images.support.ok
 
 
 def test_a_draft_model_with_states_and_another_tokenizer_is_refused(one_of_few):

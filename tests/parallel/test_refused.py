@@ -43,7 +43,7 @@ def test_a_shared_model_is_not_used_for(shared, use, says):
 
 def test_a_shared_model_sees_no_images(shared):
     shared.image_arguments = frozenset({"pixel_values"})
-    assert "tensor parallelism" in shared.images.reason
+    assert "tensor parallelism" in shared.images.support.reason
 
 
 def quantised() -> PreTrainedModel:

@@ -70,7 +70,7 @@ class ServedEngine:
             _sampling_defaults(engine),
             limits.reuse,
             adapters,
-            engine.target.image_inputs if engine.target.images.on_paged.ok else frozenset(),
+            engine.target.image_inputs if engine.target.images.support_on(paged=True).ok else frozenset(),
         )
         return cls(pair, scheduler, facts)
 
