@@ -34,12 +34,13 @@ from redrafter.app.flags import read_options
 from redrafter.app.loading import NO_DRAFT_OPTIONS, Pair, check_options
 from redrafter.app.options import LoadOptions
 from redrafter.app.program import run_command
-from redrafter.checkpoints.models import quantize_drafter, quantize_model
+from redrafter.checkpoints.models import quantize_model
 from redrafter.cli.measure import bench_pair
 from redrafter.cli.measure_options import BenchOptions, build_parser
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.model.linear_layers import quantize_linears
 from redrafter.model.target import Target
 
 ADDED_WEIGHT_STD = 0.02  # initialisation of Llama models
@@ -373,7 +374,7 @@ def load_pair(args: argparse.Namespace) -> tuple[Pair, str | None]:
     if load.quantization is not None:
         quantize_model(padded, args.pad_to)
     if load.draft_quantization is not None:
-        quantize_drafter(drafter)
+        quantize_linears(drafter, keep=(drafter.unquantized,))
     with unmasked(padded):
         target = Target(padded)
     pair.engine = ReDrafter(target, drafter, small.shape, options=small.options)

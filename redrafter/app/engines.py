@@ -13,7 +13,7 @@ import torch
 from redrafter.app.flags import flag
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.checkpoints.drafters import holds_drafter
-from redrafter.checkpoints.merged import default_sampling, find_defaults_file
+from redrafter.checkpoints.merged import default_sampling, find_file
 from redrafter.checkpoints.models import bind
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.draft_target import DraftTarget
@@ -22,7 +22,7 @@ from redrafter.engine.options import EngineOptions
 from redrafter.engine.prompt_lookup import PromptLookup
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.errors import ArgumentError, UnsupportedError
-from redrafter.files.checkpoint_kind import DRAFTER_FOLDER
+from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
 from redrafter.model.target import Target
 from redrafter.parallel.launched import launched_processes
 
@@ -147,7 +147,7 @@ def parse_draft_target_config(text: str) -> tuple[int, str | None, str | None, b
 def drafting_model_name(method: str, model: str, options: LoadOptions, draft: DraftOptions) -> str | None:
     """Return the directory or hub id of the method's drafter or draft model; None if it has neither."""
     if method == DRAFTER:
-        merged = options.drafter is None and find_defaults_file(model) is not None
+        merged = options.drafter is None and find_file(model, SHAPE_FILE) is not None
         return str(Path(model) / DRAFTER_FOLDER) if merged else options.drafter or model  # which has an MTP layer
     return draft.draft_model if method == DRAFT_MODEL else None
 

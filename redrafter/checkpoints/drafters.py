@@ -8,14 +8,15 @@ import torch
 from torch.nn.functional import cosine_similarity
 from transformers import PreTrainedModel
 
-from redrafter.checkpoints.merged import Defaults, find_defaults_file
-from redrafter.checkpoints.models import config_to_load, quantize_drafter
+from redrafter.checkpoints.merged import Defaults, find_file
+from redrafter.checkpoints.models import config_to_load
 from redrafter.checkpoints.mtp import holds_mtp, load_mtp
 from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel, check_draft_ids
 from redrafter.drafting.drafter_types import open_drafter_model
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError, warn
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, check_config, wrong_kind_error
+from redrafter.model.linear_layers import quantize_linears
 from redrafter.model.supported import config_width
 from redrafter.model.target import Target
 from redrafter.model.weights import hold_in_memory
@@ -53,7 +54,7 @@ def load_drafter(
     if drafter is None:
         if not isinstance(model, str | Path):
             raise ArgumentError("a loaded model comes without a drafter: pass drafter=")
-        file = find_defaults_file(str(model), revision)
+        file = find_file(str(model), SHAPE_FILE, revision)
         if file is not None:
             defaults = Defaults.from_file(file)
             drafter = open_drafter_model(model, subfolder=DRAFTER_FOLDER, revision=revision)
@@ -67,7 +68,7 @@ def load_drafter(
     module = drafter.placed(target)
     hold_in_memory(module)  # an MTP layer is read from the files of its base
     if quantization is not None:
-        quantize_drafter(module)
+        quantize_linears(module, keep=(module.unquantized,))
     return module, defaults
 
 
@@ -107,12 +108,11 @@ def holds_drafter(name: str) -> bool:
 
     Raises `OSError` if the hub cannot be asked.
     """
-    return find_defaults_file(name) is not None or holds_mtp(name)
+    return find_file(name, SHAPE_FILE) is not None or holds_mtp(name)
 
 
-def embedding_norms(embedding: torch.nn.Embedding) -> list[float]:
-    """Return the norms of `NORM_ROWS` rows of an embedding table, which identify a base in any dtype."""
-    weight = embedding.weight  # [V, D]
+def embedding_norms(weight: torch.Tensor) -> list[float]:
+    """Return the norms of `NORM_ROWS` rows of an embedding table `[V, D]`, which identify a base in any dtype."""
     # A narrower default dtype of the caller's would round row numbers past the end of the table.
     rows = torch.linspace(0, len(weight) - 1, NORM_ROWS, device=weight.device, dtype=torch.float32).long()
     return weight[rows].float().norm(dim=-1).tolist()
@@ -153,7 +153,7 @@ def check_fits_target(drafter: DrafterModel, target: Target) -> None:
             f"{name} has embeddings of {embedding_size} and a head that reads {target.hidden_size}; a drafter needs "
             "one size of both, so use DraftTarget or PromptLookup"
         )
-    check_fits_base(config, target.hidden_size, target.vocab_size, [embedding_norms(target.embedding)], name)
+    check_fits_base(config, target.hidden_size, target.vocab_size, [embedding_norms(target.embedding.weight)], name)
 
 
 def check_fits_base(

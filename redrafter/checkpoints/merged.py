@@ -63,15 +63,18 @@ def default_sampling(name: str) -> bool | None:
 
     None where there is no such file, or it does not say.
     """
-    file = find_defaults_file(name)
+    file = find_file(name, SHAPE_FILE)
     return None if file is None else Defaults.from_file(file).do_sample
 
 
-def find_defaults_file(name: str, revision: str | None = None) -> Path | None:
-    """Return the path of the `redrafter.json` in a directory or repository, downloaded if need be; None without."""
+def find_file(name: str, file: str, revision: str | None = None) -> Path | None:
+    """Return the path of a file in a directory or repository, downloaded if need be; None without one.
+
+    A GGUF file has no others. Raises `OSError` if the hub cannot be asked.
+    """
     if Path(name).suffix == SUFFIX:
         return None
     from transformers.utils.hub import cached_file  # which most of this module's readers need not wait for
 
-    file = cached_file(name, SHAPE_FILE, revision=revision, _raise_exceptions_for_missing_entries=False)
-    return None if file is None else Path(file)
+    found = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)

@@ -6,7 +6,7 @@ The parts follow transformers' tensor-parallel plan for the model.
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils.hub import cached_file
 
-from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.drafting.step_times import LARGE_BYTES
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, did_you_mean, first_line, warn
 from redrafter.features import FP8_WEIGHTS, GGUF_FILE, QUANTISED_WEIGHTS, TENSOR_PARALLELISM, FeatureSet
@@ -44,25 +43,6 @@ from redrafter.parallel.ranks import join_ranks
 QUANTIZED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Keyword arguments of `load_model` itself; it hands all others to transformers.
 LOAD_ARGUMENTS = ("dtype", "device", "trust_remote_code", "caller", "quantization", "tp_size")
-# Names that other libraries have for arguments of this one, and what to type here. Of several suggestions, the first
-# that the caller has an argument for is made.
-_FOREIGN_NAMES = {
-    "acceptance_threshold": ("acceptance",),
-    "assistant_model": ("draft_model",),
-    "assistant_tokenizer": ("draft_tokenizer",),
-    "draft_len": ("draft_len_per_beam",),
-    "draft_len_per_beam": ("draft_len",),
-    "kv_cache_free_gpu_mem_fraction": ("kv_cache_free_gpu_memory_fraction",),
-    "max_draft_len": ("draft_len", "draft_len_per_beam"),
-    "max_matching_ngram_size": ("ngram",),
-    "num_draft_tokens": ("draft_len", "draft_len_per_beam"),
-    "prompt_lookup_num_tokens": ("draft_len",),
-    "redrafter_draft_len_per_beam": ("draft_len_per_beam",),
-    "redrafter_num_beams": ("num_beams",),
-    "speculative_model": ("draft_model",),
-    "use_draft_logits": ('acceptance="rejection"',),
-    "use_logits": ('acceptance="rejection"',),
-}
 _WITHOUT = "load it in one process, without tp_size and torchrun"
 _HUB_ARGUMENTS = ("cache_dir", "revision", "subfolder", "token")
 
@@ -79,7 +59,7 @@ def bind(model: str | Path | PreTrainedModel | Target, **load: Any) -> Target:
         )
     if isinstance(model, Target):
         check_quantization(load.get("quantization"), model)
-        _check_no_load_keywords({key: value for key, value in load.items() if key not in LOAD_ARGUMENTS})
+        _check_unused(*(key for key in load if key not in LOAD_ARGUMENTS))
         return model
     if isinstance(model, PreTrainedModel):
         return Target(load_model(model, **load))
@@ -122,7 +102,7 @@ def load_model(
     check_quantization(quantization, name)
     if not isinstance(name, str | Path):
         check_loaded_size(base_of(name), tp_size)
-        _check_no_load_keywords(kwargs)
+        _check_unused(*kwargs)
         with _device_errors(device):
             return base_of(name) if device is None else base_of(name).to(device)
     # Before transformers, whose error for a missing directory speaks of hub ids.
@@ -237,7 +217,7 @@ def locate_gguf(model: Any, load: dict[str, Any]) -> Any:
     if name is None:
         return model
     if not isinstance(model, str | Path):
-        raise ArgumentError("leave gguf_file out: it applies to a model that is given by name, and this one is loaded")
+        _check_unused("gguf_file")
     if not str(name).endswith(SUFFIX):
         raise ArgumentError(f"gguf_file must name a {SUFFIX} file, got {str(name)!r}")
     where = {key: load.pop(key) for key in _HUB_ARGUMENTS if key in load}
@@ -255,18 +235,12 @@ def auto_class(name: str | Path, trust_remote_code: bool, kwargs: dict[str, obje
     if "config" in kwargs or find_gguf(name) is not None:
         return AutoModelForCausalLM
     hub_options = {key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs}
-    try:
+    config: dict[str, Any] = {}  # for an adapter, whose base the class finds, or a missing file, which its error names
+    with suppress(OSError):
         config, _ = PretrainedConfig.get_config_dict(str(name), **hub_options)
-    except OSError:
-        return (
-            AutoModelForCausalLM  # which finds the base of an adapter, or raises an error that names the missing file
-        )
-    model_type = config.get("model_type")
-    if trust_remote_code and "AutoModelForCausalLM" in config.get("auto_map", {}):
-        return AutoModelForCausalLM
-    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-        return AutoModelForCausalLM
-    return AutoModelForImageTextToText
+    sees = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys() - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+    own_code = trust_remote_code and "AutoModelForCausalLM" in config.get("auto_map", {})
+    return AutoModelForImageTextToText if config.get("model_type") in sees and not own_code else AutoModelForCausalLM
 
 
 @contextmanager
@@ -381,10 +355,8 @@ def _unknown_keyword_error(
         return None
     parameters = {} if caller is None else inspect.signature(caller).parameters
     arguments = [name for name, item in parameters.items() if item.kind is not inspect.Parameter.VAR_KEYWORD]
-    name = match[1]
-    translations = [text for text in _FOREIGN_NAMES.get(name, ()) if text.partition("=")[0] in arguments]
-    hint = f"; did you mean {translations[0]}?" if translations else did_you_mean(name, arguments)
-    return ArgumentError(f"from_pretrained() has no argument {name!r}, here or in transformers{hint}")
+    hint = did_you_mean(match[1], arguments)
+    return ArgumentError(f"from_pretrained() has no argument {match[1]!r}, here or in transformers{hint}")
 
 
 def _check_reserved_keywords(keywords: Mapping[str, object]) -> None:
@@ -397,10 +369,11 @@ def _check_reserved_keywords(keywords: Mapping[str, object]) -> None:
         raise ArgumentError("what drafts is whole in every process that shares the target: leave out drafter_tp_size")
 
 
-def _check_no_load_keywords(keywords: Mapping[str, object]) -> None:
-    if keywords:
+def _check_unused(*arguments: str) -> None:
+    """Raise `ArgumentError` for arguments of loading that are given with a loaded model, by their names."""
+    if arguments:
         raise ArgumentError(
-            f"leave {', '.join(keywords)} out: it applies to a model that is given by name, and this one is loaded"
+            f"leave {', '.join(arguments)} out: it applies to a model that is given by name, and this one is loaded"
         )
 
 
@@ -412,9 +385,7 @@ def check_quantization(quantization: str | None, model: object, argument: str = 
     if quantization not in ("fp8", None):
         raise ArgumentError(f"{argument} must be 'fp8', which rounds inputs too, or None, got {quantization!r}")
     if not isinstance(model, str | Path | None) and quantization is not None:
-        raise ArgumentError(
-            f"leave {argument} out: it applies to a model that is given by name, and this one is loaded"
-        )
+        _check_unused(argument)
 
 
 def quantize_model(model: Any, name: str, device: torch.device | str | None = None) -> None:
@@ -449,11 +420,3 @@ def quantize_model(model: Any, name: str, device: torch.device | str | None = No
             f"only {quantized / count:.0%} of the weights of {name}, embedding and head apart, are in linear layers "
             "and were quantised to FP8; the others, such as weights of experts, were not"
         )
-
-
-def quantize_drafter(drafter: DrafterModel) -> None:
-    """Replace the linear layers of a drafter by FP8 ones; drafts change no token of the output.
-
-    Its `unquantized` part is not changed.
-    """
-    quantize_linears(drafter, keep=(drafter.unquantized,))

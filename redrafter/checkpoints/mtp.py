@@ -5,23 +5,21 @@ transformers drops these tensors when it loads the model.
 
 import copy
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
-from transformers.utils.hub import cached_file
 
 from redrafter.attention.tree_attention import replacement_for
 from redrafter.cache.paged import KVCachePool, PagedCache
+from redrafter.checkpoints.merged import find_file
 from redrafter.checkpoints.mtp_layer import FoundLayer, find_layer
 from redrafter.drafting.mtp import MTPConfig, MTPDrafter
 from redrafter.drafting.mtp_attention import ATTENTION_NAME, Past
 from redrafter.drafting.paged_entries import PagedEntries
 from redrafter.errors import CheckpointError, UnsupportedError, first_line, warn
 from redrafter.files.checkpoint_kind import read_json
-from redrafter.files.gguf_file import SUFFIX
 from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE, read_file_headers
 from redrafter.files.stored_tensors import map_tensor
 from redrafter.model.forward_batch import decoder_stack
@@ -189,21 +187,14 @@ def _widen_blocks(tensors: dict[str, Tensor]) -> None:
 
 def _files_by_tensor(name: str, revision: str | None) -> dict[str, str]:
     """Return the names of a checkpoint's tensors, each with the name of the file that has it."""
-    index = _find(name, INDEX_FILE, revision)
+    index = find_file(name, INDEX_FILE, revision)
     if index is not None:
         files = read_json(index).get("weight_map")
         return files if isinstance(files, dict) else {}
-    weights = _find(name, WEIGHTS_FILE, revision)
+    weights = find_file(name, WEIGHTS_FILE, revision)
     if weights is None:
         return {}
     return dict.fromkeys(read_file_headers(weights), WEIGHTS_FILE)
-
-
-def _find(name: str, file: str, revision: str | None) -> Path | None:
-    if Path(name).suffix == SUFFIX:  # transformers reads no MTP layer from such a file
-        return None
-    found = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
-    return None if found is None else Path(found)
 
 
 def _read(name: str, revision: str | None, wanted: Mapping[str, str], files: Mapping[str, str]) -> dict[str, Tensor]:
@@ -211,7 +202,7 @@ def _read(name: str, revision: str | None, wanted: Mapping[str, str], files: Map
     tensors: dict[str, Tensor] = {}
     # Only files with the MTP layer are downloaded.
     for file in sorted({files[theirs] for theirs in wanted.values()}):
-        path = _find(name, file, revision)
+        path = find_file(name, file, revision)
         if path is None:
             raise CheckpointError(f"{name} has no {file}, where its index says that its MTP layer is: {_OTHERWISE}")
         tensors |= {ours: map_tensor(path, theirs) for ours, theirs in wanted.items() if files[theirs] == file}

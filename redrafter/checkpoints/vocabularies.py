@@ -3,7 +3,6 @@
 Tokens are compared by the bytes that they encode, since vocabularies encode bytes in several alphabets.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +76,7 @@ def map_vocabularies(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTra
 
     Raises `UnsupportedError` if a tokenizer's tokens cannot be written as bytes, or the two share too few of them.
     """
-    target, draft = _Vocabulary.from_tokenizer(tokenizer), _Vocabulary.from_tokenizer(draft_tokenizer)
+    target, draft = _Vocabulary(tokenizer), _Vocabulary(draft_tokenizer)
     draft_ids_of = draft.by_bytes()
     pairs = {  # each draft id at most once
         id: draft_id
@@ -133,39 +132,28 @@ def _difference(vocabulary: dict[str, int], draft_vocabulary: dict[str, int]) ->
     return f"{sizes}, id {first} is {tokens.get(first)!r} in one and {draft_tokens.get(first)!r} in the other"
 
 
-@dataclass(frozen=True)
-class _Vocabulary:
+class _Vocabulary(TokenBytes):
     """A vocabulary by bytes.
 
     Attributes:
         of_id: The bytes of each id that is text.
         byte_ids: Ids of single bytes, in addition to the ids of characters, as sentencepiece has them.
         special: Ids that are no text, by their names.
-        model: Model that splits a word into tokens.
-        byte_level: Whether the vocabulary is written in the characters of byte-level BPE; else in sentencepiece's.
     """
 
-    of_id: dict[int, bytes]
-    byte_ids: frozenset[int]
-    special: dict[str, int]
-    model: Any
-    byte_level: bool
-
-    @classmethod
-    def from_tokenizer(cls, tokenizer: PreTrainedTokenizerBase) -> "_Vocabulary":
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
         """Read the vocabulary of a tokenizer; raises `UnsupportedError` as `TokenBytes` does."""
-        spelling = TokenBytes(tokenizer)
+        super().__init__(tokenizer)
         added = tokenizer.added_tokens_decoder
-        special = {token.content: id for id, token in added.items() if token.special}
-        of_id = {id: token.content.encode() for id, token in added.items() if not token.special}
-        byte_ids = set()
+        self.special = {token.content: id for id, token in added.items() if token.special}
+        self.of_id = {id: token.content.encode() for id, token in added.items() if not token.special}
+        self.byte_ids = set[int]()
         for token, id in tokenizer.get_vocab().items():
-            if id in added or (text := spelling.of_piece(token)) is None:
+            if id in added or (text := self.of_piece(token)) is None:
                 continue
-            of_id[id] = text
-            if not spelling.byte_level and BYTE_TOKEN.fullmatch(token):
-                byte_ids.add(id)
-        return cls(of_id, frozenset(byte_ids), special, spelling.backend.model, spelling.byte_level)
+            self.of_id[id] = text
+            if not self.byte_level and BYTE_TOKEN.fullmatch(token):
+                self.byte_ids.add(id)
 
     def by_bytes(self) -> dict[bytes, list[int]]:
         """Return the ids of each string of bytes: tokens of characters before tokens of single bytes, lowest first."""
@@ -179,9 +167,9 @@ class _Vocabulary:
     def split(self, text: bytes) -> list[int]:
         """Return the ids that the tokenizer splits bytes into, in the midst of a text; none where it has no way to."""
         if self.byte_level:
-            return [token.id for token in self.model.tokenize("".join(CHARACTER_OF[byte] for byte in text))]
+            return [token.id for token in self.backend.model.tokenize("".join(CHARACTER_OF[byte] for byte in text))]
         try:
-            return [token.id for token in self.model.tokenize(text.decode().replace(" ", SPACE))]
+            return [token.id for token in self.backend.model.tokenize(text.decode().replace(" ", SPACE))]
         except UnicodeDecodeError:  # part of a character
             by_byte = {self.of_id[id]: id for id in self.byte_ids}
             return [by_byte[text[i : i + 1]] for i in range(len(text)) if text[i : i + 1] in by_byte]

@@ -99,18 +99,14 @@ def _locate(name: str) -> Path:
 
 
 def _describe_model(base: SourceBase, stored: Stored) -> dict[str, object]:
-    method = base.quantization_method if base.gguf is None else None  # a GGUF file is dequantised when it is loaded
-    if (theirs := base.trtllm_config) is not None:
-        architecture = theirs.get("base_model_architecture", theirs["architecture"])
-        return model_facts(architecture, [theirs.get(size) for size in SIZES], stored, method) | {
-            "ranks": len(base.ranks)
-        }
     config: Any = base.config.get_text_config(decoder=True)
     names = getattr(config, "architectures", None) or base.config.architectures
     architecture = ", ".join(names) if isinstance(names, list) else config.model_type
     facts: dict[str, object] = model_facts(
-        architecture, [getattr(config, size, None) for size in SIZES], stored, method
+        architecture, [getattr(config, size, None) for size in SIZES], stored, base.quantization_method
     )
+    if base.ranks:
+        return facts | {"ranks": len(base.ranks)}
     if base.gguf is not None:
         facts["stored_as"] = base.gguf.stored_as
         facts["loaded_as"] = f"{dtype_name(base.gguf.dtype)}, unless --dtype names another format"

@@ -86,17 +86,13 @@ def link_or_copy(source: Path, destination: Path, progress: Callable[[int], obje
     """Create a hard link to a file of weights, or copy the file if `copy` is set or links are not supported."""
     progress(source.stat().st_size)
     # Small files are copied, since users edit them and a link would change the source too.
-    if not copy and _is_weights(source):
+    if not copy and source.suffix in (".safetensors", ".bin", ".pt", ".gguf"):
         try:
             os.link(source.resolve(), destination)  # resolve first: the hub's cache consists of symbolic links
             return
         except OSError:
             pass  # another file system, or no hard links: copy below
     shutil.copyfile(source, destination)
-
-
-def _is_weights(file: Path) -> bool:
-    return file.suffix in (".safetensors", ".bin", ".pt", ".gguf")
 
 
 def plan_drafter(
@@ -231,7 +227,7 @@ def _trtllm_base(base: SourceBase, config: ConvertConfig) -> tuple[dict[str, Any
         return base.trtllm_config, [dict(rank) for rank in base.ranks]
     table = base.tensors.get("model.embed_tokens.weight") or next(iter(base.tensors.values()))
     tp, dtype = config.tp_size or 1, config.dtype or dtype_name(table.dtype)
-    if base.quantization_method:
+    if base.quantization_method or base.gguf is not None:
         raise UnsupportedError(f"{base.directory} is quantised; convert what it was made from, and quantise it there")
     trtllm.check_base(base.config, base.tensors, tp, base.directory)
     sizes = (base.config.num_hidden_layers, base.config.num_attention_heads, base.config.num_key_value_heads)

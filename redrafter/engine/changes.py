@@ -17,11 +17,10 @@ from redrafter.checkpoints.adapters import read_adapter
 from redrafter.checkpoints.drafters import check_fits_target
 from redrafter.checkpoints.weights import read_weights
 from redrafter.drafting.drafter_model import DrafterModel
-from redrafter.drafting.drafter_types import open_drafter_model
 from redrafter.engine.options import EngineOptions
 from redrafter.errors import ArgumentError, MismatchError, NotFiniteError, UnsupportedError
 from redrafter.features import ENGINE_CHANGES, WEIGHT_UPDATES
-from redrafter.formats.sources import load_foreign
+from redrafter.formats.sources import load_drafter_model
 from redrafter.model.lora import LoraWeights
 from redrafter.model.shared_model import SharedModel
 from redrafter.model.target import Target
@@ -130,9 +129,7 @@ class ChangeDrafter(EngineChange):
         else:
             name = type(drafter).__name__
             if isinstance(drafter, str | Path):
-                name, drafter = str(drafter), load_foreign(drafter) or drafter
-            if isinstance(drafter, str | Path):
-                drafter = open_drafter_model(drafter)
+                name, drafter = str(drafter), load_drafter_model(drafter)
             check_fits_target(drafter, engine.target)
             check_same_form(mine, drafter, name)
             weights = drafter.state_dict()

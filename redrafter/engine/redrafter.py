@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 from redrafter.checkpoints.drafters import check_beams, check_pair, draft_length_warning, load_drafter
 from redrafter.checkpoints.models import bind, check_quantization, locate_gguf
 from redrafter.drafting.drafter_model import DrafterModel, check_draft_ids
-from redrafter.drafting.drafter_types import open_drafter_model
 from redrafter.drafting.policy import CostPolicy, DraftPolicy, text_nodes
 from redrafter.drafting.prompt_lookup import WithPromptLookup
 from redrafter.drafting.proposer import Proposer, SearchProposer
@@ -20,7 +19,7 @@ from redrafter.engine.options import EngineOptions, split_keywords, takes_option
 from redrafter.engine.step_timing import measure_step_costs
 from redrafter.errors import warn
 from redrafter.features import RECURRENT_STATES
-from redrafter.formats.sources import load_foreign
+from redrafter.formats.sources import load_drafter_model
 from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import bucket
 from redrafter.scheduler.paged_memory import PagedMemory
@@ -146,7 +145,7 @@ class ReDrafter(Engine):
         check_quantization(draft_quantization, drafter, "draft_quantization")
         # Refuse a wrong drafter before the target's weights are loaded.
         if isinstance(drafter, str | Path):
-            drafter = load_foreign(drafter) or open_drafter_model(drafter)
+            drafter = load_drafter_model(drafter)
         check_pair(model, drafter, load)
         target = bind(model, **load)
         drafter, defaults = load_drafter(

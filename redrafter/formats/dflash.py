@@ -19,14 +19,12 @@ from redrafter.drafting.dflash_config import DFlashConfig
 from redrafter.errors import CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import SPECULATORS_KEY
 from redrafter.formats.eagle import (
-    EMBEDDING,
     as_dict,
     ascending,
-    draft_ids,
+    common_fields,
     layer_config,
-    layer_fields,
+    read_tensors,
     speculators_layer,
-    without_unread,
     written_layers,
 )
 from redrafter.formats.tensors import StoredTensor, Tensors
@@ -70,15 +68,15 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Tensors, directory: 
 
     # Publishers write the same fields at either level.
     values = {name: x for level in (config, settings) for name, x in level.items() if x is not None}
-    layer = layer_config(config.get("transformer_layer_config", config), directory, LAYER_TYPES)
+    layer = layer_config(config, directory, LAYER_TYPES)
     kinds = getattr(layer, "layer_types", None) or ()
     sliding = [number for number, kind in enumerate(kinds) if kind == "sliding_attention"]
     window, has = getattr(layer, "sliding_window", None), tensors.__contains__
     if window is not None and layer.model_type != "qwen3":
         window += 1  # transformers' bidirectional window does not count the position itself
-    # A drafter without a head uses the base's, which has all ids.
-    draft_vocab_size = config.get("draft_vocab_size") or layer.vocab_size if has(HEAD) else None
-    whole = draft_vocab_size in (None, layer.vocab_size)
+    common = common_fields(config, layer, tensors)
+    if not has(HEAD):  # it uses the base's, which has all ids
+        common["draft_vocab_size"] = None
     of_parts = {field: part for field, part in _PARTS.items() if any(part in name for name in tensors)}
     read = {field: name for field, name in _FIELDS.items() if field not in _PARTS or field in of_parts}
     fields = {field: values[name] for field, name in read.items() if name in values}
@@ -86,7 +84,6 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Tensors, directory: 
     for field in ("vocab_size", "block_size", "mask_token_id", *of_parts):
         if fields.get(field) is None:
             raise CheckpointError(f"{where} has no {field}, neither at the top nor in dflash_config")
-    verifier = as_dict(as_dict(config.get("speculators_config")).get("verifier"))
     return DFlashConfig(
         hidden_size=layer.hidden_size,
         num_layers=layer.num_hidden_layers,
@@ -97,11 +94,8 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Tensors, directory: 
         sliding_layers=sliding,
         sliding_window=window if sliding else None,
         causal=_causal(values, "conv_kernel_size" in of_parts),
-        own_embedding=has(EMBEDDING),
         own_head=has(HEAD),
-        draft_vocab_size=None if whole else draft_vocab_size,
-        base_model=verifier.get("name_or_path"),
-        **layer_fields(layer),
+        **common,
         **fields,
     )
 
@@ -138,7 +132,7 @@ def _target_layers(values: Mapping[str, Any], layers: int, directory: Path) -> l
 def rename_tensors(tensors: Tensors, config: DFlashConfig, directory: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a drafter by this project's names, without those that nothing reads."""
     renamed = {_TRANSFORMERS_NAMES.get(name, name): tensor for name, tensor in tensors.items()}
-    return without_unread(renamed) | draft_ids(tensors, config.draft_vocab_size, config.vocab_size, directory)
+    return read_tensors(renamed, config, directory)
 
 
 def to_speculators_config(config: DFlashConfig) -> dict[str, Any]:

@@ -54,22 +54,19 @@ _THEIR_LAYER, _OUR_LAYER = "layers.0.", "midlayer."  # prefixes of the decoder l
 def to_redrafter_config(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> EagleConfig:
     """Convert the config of a head in either format; its tensors decide whether it has separate embeddings."""
     read = _of_speculators if SPECULATORS_KEY in config else _of_eagle
-    layer = layer_config(config.get("transformer_layer_config", config), directory, LAYER_TYPES)
+    layer = layer_config(config, directory, LAYER_TYPES)
     if layer.num_hidden_layers != 1:
         raise UnsupportedError(f"{directory} has {layer.num_hidden_layers} decoder layers; heads of one layer are read")
     sliding = "sliding_attention" in (getattr(layer, "layer_types", None) or ())
     if sliding or getattr(layer, "use_sliding_window", False):
         raise UnsupportedError(f"{directory} attends to a sliding window, which cannot be computed here")
-    draft_vocab_size = config.get("draft_vocab_size") or layer.vocab_size
     return EagleConfig(
         vocab_size=layer.vocab_size,
         hidden_size=config.get("target_hidden_size") or layer.hidden_size,
         width=layer.hidden_size,
         mlp_bias=getattr(layer, "mlp_bias", False),
         qk_norm=layer.model_type == "qwen3",
-        own_embedding=EMBEDDING in tensors,
-        draft_vocab_size=None if draft_vocab_size == layer.vocab_size else draft_vocab_size,
-        **layer_fields(layer),
+        **common_fields(config, layer, tensors),
         **read(config, directory),
     )
 
@@ -83,7 +80,6 @@ def _of_speculators(config: Mapping[str, Any], directory: Path) -> dict[str, Any
     fields: dict[str, Any] = {
         "target_layers": None if ids is None else written_layers(ids, directory, LAYER_IDS),
         **{key: bool(config.get(key)) for key in _HEAD_KEYS},
-        "base_model": as_dict(whole.get("verifier")).get("name_or_path"),
     }
     proposals = whole.get("proposal_methods") or [{}]
     if (length := as_dict(proposals[0]).get("speculative_tokens")) is not None:
@@ -110,8 +106,9 @@ def _of_eagle(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def layer_config(config: Mapping[str, Any], directory: Path, known: Sequence[str]) -> Any:
-    """Return the config of decoder layers of a `known` type as transformers' class, which fills in defaults."""
-    kind, where = config.get("model_type"), directory / "config.json"
+    """Return a config's decoder layers, of a `known` type, as transformers' class, which fills in defaults."""
+    config, where = config.get("transformer_layer_config", config), directory / "config.json"
+    kind = config.get("model_type")
     if kind not in known:
         raise UnsupportedError(f"{where} describes a layer of the type {kind}; {' and '.join(known)} can be read")
     rope = as_dict(config.get("rope_parameters") or config.get("rope_scaling"))
@@ -125,9 +122,16 @@ def layer_config(config: Mapping[str, Any], directory: Path, known: Sequence[str
     return layer
 
 
-def layer_fields(layer: Any) -> dict[str, Any]:
-    """Return the fields of a `layer_config` by their names in our configs of drafters with decoder layers."""
-    return {key: getattr(layer, key) for key in _LAYER_KEYS if hasattr(layer, key)} | {"rope": layer.rope_parameters}
+def common_fields(config: Mapping[str, Any], layer: Any, tensors: Tensors) -> dict[str, Any]:
+    """Return the fields that our configs of drafters with decoder layers share; `layer` is their `layer_config`."""
+    draft_ids, base_ids = config.get("draft_vocab_size"), getattr(layer, "vocab_size", None)
+    verifier = as_dict(as_dict(config.get("speculators_config")).get("verifier"))
+    return {key: getattr(layer, key) for key in _LAYER_KEYS if hasattr(layer, key)} | {
+        "rope": layer.rope_parameters,
+        "own_embedding": EMBEDDING in tensors,
+        "draft_vocab_size": draft_ids if draft_ids and draft_ids != base_ids else None,
+        "base_model": verifier.get("name_or_path"),
+    }
 
 
 def ascending(ids: Any, directory: Path, name: str = LAYER_IDS) -> list[int]:
@@ -154,23 +158,21 @@ def as_dict(value: Any) -> Mapping[str, Any]:
 def rename_tensors(tensors: Tensors, config: EagleConfig, directory: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a head by this project's names, without those that nothing reads."""
     renamed = {re.sub(rf"^{_THEIR_LAYER}", _OUR_LAYER, name): tensor for name, tensor in tensors.items()}
-    return without_unread(renamed) | draft_ids(tensors, config.draft_vocab_size, config.vocab_size, directory)
+    return read_tensors(renamed, config, directory)
 
 
-def without_unread(tensors: Tensors) -> dict[str, StoredTensor]:
-    """Return the tensors without those of the target, those that the config gives, and what only scores drafts."""
-    return {name: tensor for name, tensor in tensors.items() if not _UNREAD.fullmatch(name)}
+def read_tensors(tensors: Tensors, config: LayerConfig, directory: Path) -> dict[str, StoredTensor]:
+    """Return the tensors without those of the target, those that the config gives, and what only scores drafts.
 
-
-def draft_ids(tensors: Tensors, size: int | None, vocab_size: int, directory: Path) -> dict[str, StoredTensor]:
-    """Return `draft_ids`, the base's id of each of a drafter's `size` ids, `[V']` int64, by its name.
-
-    It is left out of a drafter that has all ids of its base in order; `size` is None then.
+    `draft_ids`, the base's id of each of the drafter's ids, `[V']` int64, is computed from `d2t`. It is left out of a
+    drafter that has all ids of its base in order.
     """
+    read = {name: tensor for name, tensor in tensors.items() if not _UNREAD.fullmatch(name)}
+    size, vocab_size = config.draft_vocab_size, config.vocab_size
     if "d2t" not in tensors:
         if size is not None:
             raise CheckpointError(f"{directory} has no tensor d2t, which maps its {size} ids to the base's")
-        return {}
+        return read
     offsets = tensors["d2t"].read().long()
     ids = offsets + torch.arange(len(offsets))
     known = tensors["t2d"].read().bool() if "t2d" in tensors else None
@@ -187,8 +189,8 @@ def draft_ids(tensors: Tensors, size: int | None, vocab_size: int, directory: Pa
     if size is None:
         if not torch.equal(ids, torch.arange(len(ids))):
             raise CheckpointError(f"{directory} has all ids of its base, and d2t puts them in another order")
-        return {}
-    return {"draft_ids": memory_tensor("d2t", ids)}
+        return read
+    return read | {"draft_ids": memory_tensor("d2t", ids)}
 
 
 def to_speculators_config(config: EagleConfig) -> dict[str, Any]:

@@ -11,12 +11,12 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PretrainedConfig
 
-from redrafter.checkpoints.drafters import NORM_ROWS, check_fits_base
+from redrafter.checkpoints.drafters import check_fits_base, embedding_norms
 from redrafter.checkpoints.merged import Defaults
 from redrafter.checkpoints.models import load_config
 from redrafter.drafting.drafter_config import AnyDrafterConfig, DrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel, check_draft_ids
-from redrafter.drafting.drafter_types import drafter_class, make_drafter
+from redrafter.drafting.drafter_types import drafter_class, make_drafter, open_drafter_model
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.checkpoint_kind import (
     DRAFTER_FOLDER,
@@ -28,13 +28,14 @@ from redrafter.files.checkpoint_kind import (
 )
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.gguf_file import GgufModel, dequantize, find_gguf, find_parts, read_gguf, shape_of
-from redrafter.files.headers import weight_files
+from redrafter.files.headers import read_headers, weight_files
 from redrafter.files.hub import find_model_file
 from redrafter.files.stored_tensors import read_pickle
 from redrafter.formats import apple, dflash, eagle, trtllm
 from redrafter.formats.float8 import read_quantized
-from redrafter.formats.tensors import StoredTensor, check_tensors, empty, memory_tensor, open_directory
+from redrafter.formats.tensors import StoredTensor, check_tensors, empty, memory_tensor, stored_tensors
 from redrafter.formats.unread import refuse_unread
+from redrafter.model.linear_layers import quantization_of
 from redrafter.model.supported import config_width
 from redrafter.model.weights import hold_in_memory
 from redrafter.tree.sizes import TreeShape
@@ -54,7 +55,7 @@ class SourceBase:
 
     Attributes:
         directory: Where it is.
-        config: Hugging Face's config; read back from TensorRT-LLM's for such a checkpoint, unless it is quantised.
+        config: Hugging Face's config; read back from TensorRT-LLM's for such a checkpoint.
         tensors: Tensors by Hugging Face's names; empty for a quantised TensorRT-LLM checkpoint.
         trtllm_config: `config.json` of a TensorRT-LLM checkpoint; None for a Hugging Face model.
         ranks: Tensors of each rank of a TensorRT-LLM checkpoint, without its drafter's.
@@ -94,31 +95,21 @@ class SourceBase:
         config = self.config.get_text_config(decoder=True)
         shape = (getattr(config, "vocab_size", 0), config_width(config) if hasattr(config, "hidden_size") else 0)
         tables = {name: x for name, x in self.tensors.items() if x.shape == shape and x.dtype in FLOAT_DTYPES}
-        rows = torch.linspace(0, max(shape[0] - 1, 0), NORM_ROWS).long().tolist()
-        return {name: x.read()[rows].float().norm(dim=1).tolist() for name, x in tables.items()}
+        return {name: embedding_norms(x.read()) for name, x in tables.items()}
 
     def check_fits(self, drafter: AnyDrafterConfig) -> None:
         """Raise `MismatchError`, with the values of both, if a drafter was made for another base."""
-        config = self.config.get_text_config(decoder=True)
-        hidden, vocabulary = (
-            (config_width(config), config.vocab_size)
-            if self.trtllm_config is None
-            else (self.trtllm_config["hidden_size"], self.trtllm_config["vocab_size"])
-        )
-        check_fits_base(drafter, hidden, vocabulary, list(self.embedding_norms.values()), str(self.directory))
+        config, norms = self.config.get_text_config(decoder=True), list(self.embedding_norms.values())
+        check_fits_base(drafter, config_width(config), config.vocab_size, norms, str(self.directory))
 
     @property
     def quantization_method(self) -> str | None:
-        """Name of the quantization method, or None for an unquantised base."""
+        """Name of the quantization method, or None for an unquantised base; a GGUF file is dequantised at loading."""
         if self.trtllm_config is not None:
             settings = self.trtllm_config.get("quantization") or {}
             return settings.get("quant_algo") or settings.get("kv_cache_quant_algo")
-        if self.gguf is not None:
-            return "GGUF"
-        config = getattr(self.config, "quantization_config", None)
-        if config is None:
-            return None
-        return str((config if isinstance(config, dict) else config.to_dict()).get("quant_method"))
+        entries = quantization_of(self.config)
+        return None if entries is None else str(entries.get("quant_method"))
 
 
 def open_base(directory: Path) -> SourceBase:
@@ -135,14 +126,13 @@ def open_base(directory: Path) -> SourceBase:
             {name: tensor for name, tensor in rank.items() if not name.startswith(trtllm.DRAFTER_PREFIX)}
             for rank in trtllm.open_ranks(directory, config)
         ]
-        base = SourceBase(directory, PretrainedConfig(), {}, config, ranks)
+        base = SourceBase(directory, trtllm.to_hf_config(config, ranks[0], directory), {}, config, ranks)
         # Quantized tensors are only passed on, since their layout depends on the method.
         if base.quantization_method:
             return base
         tensors = trtllm.join_base(ranks, config, directory)
-        hf_config = trtllm.to_hf_config(config, trtllm.LM_HEAD not in tensors, directory)
-        trtllm.check_base_tensors(hf_config, tensors, directory)
-        return replace(base, config=hf_config, tensors=tensors)
+        trtllm.check_base_tensors(base.config, tensors, directory)
+        return replace(base, tensors=tensors)
     if kind not in ("model", "merged checkpoint"):
         raise CheckpointError(f"{directory} is a {kind}, not a model")
     if (file := find_gguf(directory)) is not None:
@@ -155,7 +145,7 @@ def open_base(directory: Path) -> SourceBase:
     with config_errors(directory, "model"):
         # Conversion needs no code of the model.
         hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    return SourceBase(directory, hf_config, open_directory(directory))
+    return SourceBase(directory, hf_config, stored_tensors(read_headers(directory)))
 
 
 @dataclass(frozen=True)
@@ -255,20 +245,21 @@ def read_own(directory: Path) -> SourceDrafter:
     """Read the config of a drafter of a registered type and the headers of its weights, which are not checked."""
     with config_errors(directory, "drafter"):
         config = drafter_class(directory).config_class.from_pretrained(directory)
-    return SourceDrafter(directory, "drafter", config, open_directory(directory))
+    return SourceDrafter(directory, "drafter", config, stored_tensors(read_headers(directory)))
 
 
-def load_foreign(name: str | Path) -> DrafterModel | None:
-    """Load an EAGLE-3 head, or a DFlash or DSpark drafter, of another project, converted in memory.
+def load_drafter_model(name: str | Path) -> DrafterModel:
+    """Load a drafter from a directory or a hub id: a registered one, or another project's, converted in memory.
 
-    `name` is a directory or a hub id. Returns None for any other drafter. Raises as `open_drafter` does.
+    Of other projects, EAGLE-3 heads and DFlash and DSpark drafters are converted. Raises as `open_drafter` and
+    `open_drafter_model` do.
     """
     directory = Path(name)
     if not directory.exists():
         check_source(str(name))
     config = find_model_file(str(name), "config.json")
     if config is None or kind_of(Path(config).parent) not in FOREIGN:
-        return None
+        return open_drafter_model(name)
     if not directory.is_dir():
         patterns = ["*.json", "*.safetensors", *PICKLE_FILES]
         directory = Path(snapshot_download(str(name), allow_patterns=patterns))
@@ -302,5 +293,5 @@ def _open_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a directory's safetensors files, or of its pickle if there are none."""
     file = next((directory / name for name in PICKLE_FILES if (directory / name).is_file()), None)
     if file is None or weight_files(directory)[0]:
-        return open_directory(directory)
+        return stored_tensors(read_headers(directory))
     return {name: memory_tensor(name, tensor) for name, tensor in read_pickle(file, mapped=True).items()}

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import config_errors
 from redrafter.files.dtype_names import SAFETENSORS_CODES, SAFETENSORS_DTYPES, dtype_name
-from redrafter.files.headers import Header, read_file_headers, read_headers
+from redrafter.files.headers import Header
 from redrafter.files.stored_tensors import map_tensor
 
 WRITE_BYTES = 32 << 20  # written at once, between two calls of `progress`
@@ -55,17 +55,9 @@ class StoredTensor:
 Tensors = Mapping[str, StoredTensor]
 
 
-def open_directory(directory: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a directory that `save_pretrained` wrote: of one file, or of several and an index."""
-    return _stored_tensors(read_headers(directory))
+def stored_tensors(headers: Mapping[str, Header]) -> dict[str, StoredTensor]:
+    """Return the tensors with these headers by their names; of the files, nothing else is read yet."""
 
-
-def open_file(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file by their names; of the file, only the header is read."""
-    return _stored_tensors(read_file_headers(file))
-
-
-def _stored_tensors(headers: Mapping[str, Header]) -> dict[str, StoredTensor]:
     def map_stored(name: str, file: Path, code: str) -> Tensor:
         # Only reading fails, so that a file with an unknown dtype can still be described.
         if code not in SAFETENSORS_DTYPES:

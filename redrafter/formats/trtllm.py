@@ -20,14 +20,15 @@ from redrafter.checkpoints.merged import Defaults
 from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import config_errors, read_json
+from redrafter.files.headers import read_file_headers
 from redrafter.formats.apple import UNUSED_NORM
 from redrafter.formats.tensors import (
     StoredTensor,
     Tensors,
     check_tensors,
     concat,
-    open_file,
     pad_rows,
+    stored_tensors,
 )
 from redrafter.tree.sizes import TreeShape
 
@@ -125,7 +126,7 @@ def open_ranks(directory: Path, config: Mapping[str, Any]) -> list[dict[str, Sto
     # A stale config would silently drop the remaining ranks' parts.
     if (directory / f"rank{tp}.safetensors").exists():
         raise CheckpointError(f"{directory} has a rank{tp}.safetensors, but its config.json says tp_size {tp}")
-    ranks = [open_file(file) for file in files]
+    ranks = [stored_tensors(read_file_headers(file)) for file in files]
     for rank, tensors in enumerate(ranks):
         if odd := sorted(tensors.keys() ^ ranks[0].keys()):
             has, lacks = (0, rank) if odd[0] in ranks[0] else (rank, 0)
@@ -224,8 +225,8 @@ def to_trtllm_config(config: PretrainedConfig, dtype: str, tp: int) -> dict[str,
     }
 
 
-def to_hf_config(config: Mapping[str, Any], tied: bool, directory: Path) -> PretrainedConfig:
-    """Convert TensorRT-LLM's config of a base to Hugging Face's; `tied` says that the head is the embedding table."""
+def to_hf_config(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> PretrainedConfig:
+    """Convert TensorRT-LLM's config of a base to Hugging Face's; a base without a head's tensor has tied ones."""
     with config_errors(directory, "base"):
         # Written by this project: nothing has to be derived.
         if values := config.get(BASE_CONFIG_KEY):
@@ -250,7 +251,7 @@ def to_hf_config(config: Mapping[str, Any], tied: bool, directory: Path) -> Pret
             bos_token_id=None,
             eos_token_id=None,
             rope_parameters=rope,
-            tie_word_embeddings=tied,
+            tie_word_embeddings=LM_HEAD not in tensors,
             dtype=config["dtype"],
             architectures=[MODEL_TYPES[model_type]],
             **(biases if model_type == "llama" else {}),

@@ -250,7 +250,7 @@ class TrainingSession:
             drafter = new_drafter(target.model, config, ids)
         # Recorded so that loading can refuse another base.
         drafter.config.base_model = self.base
-        drafter.config.base_embedding_norms = embedding_norms(target.embedding)
+        drafter.config.base_embedding_norms = embedding_norms(target.embedding.weight)
         drafter.config.trained_draft_len = config.draft_len
         return drafter
 

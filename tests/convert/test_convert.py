@@ -29,7 +29,7 @@ def saved(tmp_path_factory) -> Path:
     (folder / "base" / "additional_chat_templates").mkdir()
     (folder / "base" / "additional_chat_templates" / "tools.jinja").write_text("tools")
     (folder / "base" / ".cache").mkdir()
-    norms = embedding_norms(model.get_input_embeddings())
+    norms = embedding_norms(model.get_input_embeddings().weight)
     tiny_drafter(draft_beams=3, draft_vocab_size=50, base_embedding_norms=norms).save_pretrained(folder / "drafter")
     return folder
 

@@ -16,7 +16,7 @@ from helpers.generation import same_undrafted
 from helpers.models import VOCAB, tiny_model
 from redrafter import CheckpointError, DFlashDrafter, EagleDrafter, MismatchError, ReDrafter
 from redrafter.cli import main as redrafter
-from redrafter.formats.sources import load_foreign
+from redrafter.formats.sources import load_drafter_model
 
 zlab, block_speculators = partial(published_dir, kind="zlab"), partial(published_dir, kind="speculators")
 
@@ -163,7 +163,7 @@ def test_a_drafter_of_another_base_is_refused(base, tmp_path, capsys):
 
 def test_a_loaded_drafter_does_not_change_with_its_file(tmp_path):
     source, ours = speculators_dir(tmp_path / "theirs", head()), head()
-    loaded = load_foreign(source)
+    loaded = load_drafter_model(source)
     file = source / "model.safetensors"
     size = file.stat().st_size
     with file.open("r+b") as content:

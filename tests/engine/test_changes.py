@@ -139,7 +139,7 @@ def test_weights_and_drafters_that_were_read_need_no_file_any_more(tmp_path):
     """Truncating a file that is still mapped ends the process, so its map is looked for instead."""
     engine, new = drafting(), other()
     new.save_pretrained(tmp_path / "base")
-    better = tiny_drafter(base_embedding_norms=embedding_norms(engine.target.embedding))
+    better = tiny_drafter(base_embedding_norms=embedding_norms(engine.target.embedding.weight))
     better.save_pretrained(tmp_path / "drafter")
     changes = UpdateWeights(engine, tmp_path / "base"), ChangeDrafter(engine, tmp_path / "drafter")
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
@@ -270,7 +270,7 @@ def test_another_drafter_drafts_and_the_one_before_comes_back(tmp_path):
     engine, model = drafting(), tiny_model("llama")
     before, better = (
         snapshot(engine.drafter),
-        tiny_drafter(base_embedding_norms=embedding_norms(model.model.embed_tokens)),
+        tiny_drafter(base_embedding_norms=embedding_norms(model.model.embed_tokens.weight)),
     )
     with torch.no_grad():
         for weight in better.parameters():

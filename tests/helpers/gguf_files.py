@@ -123,7 +123,7 @@ def make_models(folder: Path) -> Path:
     tokenizer.save_pretrained(folder / "hf")
     write_gguf(folder / "file.gguf", model, tokenizer, matrices=gguf.GGMLQuantizationType.Q8_0)
     torch.manual_seed(0)
-    norms = embedding_norms(model.get_input_embeddings())
+    norms = embedding_norms(model.get_input_embeddings().weight)
     config = DrafterConfig(vocab_size=300, hidden_size=32, base_embedding_norms=norms)
     RecurrentDrafter(config).save_pretrained(folder / "drafter")
     return folder

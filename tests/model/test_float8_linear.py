@@ -12,7 +12,7 @@ from helpers.generation import ON_BOTH_CACHES
 from helpers.models import check_texts, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import ArgumentError, DraftTarget, PromptLookup, ReDrafter, UnsupportedError, boxed_pair
 from redrafter.checkpoints.drafters import embedding_norms
-from redrafter.checkpoints.models import quantize_drafter, quantize_model
+from redrafter.checkpoints.models import quantize_model
 from redrafter.engine.options import EngineOptions
 from redrafter.features import FP8_WEIGHTS
 from redrafter.kernels.float8_inputs import round_inputs
@@ -46,7 +46,7 @@ def checkpoint(tmp_path_factory) -> Path:
     model = tiny_model("llama")
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder / "base")
-    norms = embedding_norms(model.get_input_embeddings())
+    norms = embedding_norms(model.get_input_embeddings().weight)
     tiny_drafter(draft_beams=3, base_embedding_norms=norms).save_pretrained(folder / "drafter")
     return folder
 
@@ -173,7 +173,7 @@ FORMS += [{"recurrence": "trtllm"}, {"num_draft_layers": 0}, None]
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_an_fp8_drafter_changes_no_token(form):
     drafter = random_head() if form is None else tiny_drafter(**form)
-    quantize_drafter(drafter)
+    quantize_linears(drafter, keep=(drafter.unquantized,))
     assert has_float8_layers(drafter)
     engine = with_tree(quantized(), drafter, 3, 4)
     if form is not None and drafter.config.rnn:
@@ -183,7 +183,7 @@ def test_an_fp8_drafter_changes_no_token(form):
 
 def test_an_fp8_drafter_drafts_about_what_it_did():
     whole, fp8 = tiny_drafter(recurrence="gated"), tiny_drafter(recurrence="gated")
-    quantize_drafter(fp8)
+    quantize_linears(fp8, keep=(fp8.unquantized,))
     embedding, hidden = torch.randn(2, 5, 32), torch.randn(2, 5, 32)
     with torch.no_grad():
         first, second = (drafter.step(embedding, None, drafter.begin(hidden))[0] for drafter in (whole, fp8))

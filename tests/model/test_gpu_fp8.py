@@ -48,7 +48,7 @@ def save_pair(folder: Path, scheme: str | None = None) -> Path:
     model = tiny_model("llama").to(torch.bfloat16)
     table = model.get_input_embeddings()
     table.weight.data[0] = table.weight.data[1]  # padding is all zeros, by whose largest value torchao divides
-    drafter: Any = tiny_drafter(draft_beams=3, base_embedding_norms=embedding_norms(table))
+    drafter: Any = tiny_drafter(draft_beams=3, base_embedding_norms=embedding_norms(table.weight))
     drafter.to(torch.bfloat16).save_pretrained(folder / "drafter")
     if scheme is None:
         model.save_pretrained(folder / "base")

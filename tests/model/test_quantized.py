@@ -65,7 +65,7 @@ def merged(tmp_path_factory):
         if name not in made:
             folder = tmp_path_factory.mktemp("quantized")
             (save_compressed if name in COMPRESSED else save_torchao)(folder / "base", name)
-            norms = embedding_norms(tiny_model("llama").get_input_embeddings())
+            norms = embedding_norms(tiny_model("llama").get_input_embeddings().weight)
             drafter: Any = tiny_drafter(draft_beams=3, base_embedding_norms=norms)
             drafter.to(torch.bfloat16).save_pretrained(folder / "drafter")
             made[name] = merge(folder / "base", folder / "drafter", folder / "merged")
