@@ -20,7 +20,7 @@ from redrafter.tree import report as report_module
 from redrafter.tree.accept import Path as Kept
 
 PROMPTS = ["ja", "Zürich", TEXT * 2, "10 €", "für"]
-NEW = 24  # new tokens; more than the first runs write
+NEW = 16  # new tokens; more than the first runs write
 WAYS = ["plain", "drafter", "draft model", "prompt lookup"]
 
 
@@ -108,14 +108,6 @@ def test_each_batch_is_decoded_with_every_way_before_the_next(compare, runs):
     compare("--batch-size", "3", "--repeats", "2", "--num-prompts", "4", "--disable-output-comparison")
     found = [(way, len(run.tokens)) for way, _, run in runs]
     assert found == [(way, size) for ways in (WAYS, WAYS[::-1]) for size in (3, 1) for way in ways]
-
-
-def test_the_median_counts_of_seconds_and_of_ratios(compare, runs):
-    seconds = {"plain": iter([1.0, 2.0, 4.0]), "prompt lookup": iter([1.0, 1.0, 8.0])}
-    runs.patch = lambda way, run: replace(run, seconds=next(seconds[way]))
-    _, document = compare("--repeats", "3", "--num-prompts", "1", model="base", draft_model=None)
-    found = [[way[name] for name in ("seconds", "tokens_per_second", "speedup")] for way in document["ways"]]
-    assert found == [[2.0, NEW / 2.0, 1.0], [1.0, NEW / 1.0, 1.0]]
 
 
 @pytest.mark.parametrize("seed", [("--seed", "7"), ()])

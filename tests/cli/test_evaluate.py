@@ -44,7 +44,7 @@ def run(tmp_path_factory) -> tuple[list[dict], str]:
     folder = tmp_path_factory.mktemp("evaluate")
     rows = [{"text": f"{n} men went to mow, went to mow a meadow", "source": f"kind {n % 2}"} for n in range(3)]
     prompts = write(folder / "rows.jsonl", rows)
-    words = "--new-tokens 24 --shapes 3x2 --node_budgets 5 --seed 4 --batch-size 2 --device cpu --explain"
+    words = "--new-tokens 12 --shapes 3x2 --node_budgets 5 --seed 4 --batch-size 2 --device cpu --explain"
     plot = folder / "out.png"
     found = measured("evaluate", *words.split(), "--prompts", prompts, "--plot", str(plot))
     assert plot.read_bytes().startswith(b"\x89PNG")
