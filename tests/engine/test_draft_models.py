@@ -1,13 +1,11 @@
 """Draft models that are refused, those that know the same texts in other tokens, and how far they draft."""
 
 import pytest
-import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from helpers.generation import ON_BOTH_CACHES, same_undrafted
+from helpers.generation import same_undrafted
 from helpers.models import VOCAB, tiny_model, uneven_batch
-from helpers.tokenizers import TEXTS, byte_level, sentencepiece_like
 from redrafter import ArgumentError, CheckpointError, DraftTarget, MismatchError, UnsupportedError
 from redrafter.drafting.draft_model import DraftModelProposer
 from redrafter.drafting.policy import CostPolicy, DraftedStep, StepRows
@@ -115,54 +113,3 @@ def test_measured_steps_decide_how_far_a_draft_model_drafts_though_none_is_undra
         proposer = lengths.by_length[lengths.chosen()]
         lengths.policy.times.correct(1, proposer, 1.0 + proposer.depth)
     assert lengths.chosen() == 1
-
-
-def trained(tokenizer, layers):
-    """Return a tiny model that has learned the texts by heart, more or less."""
-    model = tiny_model("llama", vocab_size=len(tokenizer), num_hidden_layers=layers, initializer_range=0.05).train()
-    ids = torch.tensor([id for text in TEXTS for id in tokenizer(text).input_ids])
-    optimizer, generator = torch.optim.AdamW(model.parameters(), lr=0.01), torch.Generator().manual_seed(1)
-    for _ in range(80):
-        starts = torch.randint(0, len(ids) - 48, (16,), generator=generator)
-        batch = torch.stack([ids[start : start + 48] for start in starts])
-        model(batch, labels=batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.eval()
-
-
-MAKERS = {
-    "bytes 300": lambda: byte_level(TEXTS, 300),
-    "bytes 700": lambda: byte_level(TEXTS, 700, special=["<bos>", "<eos>", "<|user|>"]),
-    "sentencepiece": lambda: sentencepiece_like(TEXTS, 500),
-}
-
-
-@pytest.fixture(scope="module")
-def learned():
-    tokenizers = {name: make() for name, make in MAKERS.items()}
-    return {name: (trained(tokenizer, 2), tokenizer) for name, tokenizer in tokenizers.items()}
-
-
-@pytest.mark.slow
-@ON_BOTH_CACHES
-@pytest.mark.parametrize(
-    ("target", "draft", "least"),
-    [
-        ("bytes 700", "sentencepiece", 1.3),
-        ("sentencepiece", "bytes 700", 1.3),
-        # Of a draft model that knows whole words, pieces of them are no likely draft.
-        ("bytes 300", "sentencepiece", 1.0),
-        ("bytes 700", "bytes 300", 1.0),
-    ],
-)
-@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 3}])
-def test_models_that_know_the_same_texts_draft_for_each_other(learned, on, target, draft, least, sampling):
-    (model, tokenizer), (draft_model, draft_tokenizer) = learned[target], learned[draft]
-    engine = on(DraftTarget.from_pretrained(model, draft_model, tokenizer=tokenizer, draft_tokenizer=draft_tokenizer))
-    tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.eos_token
-    prompts = ["The quick fox", "The lazy river flows over the", "The", "Here we"]
-    batch = tokenizer(prompts, return_tensors="pt", padding=True)
-    arguments = {"max_new_tokens": 40, "eos_token_id": None, "return_dict_in_generate": True} | sampling
-    out = same_undrafted(engine, batch.input_ids, batch.attention_mask, **arguments)
-    assert out.stats.tokens_per_step > least

@@ -85,13 +85,6 @@ def test_an_embedding_table_that_is_not_the_bases_is_named_and_can_be_replaced(k
         ReDrafter.from_pretrained(model, shared, num_beams=4, base_embedding=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("architecture", ["mistral", "gemma2"])
-def test_any_base_may_be_drafted_for(architecture, kind):
-    with KINDS[kind].checked():
-        same_as_model(engine_of(kind, architecture), *uneven_batch(), max_new_tokens=24)
-
-
 @pytest.fixture
 def in_blocks(monkeypatch):
     """Let heads attend to their entries in blocks, as on a GPU; return the paths of their searches."""

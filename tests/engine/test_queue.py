@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from helpers.generation import ON_BOTH_CACHES, Steps, noted, same_undrafted
+from helpers.generation import ON_BOTH_CACHES, Steps, noted
 from helpers.models import paged, tiny_drafter, uneven_batch
 from helpers.scheduling import launch_ahead
 from redrafter import ReDrafter
@@ -48,17 +48,6 @@ def engine_of(llama, max_batch_size: int = 256) -> ReDrafter:
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     launch_ahead(monkeypatch)
-
-
-@SLOW
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("on", [lambda engine: engine, lambda engine: paged(engine, blocks=12)], ids=["dense", "paged"])
-@pytest.mark.parametrize("at_once", [1, 3, 4, 11])
-def test_prompts_that_wait_for_their_turn_give_the_same_texts(llama, on, at_once, way):
-    ids, mask = uneven_batch(rows=11)
-    arguments = {"max_new_tokens": 18, "eos_token_id": ENDS} | WAYS[way]
-    expected = engine_of(llama).generate(ids, mask, **arguments)
-    assert torch.equal(same_undrafted(on(engine_of(llama, at_once)), ids, mask, **arguments), expected)
 
 
 @SLOW

@@ -66,20 +66,6 @@ def test_threads_that_share_an_engine_write_what_each_writes_alone(kind):
     assert engine.model.get_output_embeddings() not in hooked
 
 
-def test_threads_may_share_a_model_between_engines_and_with_plain_forwards():
-    model = tiny_model("llama")
-    engines = [with_tree(model, tiny_drafter(), 3, 3), PromptLookup.from_pretrained(model)]
-    ids, mask = uneven_batch(rows=3)
-
-    def work(index: int) -> torch.Tensor:
-        ask = model.generate if index % 3 == 2 else engines[index % 3].generate
-        return ask(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
-
-    expected = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
-    for _ in range(ROUNDS):
-        assert all(torch.equal(text, expected) for text in in_threads(work, THREADS))
-
-
 def llama4() -> PreTrainedModel:
     """Make a model whose queries are scaled by their positions in every second layer."""
     return tiny_model(

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from helpers.models import CHUNKED, VOCAB, assert_close_by_scale, tiny_model
+from helpers.recurrent import recurrent_model
 from helpers.steps import read_prompts, verify
 from redrafter import UnsupportedError
 from redrafter.attention import invariant_attention
@@ -195,6 +196,7 @@ REFUSED = {
     r"transformer\.h\.0\.attn\.c_attn calls addmm": lambda: tiny_model("gpt2"),
     "cannot be batch-invariant: its attention": lambda: tiny_model("gpt_neo", **LAYERS),
     "batch_invariant=True and attention within chunks exclude each other": lambda: tiny_model("llama4_text", **CHUNKED),
+    "batch_invariant=True and layers with recurrent states exclude": lambda: recurrent_model("lfm2"),
     r"the weight of model\.layers\.1\.mlp\.up_proj is a Packed": packed,
 }
 

@@ -24,7 +24,7 @@ from redrafter.model.lora import LoraWeights
 from redrafter.model.target import Target
 from redrafter.model.traits import find_mixers
 from redrafter.tree.accept import Path
-from redrafter.tree.token_tree import chain, eligible_scores, share_nodes, tree_of
+from redrafter.tree.token_tree import chain, tree_of
 
 NEW = 20
 IDS, MASK = uneven_batch()
@@ -174,18 +174,12 @@ PARENTS, DEPTH = torch.tensor([[0, 0, 0, 1, 2, 3, 3]] * 2), torch.tensor([[0, 1,
 TREE = tree_of(TOKENS, PARENTS, DEPTH, 3)
 
 
-def logits_of_a_tree(target, tree=TREE, cache=None):
-    if cache is None:
-        cache = target.new_cache(2)
-        cache.reserve(16)
+def logits_of_a_tree(target):
+    cache = target.new_cache(2)
+    cache.reserve(16)
     with torch.inference_mode():
         read_prompts(target, TOKENS + 7, LENGTH, cache)
-        return verify(target, tree, LENGTH, cache)[0]
-
-
-def test_linear_layers_at_the_edges_are_computed_once_with_the_same_result(target, monkeypatch):
-    expected = logits_of_a_tree(bound_without_outer_linears(target.model, monkeypatch))
-    assert close(target, logits_of_a_tree(target), expected)
+        return verify(target, TREE, LENGTH, cache)[0]
 
 
 def test_weights_of_those_layers_are_read_once_a_tree(one_of_few, monkeypatch):
@@ -199,19 +193,6 @@ def test_weights_of_those_layers_are_read_once_a_tree(one_of_few, monkeypatch):
     count, levels = len(products), 4
     logits_of_a_tree(other)
     assert len(products) - 2 * count == (levels - 1) * sum(1 + len(mixer.first_linears) for mixer in mixers)
-
-
-def test_nodes_that_rows_share_have_the_logits_that_they_have_in_whole_trees(one_of_few):
-    score = torch.tensor([[0.0, -1, -9, -2, -9.5, -3, -9], [0.0, -8, -1, -9, -2, -9.5, -9.5]])
-    shared, results = share_nodes(TREE, eligible_scores(score, torch.tensor([True, True])[:, None]), 7), []
-    for tree in (TREE, shared):
-        table, home = torch.tensor([[1], [2]]).int(), torch.tensor([1, 2])
-        cache = PagedCache(KVCachePool(one_of_few.paged_shapes, 3), table, home)
-        results.append(logits_of_a_tree(one_of_few, tree, cache))
-    kept = [[0, 1, 3, 5], [0, 2, 4]]
-    assert shared.counts.tolist() == [4, 3]
-    for row, nodes in enumerate(kept):
-        assert close(one_of_few, results[1][row, : len(nodes)], results[0][row, nodes])
 
 
 def test_rows_that_stand_still_keep_their_states(one_of_few):

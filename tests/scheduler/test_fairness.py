@@ -102,16 +102,6 @@ def test_nobody_gives_a_place_up_twice_at_once_nor_a_last_one(engine):
     run(served, [])
 
 
-def test_nobody_gives_a_place_up_where_that_is_promised(engine):
-    served = scheduler(engine, max_batch_size=2, guaranteed_no_evict=True)
-    long = [make_sequence("a", [5], 60), make_sequence("a", [6], 60)]
-    served.submit(*long)
-    rounds(served, MIN_ROUNDS_IN_PLACE + 1)
-    other = make_sequence("b", [7], 3)
-    run(served, [other])
-    assert not served.running_set.preempted
-
-
 def test_a_client_without_blocks_is_given_those_of_another(engine):
     served = scheduler(engine, blocks=16, max_batch_size=8, speculate=False, max_num_tokens=200)
     many = [make_sequence("many", [5 + n], 40) for n in range(4)]
@@ -202,26 +192,6 @@ def test_one_client_cannot_fill_the_queue_for_all(engine):
     assert served.running_set.waiting <= 16
     served.cancel_all()
     run(served, [])
-
-
-@pytest.mark.parametrize(
-    "where", ["sequence_blocks.SequenceBlocks.allocate", "prefill.choose_chunks", "running_batch.RunningBatch.step"]
-)
-def test_a_round_that_fails_loses_nobody_who_waits(where, engine, monkeypatch):
-    served = scheduler(engine, max_batch_size=2)
-    sequences = [make_sequence(f"{n % 3}", [5 + n], 5) for n in range(10)]
-    served.submit(*sequences)
-    with monkeypatch.context() as patched:
-        patched.setattr(f"redrafter.scheduler.{where}", lambda *_, **__: 1 / 0)
-        served.round()
-    failed = [each for each in sequences if each.ended]
-    assert 1 <= len(failed) <= 2
-    assert served.running_set.waiting == 10 - len(failed)
-    assert all(isinstance(each.sink.deltas[-1].error, ZeroDivisionError) for each in failed)
-    run(served, [])
-    same_alone(engine, [each for each in sequences if each not in failed])
-    assert served.idle
-    nothing_is_held(served)
 
 
 def test_a_request_is_served_for_its_client_and_under_its_salt(engine, monkeypatch):

@@ -22,8 +22,6 @@ from helpers.scheduling import (
     scheduler,
 )
 from redrafter import DraftTarget, Engine
-from redrafter.cache.block_manager import BlockManager
-from redrafter.cache.states import RowStates
 from redrafter.engine.changes import Sleep, UpdateWeights, Wake
 from redrafter.features import RECURRENT_STATES
 from redrafter.model.recurrent_layers import PromptStates
@@ -214,17 +212,6 @@ class Everything(EngineChange):
         self._target.shared.written += 1
 
 
-def test_nothing_is_found_after_a_change_that_forgets():
-    engine = make_engine("undrafted", recurrent_model("lfm2"))
-    served = scheduler(engine)
-    for change, reused in ((None, 0), (Nothing(), 96), (Everything(engine), 0), (Everything(engine), 0)):
-        if change is not None:
-            served.change(change)
-        sequence = asked(1)
-        run_as_alone(served, [sequence])
-        assert sequence.reused == reused
-
-
 def test_new_weights_and_sleep_forget_states():
     engine = make_engine("undrafted", deepcopy(recurrent_model("lfm2")))
     served = scheduler(engine)
@@ -259,34 +246,3 @@ def test_as_many_states_are_kept_as_the_options_say_and_none_where_prompts_conti
     for sequence in sequences:
         run_as_alone(served, [sequence])
     assert [sequence.reused for sequence in sequences] == [0, 96 if states else 0]
-
-
-def one_block_off(patch: pytest.MonkeyPatch) -> None:
-    admitted = BlockManager.admit
-
-    def admit(self, prompt, *args, **how):
-        table = admitted(self, prompt, *args, **how)
-        table.snapshots = {count - 1: row for count, row in table.snapshots.items()}
-        return table
-
-    publish = BlockManager.publish
-
-    def published(self, table, tokens):
-        table.snapshots = {count + 1: row for count, row in table.snapshots.items()}
-        publish(self, table, tokens)
-
-    patch.setattr(BlockManager, "admit", admit)
-    patch.setattr(BlockManager, "publish", published)
-
-
-@pytest.mark.parametrize(
-    "fault", [one_block_off, lambda patch: patch.setattr(RowStates, "copy_row", lambda *_: None)], ids=["off", "none"]
-)
-def test_states_of_another_place_are_seen(fault, monkeypatch):
-    fault(monkeypatch)
-    engine = make_engine("undrafted", recurrent_model("mamba2"))
-    served, sequences = scheduler(engine), [asked(number, KINDS["sampled"], new=30) for number in (1, 2, 3, 4, 5)]
-    for sequence in sequences:
-        run(served, [sequence])
-    with pytest.raises(AssertionError):
-        same_alone(engine, sequences)

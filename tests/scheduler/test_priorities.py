@@ -8,7 +8,6 @@ from redrafter.scheduler.prefill import choose_chunks
 from redrafter.scheduler.request import GenerationRequest
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import TokenSequence
-from redrafter.scheduler.waiting_queue import QueueFullError
 
 GREEDY = KINDS["greedy"]
 
@@ -173,15 +172,3 @@ def test_prompts_of_lower_numbers_are_read_first():
     assert dict(chunks) == {texts[2]: 30, texts[3]: 30}
     *_, chunks = choose_chunks(texts, 50, padded=False, chunked=False)
     assert chunks == [(texts[2], 90)]  # whole, since nothing is cut
-
-
-def test_a_full_queue_refuses_any_number(engine):
-    served = scheduler(engine, max_batch_size=1, max_queue_size=2)
-    served.submit(make_sequence(1, new=30))
-    served.round()
-    served.submit(make_sequence(1), make_sequence(2))
-    with pytest.raises(QueueFullError):
-        served.submit(make_sequence(-9))
-    served.cancel_all()
-    run(served, [])
-    nothing_is_held(served)

@@ -4,10 +4,9 @@ import pytest
 
 from helpers.features import make_engine
 from helpers.recurrent import recurrent_model
-from helpers.scheduling import make_sequence, random_sequences, run, run_as_alone, same_alone, scheduler
+from helpers.scheduling import make_sequence, random_sequences, run, run_as_alone, scheduler
 from redrafter import Engine
 from redrafter.sampling.params import SamplingParams
-from redrafter.scheduler.row_caches import PagedRows
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -32,18 +31,3 @@ def test_drafts_are_as_good_after_a_prompt_that_was_read_in_chunks(engine):
         run(scheduler(engine, max_num_tokens=limit), [sequence])
         accepted.append(sequence.stats.accepted)
     assert accepted[0] == accepted[1]
-
-
-def test_a_row_that_moves_without_its_state_is_seen(monkeypatch):
-    engine, move = make_engine("draft model's tree", recurrent_model("lfm2")), PagedRows.move
-
-    def without_state(self, *moved):
-        state_row = self.state_rows[moved[1]].clone()
-        move(self, *moved)
-        self.state_rows[moved[1]] = state_row
-
-    monkeypatch.setattr(PagedRows, "move", without_state)
-    sequences = [make_sequence([5 + n, 6, 7], 10 + 10 * n, GREEDY) for n in range(3)]
-    run(scheduler(engine), sequences)
-    with pytest.raises(AssertionError):
-        same_alone(engine, sequences)

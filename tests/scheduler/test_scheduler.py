@@ -141,20 +141,6 @@ def test_a_beginning_that_was_read_is_read_again_only_where_nothing_is_reused(en
     assert (first.reused, second.reused) == (0, 40 // BLOCK_SIZE * BLOCK_SIZE * reuse)
 
 
-def test_a_long_prompt_does_not_hold_running_texts_up(engine):
-    served = scheduler(engine, max_num_tokens=64)
-    short, long = make_sequence([5], 20, GREEDY), make_sequence([5 + n % 50 for n in range(70)], 4, GREEDY)
-    until_stepping(served, short)
-    served.submit(long)
-    before = short.written
-    while not long.written:
-        served.round()
-        assert short.ended or short.written > before
-        before = short.written
-    run(served, [])
-    same_alone(engine, [long])
-
-
 def test_a_cancelled_request_is_gone_after_a_round(engine):
     sequences = random_sequences(9, max_new_tokens=40)
     served = scheduler(engine, max_batch_size=4, max_num_tokens=40)

@@ -12,7 +12,6 @@ from transformers import LlamaConfig
 from helpers.drafters import FORMS, random_drafter
 from helpers.models import HIDDEN, VOCAB, assert_close_by_scale, tiny_drafter, tiny_model
 from helpers.steps import read_prompts
-from redrafter import MismatchError
 from redrafter.drafting.context_attention import ContextWindow
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.model.target import Target
@@ -408,8 +407,3 @@ def test_a_new_drafter_has_the_form_that_was_asked_for(form):
     for name, gradient in grads(drafter).items():
         assert gradient.isfinite().all()
         assert gradient.any() == (name not in silent), name  # what is read is nothing until `out` is not zero
-
-
-def test_a_layer_that_the_base_has_not_is_refused_by_the_teacher():
-    with pytest.raises(MismatchError, match="layer 3; LlamaForCausalLM has 3 layers, from 0 to 2"):
-        Teacher(tiny_model("llama"), (0, 3))
