@@ -90,7 +90,7 @@ def measure_contexts(
     for rows in options.batch_sizes:
         for context in contexts:
             work = StepWork(engine, long_texts(prompts, rows, context), 0, options.temperature, options.seed)
-            for proposer in dict.fromkeys([engine.plain, engine.proposer_for(rows)]):
+            for proposer in dict.fromkeys([engine.undrafted, engine.proposer_for(rows)]):
                 found = measure_step(work, proposer, bandwidth)
                 limit = engine.target.context
                 beyond = "*" if limit is not None and context + proposer.depth >= limit else ""

@@ -66,8 +66,8 @@ def step(
 ) -> tuple[State, StepOutput]:
     """Draft a tree of tokens, verify it with the target, and advance every row by the drafts that hold.
 
-    The output is exact whatever is drafted: each token is the target's own draw, made after the same prefix as in plain
-    decoding (or, with rejection sampling, a sample of the same distribution).
+    The output is exact whatever is drafted: each token is the target's own draw, made after the same prefix as in
+    undrafted decoding (or, with rejection sampling, a sample of the same distribution).
 
     Args:
         state: The rows before the step: their tokens, pending tokens, and the hidden states that produced those.

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from helpers.models import tiny_drafter, tiny_model, uneven_batch, with_tree
 from helpers.recurrent import recurrent_model
 from helpers.steps import prefill
-from redrafter.drafting.proposer import PlainProposer
+from redrafter.drafting.proposer import UndraftedProposer
 from redrafter.sampling.sampler import Sampler
 from redrafter.step import step
 
@@ -54,7 +54,7 @@ def run(engine, proposer, seeds, count):
 @pytest.mark.parametrize("make_model", [lambda: tiny_model("llama"), *(partial(recurrent_model, x) for x in RECURRENT)])
 def test_steps_have_the_same_operators_and_shapes_whatever_is_accepted(make_model):
     engine = with_tree(make_model(), tiny_drafter(), 4, 3)
-    for proposer in (engine.proposer, PlainProposer()):
+    for proposer in (engine.proposer, UndraftedProposer()):
         for seeds in (None, torch.tensor([1, 2, 3])):
             traces = run(engine, proposer, seeds, count=7)[1:]  # the first one makes constants that are kept
             first = traces[0][0]

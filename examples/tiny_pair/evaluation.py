@@ -1,4 +1,4 @@
-"""Stage `evaluation`: tokens per step on held-out prompts, and whether any token differs from plain decoding.
+"""Stage `evaluation`: tokens per step on held-out prompts, and whether any token differs from undrafted decoding.
 
 Writes `prompts.jsonl` (the prompts), `results.json` and, with the report, all numbers of the model cards.
 """
@@ -71,10 +71,10 @@ class Measure:
         }
 
     def divergences(self, proposer: Proposer, temperature: float) -> dict[str, Any]:
-        """Find the rows whose tokens differ from plain decoding's.
+        """Find the rows whose tokens differ from undrafted decoding's.
 
-        Each is reported with plain decoding's margin between its two best scores where the texts part, temperature and
-        noise included.
+        Each is reported with undrafted decoding's margin between its two best scores where the texts part, temperature
+        and noise included.
         """
         margins = []
         starts = iter(self.starts)

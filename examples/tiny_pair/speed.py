@@ -2,7 +2,7 @@
 
     python examples/tiny_pair/speed.py --prompts tests/data/held_out.jsonl --count 20 --threads 2
 
-The bare loop is the least that plain decoding can cost: the model, a `DynamicCache`, an argmax, nothing else.
+The bare loop is the least that undrafted decoding can cost: the model, a `DynamicCache`, an argmax, nothing else.
 
     python examples/tiny_pair/speed.py --prefill 100 900 2000 8000 --repeats 5 --threads 1
 
@@ -123,7 +123,7 @@ for ids in prompts:
     differ += sum(not torch.equal(texts[f"{n} nodes"], texts["plain"]) for n in engines)
 
 print(f"{len(prompts)} prompts x {args.new} tokens, temperature {args.temperature:g}, float32, {args.threads} threads")
-print(f"outputs that differ from plain decoding: {differ}")
+print(f"outputs that differ from undrafted decoding: {differ}")
 print(f"{'':16s}{'ms/token':>9s}{'tokens/step':>12s}{'x plain':>9s}{'x model.generate':>18s}")
 for name, times in seconds.items():
     total, plain, stock = sum(times), sum(seconds["plain"]), sum(seconds["model.generate"])
@@ -131,4 +131,4 @@ for name, times in seconds.items():
     per_token = 1000 * total / (args.new * len(prompts))
     print(f"{name:16s}{per_token:9.2f}{emitted / steps:12.2f}{plain / total:9.2f}{stock / total:18.2f}")
 over = statistics.median(p / b for p, b in zip(seconds["plain"], seconds["bare loop"], strict=True))
-print(f"plain decoding over the bare loop, median of paired runs: {over:.3f}")
+print(f"undrafted decoding over the bare loop, median of paired runs: {over:.3f}")

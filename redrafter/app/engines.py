@@ -15,7 +15,7 @@ from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.checkpoints.drafters import holds_drafter
 from redrafter.checkpoints.merged import default_sampling, find_file
 from redrafter.checkpoints.models import bind
-from redrafter.drafting.proposer import PlainProposer
+from redrafter.drafting.proposer import UndraftedProposer
 from redrafter.engine.draft_target import DraftTarget
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
@@ -23,13 +23,13 @@ from redrafter.engine.prompt_lookup import PromptLookup
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
+from redrafter.measure.record import UNDRAFTED
 from redrafter.model.target import Target
 from redrafter.parallel.launched import launched_processes
 
 DRAFTING_METHODS = DRAFTER, DRAFT_MODEL, PROMPT_LOOKUP = "drafter", "draft model", "prompt lookup"
 # Modules of the compiler of models, and of the processes in which it compiles kernels.
 COMPILER, COMPILER_PROCESSES = "torch._inductor.compile_fx", "torch._inductor.async_compile"
-PLAIN = "plain"  # plain decoding: nothing drafts
 _SET_BY_CONFIG = (
     "draft_len",
     "draft_device",
@@ -153,7 +153,7 @@ def drafting_model_name(method: str, model: str, options: LoadOptions, draft: Dr
 
 
 def load_engine(method: str, model: str | Target, options: LoadOptions, draft: DraftOptions) -> Engine:
-    """Load the engine of a drafting method, one of `DRAFTING_METHODS` or `PLAIN`.
+    """Load the engine of a drafting method, one of `DRAFTING_METHODS` or `UNDRAFTED`.
 
     `model` is a directory or hub id, or a loaded target.
     """
@@ -179,8 +179,8 @@ def _load(method: str, model: str | Target, options: LoadOptions, draft: DraftOp
     load["device"], load["tp_size"] = options.device, launched_processes()
     # A loaded target has been quantized already.
     load["quantization"] = options.quantization if isinstance(model, str) else None
-    if method == PLAIN:
-        engine = Engine(bind(model, **load), PlainProposer(), EngineOptions(**use))
+    if method == UNDRAFTED:
+        engine = Engine(bind(model, **load), UndraftedProposer(), EngineOptions(**use))
         engine.do_sample = default_sampling(model) if isinstance(model, str) else None
         return engine
     names = METHODS[method].options

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from redrafter.app.engines import (
     DRAFTER,
-    PLAIN,
     apply_draft_target_config,
     can_draft,
     choose_method,
@@ -33,6 +32,7 @@ from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.checkpoint_kind import split_adapter
 from redrafter.files.cpu_quota import cpu_quota
 from redrafter.measure.decode import pad_token_of
+from redrafter.measure.record import UNDRAFTED
 from redrafter.measure.trial import Trial
 from redrafter.parallel.launched import launched_processes
 from redrafter.sampling.params import NUMBERS
@@ -41,7 +41,7 @@ from redrafter.scheduler.request import check_token_ids
 NO_DRAFT_OPTIONS = DraftOptions()
 # Alternatives to a drafter that messages suggest, for commands that have these options.
 _OTHER_METHODS = (
-    ", draft with a smaller model (--draft-model D) or with the text itself (--prompt-lookup), or write plainly "
+    ", draft with a smaller model (--draft-model D) or with the text itself (--prompt-lookup), or write without drafts "
     "(--no-speculate)"
 )
 
@@ -97,7 +97,7 @@ class Pair:
     """A loaded target with its tokenizer and the engine that drafts for it."""
 
     name: str  # directory or hub id of the target
-    method: str  # one of `DRAFTING_METHODS`, or `PLAIN`
+    method: str  # one of `DRAFTING_METHODS`, or `UNDRAFTED`
     drafting_model: str | None  # directory or hub id of the drafter or the draft model; None if there is neither
     tokenizer: PreTrainedTokenizerBase  # of the target
     engine: Engine
@@ -114,7 +114,7 @@ class Pair:
         others = "" if draft is None else _OTHER_METHODS
         name, options, draft = check_options(options, draft or NO_DRAFT_OPTIONS)
         method = choose_method(options, draft)  # also validates the options, so call it without `speculate` too
-        method = method if speculate else PLAIN
+        method = method if speculate else UNDRAFTED
         if method == DRAFTER and not can_draft(options, draft):
             if not os.path.exists(name):
                 load_tokenizer(name)  # refuses a model that is neither here nor on the hub
@@ -129,7 +129,7 @@ class Pair:
         arguments = self.arguments(options) | more
         # Rejection sampling preserves the distribution, not the tokens.
         exact = not (options.speculate and self.engine.rejection_sampling and arguments["do_sample"])
-        mode, tokenizer = self.method if options.speculate else PLAIN, self.tokenizer
+        mode, tokenizer = self.method if options.speculate else UNDRAFTED, self.tokenizer
         return Trial(mode, self.engine, arguments, pad_token_of(tokenizer), exact, tokenizer.decode)
 
     def arguments(self, options: GenerationOptions) -> dict[str, Any]:

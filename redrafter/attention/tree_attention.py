@@ -162,9 +162,9 @@ def gathered_attention(plan: Plan, inputs: AttentionInputs) -> Tensor:
     inputs must belong to a forward with this plan.
     """
     out, query = inputs.new_output().zero_(), inputs.query
-    plain = not inputs.softcap and inputs.sinks is None
+    grouped = not inputs.softcap and inputs.sinks is None
     # Queries that share a key head are stacked along the tokens: enable_gqa would copy the keys for each of them.
-    group = inputs.heads[1] if plain else 1
+    group = inputs.heads[1] if grouped else 1
     for part in (plan.trees, *plan.chunks):
         for store, x in inputs.sides():
             write_slots(store, part.new_slots, x[part.tokens])

@@ -91,7 +91,7 @@ class _EmptyLayer(_Layer):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Raise `RuntimeError`: such a layer must not receive keys and values."""
-        raise RuntimeError("a layer that stored nothing in a plain forward has received keys and values to store")
+        raise RuntimeError("a layer that stored nothing in a causal forward has received keys and values to store")
 
     def get_seq_length(self) -> int:
         """Return the length reported to the model for a layer with states; 0 where nothing is stored."""

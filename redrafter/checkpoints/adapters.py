@@ -28,7 +28,7 @@ _NEUTRAL = frozenset(
 )
 _READ = frozenset({"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"})
 # Initializations that do not change the model's own weights. Others make PEFT change them at loading.
-_PLAIN_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
+_SUPPORTED_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
 
 
 def read_adapter(path: str | Path) -> LoraWeights:
@@ -68,7 +68,7 @@ def _check_config(path: str | Path, config: Mapping[str, object]) -> None:
             path, f"it was trained with bias={config['bias']!r}, which changes the model's own biases"
         )
     beginning = config.get("init_lora_weights", True)
-    if beginning not in _PLAIN_BEGINNINGS:
+    if beginning not in _SUPPORTED_BEGINNINGS:
         raise adapter_refusal(
             path, f"init_lora_weights={beginning!r} changes the model's own weights (PEFT can save it as plain LoRA)"
         )

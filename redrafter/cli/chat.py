@@ -22,7 +22,7 @@ def run_checked(args: argparse.Namespace) -> int:
     """Run the command: answer each line of stdin until it ends or the user types /exit."""
     options = read_options(GenerationOptions, args)
     if args.compare and not options.speculate:
-        raise ArgumentError("--compare sets speculation against plain decoding: leave out --no-speculate")
+        raise ArgumentError("--compare sets speculation against undrafted decoding: leave out --no-speculate")
     interactive = sys.stdin.isatty()
     if interactive:
         print("(loading the model)", file=sys.stderr)

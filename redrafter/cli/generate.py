@@ -28,9 +28,9 @@ from redrafter.files.gguf_file import is_gguf
 from redrafter.measure.decode import PromptIds, RepeatedRuns
 from redrafter.measure.differences import ROUNDS_INSIDE
 from redrafter.measure.prompts import ROW_SUFFIXES, encode, read_prompts
-from redrafter.measure.record import Record, conditions, describe_stats, to_json
+from redrafter.measure.record import UNDRAFTED, Record, conditions, describe_stats, to_json
 from redrafter.measure.table import SPEED, format_records
-from redrafter.measure.trial import PLAIN, Trial, describe
+from redrafter.measure.trial import Trial, describe
 from redrafter.parallel.launched import launched_processes
 from redrafter.parallel.ranks import Ranks, join_ranks
 
@@ -44,7 +44,7 @@ def run_checked(args: argparse.Namespace) -> int:
     if copies < 1:
         raise ArgumentError(f"--num-return-sequences must be 1 or more, got {copies}")
     if args.compare and not options.speculate:
-        raise ArgumentError("--compare sets speculation against plain decoding: leave out --no-speculate")
+        raise ArgumentError("--compare sets speculation against undrafted decoding: leave out --no-speculate")
     rows = _read_rows(args)
     if args.image and (len(rows) != 1 or rows[0].prompt is None or not args.chat):
         raise ArgumentError("--image shows images before one prompt of a chat: add --chat, and give one prompt")
@@ -126,7 +126,7 @@ def run_checked(args: argparse.Namespace) -> int:
 
 def undrafted_of(trial: Trial) -> Trial:
     """Return undrafted decoding with the engine and the arguments of a mode."""
-    return replace(trial, mode=PLAIN, arguments=trial.arguments | {"speculate": False}, ran=RepeatedRuns())
+    return replace(trial, mode=UNDRAFTED, arguments=trial.arguments | {"speculate": False}, ran=RepeatedRuns())
 
 
 def warm_up(trial: Trial, prompts: PromptIds) -> None:

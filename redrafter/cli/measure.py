@@ -39,12 +39,11 @@ from redrafter.measure.decode import DEFAULT_BATCH_SIZE as ANSWERED_AT_ONCE
 from redrafter.measure.decode import PromptIds, Texts, pad_token_of, repeated_share, write_texts
 from redrafter.measure.differences import ROUNDS_INSIDE
 from redrafter.measure.prompts import PromptSource, encode, read_prompts
-from redrafter.measure.record import Record, Records, conditions
+from redrafter.measure.record import UNDRAFTED, Record, Records, conditions
 from redrafter.measure.replay import ReplayStats, name_tree, replay
 from redrafter.measure.steps import StepWork, copy_bandwidth, measure_step
 from redrafter.measure.table import SPEED, draw, format_markdown, format_records, table_of, write_csv
 from redrafter.measure.trial import (
-    PLAIN,
     TransformersTrial,
     Trial,
     answer_suite,
@@ -96,20 +95,24 @@ def bench_pair(pair: Pair, load: LoadOptions, options: BenchOptions, note: str |
     line = f"{len(every)} prompts, {tokens} new tokens each; copies move {bandwidth / 1e9:.1f} GB/s, read and written"
     with _report(facts, options, SPEED + STEP + (SUITE if options.suite else ()), note or "", line) as records:
         for rows in options.batch_sizes:
-            plain = Trial(PLAIN, engine, arguments | {"speculate": False}, pad_token, decode=pair.tokenizer.decode)
-            trials = [plain, Trial(pair.method, engine, arguments | {"speculate": True}, pad_token)]
+            undrafted = Trial(
+                UNDRAFTED, engine, arguments | {"speculate": False}, pad_token, decode=pair.tokenizer.decode
+            )
+            trials = [undrafted, Trial(pair.method, engine, arguments | {"speculate": True}, pad_token)]
             for name in options.against if rows == 1 else ():
-                trials.append(transformers_trial(plain, name, every))
+                trials.append(transformers_trial(undrafted, name, every))
             batches, spans = _batches(prompts, rows, None if options.suite else options.num_prompts)
             run_trials(trials, batches, options.repeats, partial(_say, f"{rows} rows"))
             for trial in trials:
                 # Where speculation is off at this batch size, both modes are the same step.
-                proposer = engine.plain if trial is plain else engine.proposer_for(rows)
+                proposer = engine.undrafted if trial is undrafted else engine.proposer_for(rows)
                 step: Mapping[str, Any] = {}
-                if trial is plain or (trial is trials[1] and proposer is not engine.plain):
+                if trial is undrafted or (trial is trials[1] and proposer is not engine.undrafted):
                     work = StepWork(engine, batches[0], tokens // 2, options.temperature, options.seed)
                     step = measure_step(work, proposer, bandwidth)
-                records.add(*_describe(trial, plain, batches, spans, skipped, step, temperature=options.temperature))
+                records.add(
+                    *_describe(trial, undrafted, batches, spans, skipped, step, temperature=options.temperature)
+                )
     return _exit_code(records)
 
 
@@ -131,10 +134,10 @@ def compare(options: CompareOptions, load: LoadOptions, draft: DraftOptions, gen
     left = sum(len(ids) > limit for members in prompts.values() for ids in members)
     prompts = _short_enough(prompts, options)
     every = [ids for members in prompts.values() for ids in members]
-    plain = pair.trial(replace(generation, speculate=False))
-    trials = [plain, *(each.trial(generation) for each in pairs)]
+    undrafted = pair.trial(replace(generation, speculate=False))
+    trials = [undrafted, *(each.trial(generation) for each in pairs)]
     if options.assisted:
-        trials.append(_assisted(pairs, plain, load.trust_remote_code))
+        trials.append(_assisted(pairs, undrafted, load.trust_remote_code))
     names = {each.method: each.drafting_model for each in pairs}
     facts = _facts(pair, options, load, draft, generation, options) | {"drafters": names}
     line = f"{len(every)} prompts of {min(map(len, every))} to {max(map(len, every))} tokens, {left} longer "
@@ -144,7 +147,7 @@ def compare(options: CompareOptions, load: LoadOptions, draft: DraftOptions, gen
         short = None if pair.engine.target.device.type == "cuda" else min(WARM_UP_TOKENS, tokens)
         run_trials(trials, batches, options.repeats, partial(_say, ""), short)
         for trial in trials:
-            of = trial, plain, batches, spans, skipped
+            of = trial, undrafted, batches, spans, skipped
             records.add(*_describe(*of, temperature=temperature, compare=not options.disable_output_comparison))
     if pair.engine.target.rounding:
         print(f"{pair.name} {ROUNDS_INSIDE}")
@@ -296,7 +299,7 @@ def _prompts(
 def _answer(
     pair: Pair, name: str, questions: int | None, tokens: int, temperature: float, seed: int, most: int, rows: int
 ) -> tuple[Texts, dict[str, int], dict[str, int]]:
-    """Let the model answer a suite by plain decoding, `rows` turns at once; return what `answer_suite` does."""
+    """Let the model answer a suite by undrafted decoding, `rows` turns at once; return what `answer_suite` does."""
     require_template(pair.tokenizer, pair.name)
     suite = read_suite(name).choose(questions, seed)
     _say(f"temperature {temperature:g}", str(suite))
@@ -310,7 +313,7 @@ def _answer(
 
 
 def _write(pair: Pair, tokens: int, temperature: float, prompts: list[list[int]], seed: int, batch_size: int) -> Texts:
-    """Let the model continue prompts by plain decoding."""
+    """Let the model continue prompts by undrafted decoding."""
     engine, what = pair.engine, f"temperature {temperature:g}"
     return write_texts(
         engine.target,
@@ -345,7 +348,7 @@ def _batches(
 
 def _describe(
     trial: Trial,
-    plain: Trial,
+    undrafted: Trial,
     batches: Sequence[PromptIds],
     spans: Mapping[str, range],
     skipped: Mapping[str, int],
@@ -354,8 +357,10 @@ def _describe(
 ) -> Iterator[Record]:
     """Yield the records of a mode: of each category, if there are several, and of all prompts with their `step`."""
     for category, span in spans.items() if len(spans) > 1 else ():
-        yield describe(trial, plain, batches, span, category=category, skipped=skipped.get(category), **more)
-    yield describe(trial, plain, batches, skipped=sum(skipped.values()) if skipped else None, **more, **(step or {}))
+        yield describe(trial, undrafted, batches, span, category=category, skipped=skipped.get(category), **more)
+    yield describe(
+        trial, undrafted, batches, skipped=sum(skipped.values()) if skipped else None, **more, **(step or {})
+    )
 
 
 def _load_pairs(name: str, load: LoadOptions, draft: DraftOptions) -> list[Pair]:
@@ -389,7 +394,7 @@ def _short_enough(prompts: Mapping[str, list[list[int]]], options: CompareOption
     }
 
 
-def _assisted(pairs: Sequence[Pair], plain: Trial, trust_remote_code: bool) -> TransformersTrial:
+def _assisted(pairs: Sequence[Pair], undrafted: Trial, trust_remote_code: bool) -> TransformersTrial:
     """Return assisted generation of transformers with the draft model of a pair."""
     pair = next(pair for pair in pairs if pair.method == DRAFT_MODEL)
     draft, more = pair.engine.draft_model, dict[str, Any]()
@@ -400,7 +405,7 @@ def _assisted(pairs: Sequence[Pair], plain: Trial, trust_remote_code: bool) -> T
         more = {"tokenizer": pair.tokenizer, "assistant_tokenizer": own}
     elif draft.vocab_size != pair.engine.target.vocab_size:
         raise ArgumentError("--assisted needs tables of one size: transformers refuses a padded draft model")
-    return transformers_trial(plain, "assisted", [[0]], assistant_model=draft.model, count=True, **more)
+    return transformers_trial(undrafted, "assisted", [[0]], assistant_model=draft.model, count=True, **more)
 
 
 def _card_rows(records: Sequence[Record]) -> Iterator[tuple[str, float, list[float]]]:

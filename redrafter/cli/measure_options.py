@@ -230,7 +230,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "bench": Command(
         "measure how fast a model and its drafter are, and where the time goes",
-        "Measure plain decoding and speculation in turn on the same prompts: tokens per second by batch\n"
+        "Measure undrafted decoding and speculation in turn on the same prompts: tokens per second by batch\n"
         "size, the time of each part of a step and the time to move its bytes, whether the tokens are\n"
         "equal, and, with --against, Hugging Face's own generate. Prints one table.",
         (
@@ -243,9 +243,9 @@ COMMANDS = {
     ),
     "compare": Command(
         "compare drafting methods on the same prompts",
-        "Measure plain decoding, a drafter, a draft model and prompt lookup, as far as they are given, on\n"
+        "Measure undrafted decoding, a drafter, a draft model and prompt lookup, as far as they are given, on\n"
         "the same prompts with the same model. Prints one table, and where texts differ. Exit code 1 when a\n"
-        "method that promises the tokens of plain decoding generated others, except where the logits of\n"
+        "method that promises the tokens of undrafted decoding generated others, except where the logits of\n"
         "both tokens were a near-tie.",
         (
             "redrafter compare --model my-70b --draft-model my-1b --prompts prompts.json --max-input-len 200",

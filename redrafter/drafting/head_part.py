@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from redrafter.kernels.block_size import CHUNK
-from redrafter.model.linear_layers import Float8Linear, is_plain
+from redrafter.model.linear_layers import Float8Linear, is_unmodified_linear
 from redrafter.parallel.ranks import Ranks
 
 # Bytes of a head that a rank must not have to read for the message to pay, by type of device: it takes about 11 us on a
@@ -44,7 +44,12 @@ class HeadPart:
             draft_ids: The target's id of each of its rows, `[V']` int64; None if they are the same.
             ranks: The ranks.
         """
-        if ranks.size == 1 or not isinstance(head, nn.Linear) or not is_plain(head) or head.bias is not None:
+        if (
+            ranks.size == 1
+            or not isinstance(head, nn.Linear)
+            or not is_unmodified_linear(head)
+            or head.bias is not None
+        ):
             return None
         count, device = head.out_features, head.weight.device
         unit = CHUNK if device.type == "cuda" else 1

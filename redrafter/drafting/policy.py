@@ -209,7 +209,12 @@ class CostPolicy(DraftPolicy):
             always: Whether each step has to draft with one of the candidates.
         """
         self.times: StepTimes = times
-        self._plain, self._candidates, self._copying, self._always = times.plain, candidates, copying or {}, always
+        self._undrafted, self._candidates, self._copying, self._always = (
+            times.undrafted,
+            candidates,
+            copying or {},
+            always,
+        )
         self._histories = defaultdict(AcceptanceHistory) if histories is None else histories
         self._unpaid = 0.0  # seconds in which a draft model read tokens, not charged yet
         self._chosen = StepRows(1, 1, 1)  # rows of the last chosen step
@@ -217,21 +222,21 @@ class CostPolicy(DraftPolicy):
     @property
     def proposers(self) -> list[Proposer]:
         """All proposers that the policy may choose, for any batch size."""
-        return [self._plain, *self._copying.values(), *(each for of in self._candidates.values() for each in of)]
+        return [self._undrafted, *self._copying.values(), *(each for of in self._candidates.values() for each in of)]
 
     def first(self, size: int) -> Proposer:
         """Return the first candidate of a batch size; without candidates, the proposer that copies."""
-        return (*self._candidates.get(size, ()), self._copying.get(size, self._plain))[0]
+        return (*self._candidates.get(size, ()), self._copying.get(size, self._undrafted))[0]
 
     def choose(self, step: StepRows) -> Proposer:
         """Return the proposer of the next step. Call this exactly once per step."""
         self._chosen = step
         history, speed = self._histories[step.sampled], partial(self._speed, step)
         candidates = self._candidates.get(step.size, ())
-        best = max(candidates, key=speed, default=self._plain)
-        cheapest = min(candidates, key=partial(self._cost, step.size), default=self._plain)
+        best = max(candidates, key=speed, default=self._undrafted)
+        cheapest = min(candidates, key=partial(self._cost, step.size), default=self._undrafted)
         # The times of all other steps are relative to these. A step that reads prompts is not timed.
-        basis = cheapest if self._always else self._plain
+        basis = cheapest if self._always else self._undrafted
         lacks_basis = not step.prompt_tokens and self.times.lacks(step.size, basis, sampled=step.sampled)
         if lacks_basis and (not self.times.measured or speed(best) < CLOSE * speed(basis)):
             return basis
@@ -239,9 +244,9 @@ class CostPolicy(DraftPolicy):
             return best
 
         # 1. Drafts of a drafter. If matches are unknown, copies compete with them; else step 2 compares the two.
-        copying = self._copying.get(step.size, self._plain)
-        alone, copiers = self._plain, [copying]
-        rival = max(speed(self._plain), speed(copying) if step.match is None else 0.0)
+        copying = self._copying.get(step.size, self._undrafted)
+        alone, copiers = self._undrafted, [copying]
+        rival = max(speed(self._undrafted), speed(copying) if step.match is None else 0.0)
         pays = speed(best) >= (MARGIN_OF_MANY if step.drafting >= MANY_ROWS else MARGIN) * rival
         loss, budget = self._possible_loss(step, cheapest), history.budget_for(step.size)
         if candidates and budget.allows_drafts(step.rows, loss, pays=pays):
@@ -253,15 +258,17 @@ class CostPolicy(DraftPolicy):
 
         # 2. Copies from the sequences, in place of these drafts or in addition.
         chosen, copier = alone, max(copiers, key=speed)
-        if copier.depth and step.match is not False and (alone is self._plain or len(copiers) > 1):
+        if copier.depth and step.match is not False and (alone is self._undrafted or len(copiers) > 1):
             loss, pays = self._cost(step.size, copier) - self._cost(step.size, alone), speed(copier) >= speed(alone)
             if history.budget_of_copies.allows_drafts(step.rows, loss, pays=pays):
                 chosen = copier
         if step.prompt_tokens and step.size >= MANY_ROWS:
             # Prompts take their time in one step or another. So drafts pay in this one if they gain more than a step
             # without prompts would in the time that they add.
-            rate = max(self._speed(step._replace(prompt_tokens=0), each) for each in (chosen, self._plain))
-            chosen = max(chosen, self._plain, key=lambda each: self._tokens(step, each) - rate * self._time(step, each))
+            rate = max(self._speed(step._replace(prompt_tokens=0), each) for each in (chosen, self._undrafted))
+            chosen = max(
+                chosen, self._undrafted, key=lambda each: self._tokens(step, each) - rate * self._time(step, each)
+            )
         return chosen
 
     def record(self, step: DraftedStep) -> None:
@@ -282,11 +289,11 @@ class CostPolicy(DraftPolicy):
         if search is not proposer or not search.beams:
             if match is not False:
                 history.copies.add(copied, drafting)
-            cost = self._cost(step.size, proposer) - self._cost(step.size, proposer.without_text or self._plain)
+            cost = self._cost(step.size, proposer) - self._cost(step.size, proposer.without_text or self._undrafted)
             history.budget_of_copies.observe(copied / step.rows - cost)
         if search.beams:
             budget = history.budget_for(step.size)
-            if (read := self.times.plain_steps(self._unpaid, step.size, sampled=step.sampled)) is not None:
+            if (read := self.times.undrafted_steps(self._unpaid, step.size, sampled=step.sampled)) is not None:
                 budget.charge(read)
                 self._unpaid = 0.0
             budget.observe((step.rows + sum(step.accepted)) / step.rows - self._cost(step.size, proposer))
@@ -298,7 +305,7 @@ class CostPolicy(DraftPolicy):
         self._chosen = step
         candidates = self._candidates[step.size]
         cheapest = min(candidates, key=partial(self._cost, step.size))
-        pays = max(self._speed(step, each) for each in candidates) >= MARGIN * self._speed(step, self._plain)
+        pays = max(self._speed(step, each) for each in candidates) >= MARGIN * self._speed(step, self._undrafted)
         budget = self._histories[step.sampled].budget_for(step.size)
         return budget.would_allow(step.rows, self._possible_loss(step, cheapest), pays=pays)
 
@@ -314,13 +321,13 @@ class CostPolicy(DraftPolicy):
 
     def _possible_loss(self, step: StepRows, proposer: Proposer) -> float:
         """Return the time that a step loses if all of its drafts are rejected, in undrafted steps."""
-        read = self.times.plain_steps(self.times.time_to_read(step.unread), step.size, sampled=step.sampled) or 0.0
+        read = self.times.undrafted_steps(self.times.time_to_read(step.unread), step.size, sampled=step.sampled) or 0.0
         return self._cost(step.size, proposer) - 1 + read
 
     def _cost(self, size: int, proposer: Proposer) -> float:
         """Return the time of a step like the last chosen one, in undrafted steps of the same batch size."""
         step = self._chosen._replace(size=size, prompt_tokens=0)
-        return self._time(step, proposer) / self._time(step, self._plain)
+        return self._time(step, proposer) / self._time(step, self._undrafted)
 
     def _time(self, step: StepRows, proposer: Proposer) -> float:
         """Return the estimated time of a step with a proposer."""

@@ -112,8 +112,8 @@ class Proposer(Protocol):
         """
 
 
-class PlainProposer:
-    """Drafts nothing: plain decoding, in the same engine."""
+class UndraftedProposer:
+    """Drafts nothing: undrafted decoding, in the same engine."""
 
     nodes, depth, beams, scratch_slots = 1, 0, 0, 1
     model = shared_nodes = without_text = sizes = None

@@ -153,7 +153,7 @@ class StepTimes:
 
     Attributes:
         assumed: Costs to assume for kinds of steps that were not timed.
-        plain: The proposer that drafts nothing.
+        undrafted: The proposer that drafts nothing.
         clock: Returns the time in seconds, of steps on a CPU.
         corrected_every: One in so many steps is reported to `correct`; 0 for none.
     """
@@ -161,12 +161,12 @@ class StepTimes:
     def __init__(
         self,
         assumed: StepCosts,
-        plain: Proposer,
+        undrafted: Proposer,
         clock: Callable[[], float] = time.perf_counter,
         *,
         corrected_every: int = 0,
     ):
-        self.assumed, self.plain, self.clock, self.corrected_every = assumed, plain, clock, corrected_every
+        self.assumed, self.undrafted, self.clock, self.corrected_every = assumed, undrafted, clock, corrected_every
         self._ratios: dict[StepKind, RunningRatio] = defaultdict(RunningRatio)
         self._excess: dict[StepKind, tuple[float, float]] = {}  # assumed and measured excess
         self._corrections = self._steps = 0
@@ -206,10 +206,10 @@ class StepTimes:
         self._ratios[StepKind(rows, proposer, sampled)].add(ratio, self._corrections)
         alike = {kind: each.mean for kind, each in self._ratios.items() if (kind.rows, kind.sampled) == (rows, sampled)}
         # A draft model on a GPU takes no undrafted step, so its drafts are compared with each other.
-        unit = alike.pop(StepKind(rows, self.plain, sampled), None)
+        unit = alike.pop(StepKind(rows, self.undrafted, sampled), None)
         unit = min(alike.values(), default=0.0) if unit is None else unit
         for kind, mean in alike.items():
-            expected = self.assumed.time_of(kind.proposer, rows) / self.assumed.time_of(self.plain, rows)
+            expected = self.assumed.time_of(kind.proposer, rows) / self.assumed.time_of(self.undrafted, rows)
             self._excess[kind] = expected - 1, exp(mean - unit) * expected - 1
 
     def correct_reading(self, tokens: int, seconds: float) -> None:
@@ -221,12 +221,12 @@ class StepTimes:
         """Return the seconds that a draft model takes to read tokens; 0 before it was measured."""
         return tokens * self._seconds_to_read
 
-    def plain_steps(self, seconds: float, rows: int, *, sampled: bool) -> float | None:
+    def undrafted_steps(self, seconds: float, rows: int, *, sampled: bool) -> float | None:
         """Return how many undrafted steps of `rows` rows take so many seconds; None before one was measured."""
-        kind = StepKind(rows, self.plain, sampled)
+        kind = StepKind(rows, self.undrafted, sampled)
         if kind not in self._ratios:
             return None
-        return seconds / (self.assumed.time_of(self.plain, rows) * exp(self._ratios[kind].mean))
+        return seconds / (self.assumed.time_of(self.undrafted, rows) * exp(self._ratios[kind].mean))
 
     def time_of(self, proposer: Proposer, rows: int, more: int = 0, cached: int = 0, *, sampled: bool = False) -> float:
         """Return the estimated time of a step, in the unit of the costs.
@@ -239,10 +239,10 @@ class StepTimes:
             sampled: Whether any row samples.
         """
         assumed = self.assumed.time_of(proposer, rows, more, cached)
-        if proposer is self.plain or not self._excess:
+        if proposer is self.undrafted or not self._excess:
             return assumed
-        plain = self.assumed.time_of(self.plain, rows)
-        excess = self.assumed.time_of(proposer, rows) / plain - 1
+        undrafted = self.assumed.time_of(self.undrafted, rows)
+        excess = self.assumed.time_of(proposer, rows) / undrafted - 1
         measured = self._excess.get(StepKind(rows, proposer, sampled))
         if measured is None:
 
@@ -251,4 +251,4 @@ class StepTimes:
 
             expected, found = self._excess[min(self._excess, key=difference)]
             measured = excess, excess * max(found, 0.0) / max(expected, 1e-3)
-        return assumed + plain * (measured[1] - excess)
+        return assumed + undrafted * (measured[1] - excess)

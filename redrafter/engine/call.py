@@ -68,7 +68,7 @@ class OutputRow:
         """Return the index of the first of `new` tokens that ends the text, or None."""
         end: int | None = None
         for criterion in self._call.request.criteria:
-            # Each criterion sees only the tokens up to the earliest stop so far, as it would in plain decoding.
+            # Each criterion sees only the tokens up to the earliest stop so far, as it would in undrafted decoding.
             stop = first_stop(criterion, self._prompt + self.text, new, self._call.request.pad_token)
             if stop is not None:
                 end, new = stop, new[: stop + 1]

@@ -153,9 +153,9 @@ class DraftTarget(Engine):
             num_beams: Number of beams; above 1, the draft model's likeliest continuations form a tree.
             node_budget: Nodes of that tree verified per step, 1 + num_beams * draft_len at most; None for as many as
                 suit the device.
-            acceptance: "match" accepts a draft that equals the target's own draw, so the tokens equal plain decoding,
-                seed by seed; "rejection" accepts it by its probabilities in both models, so the tokens differ but have
-                the same distribution (greedy decoding is equal in both).
+            acceptance: "match" accepts a draft that equals the target's own draw, so the tokens equal those of
+                undrafted decoding, seed by seed; "rejection" accepts it by its probabilities in both models, so the
+                tokens differ but have the same distribution (greedy decoding is equal in both).
             adaptive: Draft at most draft_len tokens, fewer where recent drafts were rejected or where the draft model
                 has low confidence.
             tokenizer: The target's tokenizer, or its path; None for the one in the target's directory, which is found
@@ -222,5 +222,5 @@ class DraftTarget(Engine):
     def _doubt(self, rows: int) -> float:
         """Return the probability above which a further draft pays, in a step of `rows` rows."""
         costs = self.step_times or self._assumed
-        added = costs.time_of(self.proposer, rows) / costs.time_of(self.plain, rows) - 1
+        added = costs.time_of(self.proposer, rows) / costs.time_of(self.undrafted, rows) - 1
         return min(TOKENS_PER_FORWARD * added / self.draft_len, 0.9)

@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from redrafter.cache.to_device import made_on_host
 from redrafter.drafting.policy import AcceptanceHistory, DraftPolicy
-from redrafter.drafting.proposer import PlainProposer, Proposer, SearchProposer
+from redrafter.drafting.proposer import Proposer, SearchProposer, UndraftedProposer
 from redrafter.drafting.step_times import SHARED_EVERY, StepCosts, StepTimes
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.arguments import (
@@ -59,7 +59,7 @@ class Engine(Changeable):
         target: The bound model to generate with.
         proposer: Its proposer, for one row.
         options: Limits of memory and lengths; None in the constructor for the defaults.
-        plain: The proposer that drafts nothing.
+        undrafted: The proposer that drafts nothing.
         draft_model: The model that drafts, or None.
         memory: The paged memory, from the first request on a GPU on; None before.
         batches: Running batches of earlier requests, with their captured steps.
@@ -91,7 +91,7 @@ class Engine(Changeable):
         self.proposer, self.options = proposer, options or EngineOptions()
         self.options.check_lengths(target.context)
         set_modes(target, proposer.model, self.options)
-        self.plain: Proposer = PlainProposer()
+        self.undrafted: Proposer = UndraftedProposer()
         self.draft_model = proposer.model
         self.memory: PagedMemory | None = None
         self.batches = IdleBatches()
@@ -139,7 +139,7 @@ class Engine(Changeable):
         with self._lock:
             if self.step_times is None or self.step_times.assumed is not costs:
                 clock = self.clock or time.perf_counter
-                self.step_times = StepTimes(costs, self.plain, clock, corrected_every=self._corrected_every)
+                self.step_times = StepTimes(costs, self.undrafted, clock, corrected_every=self._corrected_every)
             return self.step_times
 
     @property
@@ -268,7 +268,7 @@ class Engine(Changeable):
         return_dict_in_generate: bool | None = None,
         **generation_kwargs: object,
     ) -> Tensor | GenerateOutput:
-        """Continue `input_ids` with exactly the tokens of plain decoding.
+        """Continue `input_ids` with exactly the tokens of undrafted decoding.
 
         Args:
             input_ids: Prompts, `[B, P]` integer, left-padded; `inputs` is an alias.
@@ -280,7 +280,7 @@ class Engine(Changeable):
                 draws s from torch's CPU generator, which `torch.manual_seed` and `transformers.set_seed` seed.
             adapter: Name of a LoRA adapter that `load_adapter` has loaded, or a list of one or None per prompt; None
                 for the model alone.
-            speculate: False for plain decoding in the same engine.
+            speculate: False for undrafted decoding in the same engine.
             num_speculative_tokens: Most successive drafts that a step may accept, an int or one per output row, from 0
                 for no drafts to the depth of the engine's drafts; None for that depth. It changes no token, unless
                 sampled drafts are accepted by rejection sampling.

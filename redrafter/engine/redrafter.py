@@ -196,7 +196,7 @@ class ReDrafter(Engine):
             # to be captured, which costs more than copies that are rejected.
             alone = tree.without_text if self.target.device.type == "cpu" else None
             candidates[size] = [tree] if alone is None else [alone, tree]
-            if (copies := self._with_copies(self.plain, size)).depth:
+            if (copies := self._with_copies(self.undrafted, size)).depth:
                 copying[size] = copies
         return CostPolicy(self.times_by(costs), candidates, self.histories, copying)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from redrafter.drafting.proposer import PlainProposer, Proposer, SearchProposer
+from redrafter.drafting.proposer import Proposer, SearchProposer, UndraftedProposer
 from redrafter.drafting.step_times import StepCosts, time_at
 from redrafter.model.linear_layers import forward_bytes
 from redrafter.scheduler.captured_step import Timer, inactive_step
@@ -34,7 +34,7 @@ def measure_step_costs(memory: PagedMemory, search: SearchProposer) -> StepCosts
     nodes = 1 + min(search.beams, 2)  # verified after all levels, so that little but the levels is measured
     few = replace(search, nodes=nodes, shared_nodes=None)
     with memory.lock, torch.inference_mode():
-        forward = tuple((rows, _seconds(memory, PlainProposer(), rows)) for rows in TOKENS if rows <= most)
+        forward = tuple((rows, _seconds(memory, UndraftedProposer(), rows)) for rows in TOKENS if rows <= most)
         searched = tuple((rows, _seconds(memory, few, rows)) for rows in ROWS if rows * nodes <= max(most, nodes))
     level = tuple(
         (rows * search.beams, max(seconds - time_at(forward, rows * nodes), 0.0) / search.depth)

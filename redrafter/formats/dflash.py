@@ -142,10 +142,10 @@ def to_speculators_config(config: DFlashConfig) -> dict[str, Any]:
         UnsupportedError: speculators' format cannot hold the drafter.
     """
     everywhere = len(config.sliding_layers) == config.num_layers
-    plain = {"mlp_bias": False, "embedding_scale": 1.0, "logit_scale": 1.0, "logit_softcap": None}
+    defaults = {"mlp_bias": False, "embedding_scale": 1.0, "logit_scale": 1.0, "logit_softcap": None}
     if config.algorithm == "dflash2":
-        plain["sample_from_anchor"] = False
-    differing = [field for field, value in plain.items() if getattr(config, field) != value]
+        defaults["sample_from_anchor"] = False
+    differing = [field for field, value in defaults.items() if getattr(config, field) != value]
     if config.causal == "all" and not everywhere:
         differing.append("causal")
     # Layers of all positions always see later ones of their block, and sliding ones may.
@@ -171,6 +171,6 @@ def to_speculators_config(config: DFlashConfig) -> dict[str, Any]:
     }
     if config.markov_rank:
         written |= {"enable_confidence_head": False, "confidence_head_with_markov": False}
-    left_out = {*plain} if config.markov_rank else {*plain, "markov_type"}
+    left_out = {*defaults} if config.markov_rank else {*defaults, "markov_type"}
     values = {name: getattr(config, field) for field, name in _FIELDS.items() if field not in left_out}
     return written | {name: value for name, value in values.items() if value is not None}

@@ -37,12 +37,12 @@ def read_quantized(
         UnsupportedError: Weights are quantised in another way.
         CheckpointError: A weight has no scale, or one of another shape.
     """
-    plain = {key: value for key, value in config.items() if key not in _KEYS}
+    unquantized = {key: value for key, value in config.items() if key not in _KEYS}
     settings = next((config[key] for key in _KEYS if config.get(key)), None)
     if settings is None and (directory / _MODELOPT_FILE).is_file():
         settings = read_json(directory / _MODELOPT_FILE).get("quantization")
     if settings is None:
-        return plain, dict(tensors)
+        return unquantized, dict(tensors)
     dtypes = (x.dtype for name, x in tensors.items() if name.endswith("norm.weight") and x.dtype in _FLOATS)
     dtype, read = next(dtypes, torch.bfloat16), dict[str, StoredTensor]()
     try:
@@ -68,7 +68,7 @@ def read_quantized(
             )
         else:
             read[name] = tensor
-    return plain, read
+    return unquantized, read
 
 
 def _describe(settings: Mapping[str, Any]) -> str:

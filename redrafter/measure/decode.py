@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.checkpoints.tokenizers import end_tokens
-from redrafter.drafting.proposer import PlainProposer
+from redrafter.drafting.proposer import UndraftedProposer
 from redrafter.engine.call import GenerateOutput, GenerateStats
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
@@ -108,9 +108,11 @@ class RepeatedRuns:
         """Return the runs of some batches, in each repeat."""
         return RepeatedRuns([[runs[index] for index in batches] for runs in self.repeats])
 
-    def speedup(self, plain: "RepeatedRuns") -> float:
-        """Return the speedup in tokens per second over `plain`: the median of the ratios of all repeats."""
-        return statistics.median(a / b for a, b in zip(self.tokens_per_second, plain.tokens_per_second, strict=True))
+    def speedup(self, undrafted: "RepeatedRuns") -> float:
+        """Return the speedup in tokens per second over `undrafted`: the median of the ratios of all repeats."""
+        return statistics.median(
+            a / b for a, b in zip(self.tokens_per_second, undrafted.tokens_per_second, strict=True)
+        )
 
 
 class _FirstToken:
@@ -234,7 +236,7 @@ def write_texts(
     called after each batch with the number of completed texts.
     """
     # Written without drafts, so that texts do not depend on the measured drafter.
-    engine = Engine(target, PlainProposer(), options)
+    engine = Engine(target, UndraftedProposer(), options)
     ends = sorted(end_tokens(target.model) if end_ids is None else end_ids)
     # Sort by length to keep padding small; results are stored by the original index.
     tokens, order = list(map(list, prompts)), sorted(range(len(prompts)), key=lambda index: len(prompts[index]))

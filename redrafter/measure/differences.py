@@ -1,4 +1,4 @@
-"""Compare outputs with plain decoding: find differences and decide whether rounding explains them."""
+"""Compare outputs with undrafted decoding: find differences and decide whether rounding explains them."""
 
 import json
 import math
@@ -25,17 +25,17 @@ MAX_TEXTS, MAX_LINE_CHARS = 3, 60  # printed differences per method, and charact
 
 @dataclass(frozen=True)
 class Difference:
-    """The first position where the outputs of plain decoding and of another method differ on one prompt."""
+    """The first position where the outputs of undrafted decoding and of another method differ on one prompt."""
 
     prompt: int  # index of the prompt
     token: int  # index of the first new token that differs
     common: str  # the new text before that token
-    plain: int | None  # token id of plain decoding there; None if its output has ended
+    undrafted: int | None  # token id of undrafted decoding there; None if its output has ended
     other: int | None  # the same of the other method
-    plain_text: str  # from there on
+    undrafted_text: str  # from there on
     other_text: str
-    # How far the lower score of both tokens is below the best one, by plain decoding's own logits with processors and
-    # noise; None if a processor forbids one of them.
+    # How far the lower score of both tokens is below the best one, by undrafted decoding's own logits with processors
+    # and noise; None if a processor forbids one of them.
     margin: float | None = None
     tolerance: float | None = None  # how far rounding may move a logit
     near_tie: bool = False  # whether each of both tokens is drawn once its logit is raised by `tolerance`
@@ -63,26 +63,26 @@ def find_differences(
     engine: Engine,
     arguments: Mapping[str, Any],
     prompts: Sequence[Sequence[int]],
-    plain: Sequence[Sequence[int]],
+    undrafted: Sequence[Sequence[int]],
     repeats: Sequence[Sequence[Sequence[int]]],
     decode: Callable[[list[int]], Any] = lambda tokens: "",
 ) -> list[Difference]:
-    """Return one difference for each prompt whose output differs from plain decoding's.
+    """Return one difference for each prompt whose output differs from undrafted decoding's.
 
     If repeats of a prompt differ in several places, a difference that rounding cannot explain takes precedence over a
     near-tie (`Difference.near_tie`), and then the smallest token index.
 
     Args:
-        engine: The engine of plain decoding, whose logits identify near-ties.
-        arguments: Arguments of `generate` for plain decoding; where `seed` is s, prompt i was decoded with s + i, and
-            where `temperature` is a list, with its temperature i.
+        engine: The engine of undrafted decoding, whose logits identify near-ties.
+        arguments: Arguments of `generate` for undrafted decoding; where `seed` is s, prompt i was decoded with s + i,
+            and where `temperature` is a list, with its temperature i.
         prompts: Token ids of each prompt.
-        plain: New token ids of plain decoding for each prompt.
+        undrafted: New token ids of undrafted decoding for each prompt.
         repeats: New token ids of the other method for each prompt, repeat by repeat.
         decode: Makes text of token ids.
     """
     worst, seed = [], arguments.get("seed")
-    for row, (prompt, expected) in enumerate(zip(prompts, plain, strict=True)):
+    for row, (prompt, expected) in enumerate(zip(prompts, undrafted, strict=True)):
         found = []
         # A set: equal repeats need to be judged once only.
         for output in {tuple(texts[row]) for texts in repeats}:
@@ -137,7 +137,7 @@ def _judge(engine: Engine, arguments: dict[str, Any], text: list[int], tokens: l
 
 def describe_differences(differences: Sequence[Difference], method: str) -> Iterator[str]:
     """Yield lines that show a method's first differences, near-ties last; » marks the first differing token."""
-    width = max(len("plain"), len(method))
+    width = max(len("undrafted"), len(method))
     for difference in sorted(differences, key=lambda difference: difference.near_tie)[:MAX_TEXTS]:
         kind = "near-tie" if difference.near_tie else "OTHER TOKENS"
         where = f"  {kind} in prompt {difference.prompt + 1} at new token {difference.token + 1}"
@@ -148,7 +148,7 @@ def describe_differences(differences: Sequence[Difference], method: str) -> Iter
             yield f"{where}: a sampling parameter rules one of the two out"
         else:
             yield f"{where}: the lower is {margin:.3g} below the best; rounding explains {most:.3g}"
-        mine = ("plain", difference.plain_text, difference.plain)
+        mine = ("undrafted", difference.undrafted_text, difference.undrafted)
         for name, text, token in (mine, (method, difference.other_text, difference.other)):
             # JSON quoting escapes line breaks and control characters.
             parts = (difference.common[-MAX_LINE_CHARS:], text[:MAX_LINE_CHARS])

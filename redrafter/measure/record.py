@@ -20,12 +20,14 @@ from redrafter.model.target import Target
 from redrafter.scheduler.sequence import Stats
 from redrafter.version import __version__
 
+UNDRAFTED = "undrafted"  # the mode without drafts
+
 
 @dataclass
 class Record:
     """Holds the measurements of one mode of decoding on some prompts. A value that was not measured is None."""
 
-    mode: str  # "plain", a method of drafting, or the tree whose drafts were counted
+    mode: str  # `UNDRAFTED`, a method of drafting, or the tree whose drafts were counted
     category: str | None = None  # of the prompts; None for prompts of all categories
     temperature: float = 0.0  # 0 for greedy decoding
     batch_size: int | None = None
@@ -36,7 +38,7 @@ class Record:
     # Speed: medians over repeats, prefill included.
     seconds: float | None = None
     tokens_per_second: float | None = None
-    speedup: float | None = None  # in tokens per second, over plain
+    speedup: float | None = None  # in tokens per second, over undrafted decoding
     first_token_ms: float | None = None  # from the call to the first token of a batch
     ms_per_token: float | None = None  # of a row after its first token
     first_call_s: float | None = None  # of the first call at this batch size, which captures and may compile
@@ -53,7 +55,7 @@ class Record:
     acceptance: list[float | None] | None = (
         None  # entry d: of the steps that accepted d drafts, the share with one more
     )
-    # The tokens of plain decoding, where the mode promises them.
+    # The tokens of undrafted decoding, where the mode promises them.
     same: int | None = None  # texts that are equal
     near_ties: int | None = None  # of the others, those that rounding explains
     differences: list[Difference] | None = None  # the worst one of each text that differs

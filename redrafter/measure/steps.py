@@ -97,7 +97,12 @@ class OneProposer:
     def __init__(self, engine: Engine, proposer: Proposer, sized_for: int = SHARING_ROWS):
         """Create the models; `sized_for` is the batch size that the proposer's shared nodes are meant for."""
         self._sized_for = sized_for
-        self.target, self.plain, self.proposer, self.draft_model = engine.target, engine.plain, proposer, proposer.model
+        self.target, self.undrafted, self.proposer, self.draft_model = (
+            engine.target,
+            engine.undrafted,
+            proposer,
+            proposer.model,
+        )
         self.draft_vocabulary = None if proposer.model is None else engine.draft_vocabulary
         self.rejection_sampling = engine.rejection_sampling
 

@@ -12,14 +12,14 @@ from redrafter.measure.record import Record, to_json
 
 MIN_WIDTH = 5  # of a column: the width of a share with three decimals
 SHOWN_POSITIONS = 8  # of drafts, in a table; CSV has all
-SPEED = ("tok/s", "x plain", "tokens/step", "same texts")  # columns that compare modes
+SPEED = ("tok/s", "speedup", "tokens/step", "same texts")  # columns that compare modes
 # What identifies a record: a column where records differ. What it measured: a column where any record has a value.
 IDENTITY = {"category": "category", "T": "temperature", "batch": "batch_size", "prompt": "prompt_length"}
 MEASURED = {
     "texts": "texts",
     "skipped": "skipped",
     "tok/s": "tokens_per_second",
-    "x plain": "speedup",
+    "speedup": "speedup",
     "tokens/step": "tokens_per_step",
     "drafts/step": "drafts_per_step",
     "accepted": "accepted_length",
@@ -145,7 +145,7 @@ def draw(path: str, records: Sequence[Record], conditions: str) -> None:
         own = [each for each in timed if each.mode == mode and each.category is None]
         points = [(each.batch_size or 1, each.speedup or 0.0) for each in own]
         panels[-1].plot(*zip(*points, strict=True), "o-", label=mode)
-        panels[-1].set(xlabel="rows in a batch", ylabel="tokens per second, times plain decoding's", xscale="log")
+        panels[-1].set(xlabel="rows in a batch", ylabel="tokens per second, times undrafted decoding's", xscale="log")
         panels[-1].legend(fontsize=8, frameon=False)
     figure.supxlabel(conditions, fontsize=7)
     png = BytesIO()

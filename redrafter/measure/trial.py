@@ -15,8 +15,6 @@ from redrafter.measure.decode import PromptIds, RepeatedRuns, Run, Texts, pad_to
 from redrafter.measure.differences import find_differences
 from redrafter.measure.record import Record
 
-PLAIN = "plain"  # undrafted decoding
-
 
 @dataclass
 class Trial:
@@ -29,7 +27,7 @@ class Trial:
     engine: Engine
     arguments: dict[str, Any]  # of `generate`
     pad_token: int  # pads prompts of a batch to one length
-    exact: bool = True  # whether the mode promises the tokens of plain decoding
+    exact: bool = True  # whether the mode promises the tokens of undrafted decoding
     decode: Callable[[list[int]], Any] = lambda tokens: ""  # makes text of tokens, to show where texts differ
     ran: RepeatedRuns = field(default_factory=RepeatedRuns)
     first_call_s: float | None = None
@@ -102,7 +100,7 @@ def run_trials(
 
 def describe(
     trial: Trial,
-    plain: Trial,
+    undrafted: Trial,
     batches: Sequence[PromptIds],
     of: range | None = None,
     *,
@@ -111,15 +109,15 @@ def describe(
 ) -> Record:
     """Return the record of a mode on the batches `of`, by default all.
 
-    Texts are compared with the tokens of `plain`, where the mode promises them and unless `compare` is false. `more`
-    are further values of the record.
+    Texts are compared with the tokens of `undrafted`, where the mode promises them and unless `compare` is false.
+    `more` are further values of the record.
     """
     of = range(len(batches)) if of is None else of
     prompts = [prompt for index in of for prompt in batches[index]]
     record = Record(trial.mode, batch_size=max(map(len, batches)), texts=len(prompts), error=trial.error, **more)
     if trial.error is not None or not prompts:
         return record
-    ran, reference = trial.ran.part(of), plain.ran.part(of)
+    ran, reference = trial.ran.part(of), undrafted.ran.part(of)
     record.tokens = sum(map(len, ran.texts()))
     record.count(ran.stats, ran.stats.rows)
     record.seconds, record.tokens_per_second = statistics.median(ran.seconds), statistics.median(ran.tokens_per_second)
@@ -132,11 +130,11 @@ def describe(
         if all(following):
             spans = zip(runs, firsts, following, strict=True)
             record.ms_per_token = statistics.median(1e3 * (run.seconds - first) / count for run, first, count in spans)
-    if compare and trial is not plain and trial.exact:
+    if compare and trial is not undrafted and trial.exact:
         before = sum(map(len, batches[: of.start]))
-        arguments = plain.arguments | {"seed": plain.arguments["seed"] + before}
+        arguments = undrafted.arguments | {"seed": undrafted.arguments["seed"] + before}
         outputs = [ran.texts(repeat) for repeat in range(len(ran.repeats))]
-        found = find_differences(plain.engine, arguments, prompts, reference.texts(), outputs, plain.decode)
+        found = find_differences(undrafted.engine, arguments, prompts, reference.texts(), outputs, undrafted.decode)
         record.same, record.differences = len(prompts) - len(found), found
         record.near_ties = sum(difference.near_tie for difference in found)
     return record
@@ -164,13 +162,15 @@ def check_room(prompt: int, new_tokens: int, *limits: int | None) -> None:
             )
 
 
-def transformers_trial(plain: Trial, name: str, prompts: PromptIds, **more: Any) -> TransformersTrial:
+def transformers_trial(undrafted: Trial, name: str, prompts: PromptIds, **more: Any) -> TransformersTrial:
     """Return a mode of transformers: "eager", "static" (a compiled static cache), or another with `more` arguments."""
     more |= {"cache_implementation": "static"} if name == "static" else {}
     # torch.compile specialises a static cache on its length: pad prompts to one length to compile once.
     pad_to = max(map(len, prompts)) if name == "static" else 0
-    exact = not plain.arguments["do_sample"]  # a sampling baseline draws different noise
-    return TransformersTrial(f"HF {name}", plain.engine, plain.arguments | more, plain.pad_token, exact, pad_to=pad_to)
+    exact = not undrafted.arguments["do_sample"]  # a sampling baseline draws different noise
+    return TransformersTrial(
+        f"HF {name}", undrafted.engine, undrafted.arguments | more, undrafted.pad_token, exact, pad_to=pad_to
+    )
 
 
 def answer_suite(

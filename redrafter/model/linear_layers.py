@@ -103,16 +103,16 @@ def has_float8_layers(model: nn.Module) -> bool:
 
 @contextmanager
 def linear_calls(model: nn.Module) -> Iterator[list[tuple[str, Tensor, Tensor]]]:
-    """Record the calls of plain linear layers inside the context: name of the layer, input and output."""
+    """Record the calls of unmodified linear layers inside the context: name of the layer, input and output."""
     calls: list[tuple[str, Tensor, Tensor]] = []  # keeps the tensors alive, so that ids stay unique
     with ModelPatch() as patch:
         for name, module in model.named_modules():
-            if is_plain(module):
+            if is_unmodified_linear(module):
                 patch.hook(module, lambda _, args, output, name=name: calls.append((name, args[0], output)))
         yield calls
 
 
-def is_plain(module: nn.Module) -> bool:
+def is_unmodified_linear(module: nn.Module) -> bool:
     """Return whether a call of a layer is only a product with its weight.
 
     Other quantisers keep the layer's class, and replace the forward of the object (compressed-tensors) or the class of
@@ -221,7 +221,7 @@ def fuse_layers(layers: Sequence[Any]) -> Any:
     Their weights move into one tensor, of which each becomes a view, as those of `FusedLinears` do.
     """
     kinds = {(type(m), m.bias is None, m.weight.dtype, m.weight.device, m.in_features) for m in layers}
-    if len(kinds) > 1 or not all(map(is_plain, layers)):
+    if len(kinds) > 1 or not all(map(is_unmodified_linear, layers)):
         return None
     kind: Any = type(layers[0])
     fused = kind.__new__(kind)

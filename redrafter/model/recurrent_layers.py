@@ -7,8 +7,8 @@ to them.
 
 During a forward, each mixer of the model is called by a function of ours that splits its input into calls of the
 mixer's own forward, each with its own states. In a tree, the nodes of one depth are the rows of one call with a single
-token each, on the states after their parents: so each token is computed as in plain decoding. A prompt is read whole
-from its row's state, without padding.
+token each, on the states after their parents: so each token is computed as in undrafted decoding. A prompt is read
+whole from its row's state, without padding.
 """
 
 import copy
@@ -25,7 +25,7 @@ from transformers import Cache
 from redrafter.attention.prompt_attention import Piece
 from redrafter.cache.states import StateName, StateShape, StatesOfRows
 from redrafter.model.forward_batch import ForwardBatch
-from redrafter.model.linear_layers import is_plain
+from redrafter.model.linear_layers import is_unmodified_linear
 from redrafter.model.patch import ModelPatch
 from redrafter.tree.token_tree import Tree
 
@@ -168,9 +168,9 @@ class TreeStates:
         # read once: replacements of the first ones return one level at a time, and the last one's returns its input,
         # until all levels are there. A layer that received a hook since the model was bound is called at each level.
         inner = mixer.module.get_submodule
-        first = [layer for name in mixer.first_linears if is_plain(layer := inner(name))]
+        first = [layer for name in mixer.first_linears if is_unmodified_linear(layer := inner(name))]
         last = inner(mixer.last_linear) if mixer.last_linear is not None else None
-        last = last if last is not None and is_plain(last) else None
+        last = last if last is not None and is_unmodified_linear(last) else None
         with ModelPatch() as patch:
             for linear in first:
                 by_level = iter(linear(x).flatten(0, 1).index_select(0, taken)[:, None].chunk(len(parents)))

@@ -1,6 +1,6 @@
 """The self-test of a model that is being bound, which determines the caches on which its token trees are correct.
 
-Small token trees are compared with plain forwards. A *near* trial has two rows of a few tokens, which the model reads
+Small token trees are compared with causal forwards. A *near* trial has two rows of a few tokens, which the model reads
 itself. A *far* trial has one row whose committed keys and values are random numbers, enough of them to exceed the
 numbers of the config that limit what a position sees: windows, chunks, scales, the end of the context. Only a few of
 its tokens are computed, so it is fast.
@@ -74,7 +74,7 @@ _NARROW, _QUANTIZED = (float("inf"), 0.15), (float("inf"), 0.4)
 
 @dataclass(frozen=True)
 class CacheTrial:
-    """A small tree after the committed tokens of B rows, and the logits of plain forwards along its paths.
+    """A small tree after the committed tokens of B rows, and the logits of causal forwards along its paths.
 
     Attributes:
         nodes: Ids of the root; of a and b below it, c below a, d below b; of e, which follows the path root, b, d;
@@ -83,7 +83,7 @@ class CacheTrial:
         prompts: Those tokens, `[B, P]` int64, right-padded; None if their keys and values are random numbers.
         states: Those keys and values by layer, `[1, heads, P, dim]` each, followed by the keys of an indexer, `[1, P,
             dim]`, for a layer with one; else empty.
-        expected: Plain logits at root, a, b, c, d and e, `[B, 6, V]`.
+        expected: Logits of causal forwards at root, a, b, c, d and e, `[B, 6, V]`.
     """
 
     nodes: Tensor
@@ -97,13 +97,13 @@ class SelfTest:
     """The trials of one target, for each kind of cache.
 
     Attributes:
-        output: Output of one plain forward of the model, with its cache.
+        output: Output of one causal forward of the model, with its cache.
         rounding: Change of the logits of a model in float32, relative to their spread, when its embeddings change by
             `NOISE`; 0 for other dtypes.
     """
 
     def __init__(self, target: BoundModel, reader: PromptReader):
-        """Run the plain forwards of the near trial.
+        """Run the causal forwards of the near trial.
 
         Args:
             target: The target that is being bound.
@@ -112,7 +112,7 @@ class SelfTest:
         Raises:
             CheckpointError: The model's logits are not finite.
         """
-        # With recurrent layers, the reference is read token by token, as in plain decoding.
+        # With recurrent layers, the reference is read token by token, as in undrafted decoding.
         kinds, self._decoded = target.traits.kinds, bool(target.traits.mixers)
         window = min((kind.window for kind in kinds.by_name.values() if kind.window), default=0)
         longest = window + 3 if window <= MAX_CHEAP_WINDOW else 5
@@ -121,7 +121,7 @@ class SelfTest:
         self._context = target.context  # before a dynamic RoPE may extend it
         self._near, self.output = self._near_trial()
         self._wide_near: CacheTrial | None = None
-        self._far_logits: dict[tuple[int, tuple[LayerShape, ...]], Tensor] = {}  # of plain forwards
+        self._far_logits: dict[tuple[int, tuple[LayerShape, ...]], Tensor] = {}  # of causal forwards
         if not bool(self._near.expected.isfinite().all()):
             raise CheckpointError(
                 f"{target.name} gives logits that are not finite; its weights are damaged, or its dtype is too narrow "
@@ -148,7 +148,7 @@ class SelfTest:
             far: Also run far trials, for which `shapes` must be what transformers' own cache stores.
 
         Raises:
-            UnsupportedError: The model cannot run a tree, or its logits differ from plain forwards.
+            UnsupportedError: The model cannot run a tree, or its logits differ from causal forwards.
         """
         self._compare(self._near, shapes, new_cache, self._native_tolerance)
         if states_of(shapes):  # a prompt that is read whole computes them by other code
@@ -162,7 +162,7 @@ class SelfTest:
         with InFloat32():
             try:
                 self._wide_near = self._wide_near or self._near_trial()[0]
-            except (*MODEL_ERRORS, NotImplementedError):  # its own plain forward does not run in float32
+            except (*MODEL_ERRORS, NotImplementedError):  # its own causal forward does not run in float32
                 return
             self._compare(self._wide_near, wide, new_cache, self._wide_tolerance)
             if far:
@@ -171,7 +171,7 @@ class SelfTest:
     def _near_trial(self) -> tuple[CacheTrial, object]:
         """Make a near trial: the model reads each prompt with each of the tree's two paths after it.
 
-        Also returns the output of the plain forward of the second prompt, with the model's own cache.
+        Also returns the output of the causal forward of the second prompt, with the model's own cache.
         """
         target, longest = self._target, self._longest
         ids = self._ids(2 * longest + 6)
@@ -201,9 +201,9 @@ class SelfTest:
             out: Tensor = target.model(input_ids=ids, use_cache=True, **_positions(target.model, ids)).logits
             return out.float()
 
-        plain, hook = logits(), target.embedding.register_forward_hook(disturb)
+        undisturbed, hook = logits(), target.embedding.register_forward_hook(disturb)
         try:
-            return float((logits() - plain).std() / plain.std().clamp(min=1e-6))
+            return float((logits() - undisturbed).std() / undisturbed.std().clamp(min=1e-6))
         finally:
             hook.remove()
 
@@ -217,7 +217,7 @@ class SelfTest:
                     patch.put(vars(stack), "_modules", dict(list(stack._modules.items())[: len(shapes)]))
                 try:
                     trial = self._far_trial(length, shapes)
-                except (*MODEL_ERRORS, NotImplementedError):  # its own plain forward does not run with fewer layers
+                except (*MODEL_ERRORS, NotImplementedError):  # its own causal forward does not run with fewer layers
                     continue
                 self._compare(trial, shapes, new_cache, allowed)
 
@@ -349,7 +349,7 @@ def far_lengths(config: PretrainedConfig, context: int | None, shapes: Sequence[
         context: Positions that the model distinguishes; None for no limit.
         shapes: Shape of each layer.
     """
-    # For two plain rows, and one of ours.
+    # For two rows of a causal forward, and one of a tree.
     slot_bytes = 3 * sum(shape.heads * (shape.key_dim + shape.value_dim) * 4 for shape in shapes)
     if not slot_bytes:
         return []  # no layer looks back

@@ -170,7 +170,7 @@ def _layer_types(config: object) -> list[str] | None:
 def stored_shapes(
     output: object, config: PretrainedConfig, name: str, states: Sequence[StateShape] = ()
 ) -> list[LayerShape]:
-    """Return the shape of each layer, by the cache in the output of a plain forward and the states of all layers.
+    """Return the shape of each layer, by the cache in the output of a causal forward and the states of all layers.
 
     Raises:
         UnsupportedError: The model stores something else than keys and values and these states.

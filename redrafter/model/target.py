@@ -1,7 +1,7 @@
 """A Hugging Face causal LM that verifies token trees.
 
 The model is used as it is: no forked modelling code, nothing stored on it. When a target is bound, small trees are
-compared with plain forwards; an architecture whose answers differ is refused, so a bound model is exact.
+compared with causal forwards; an architecture whose answers differ is refused, so a bound model is exact.
 """
 
 from collections.abc import Mapping, Sequence
@@ -71,7 +71,7 @@ class Target(BoundModel):
 
     @name_model_in_errors
     def __init__(self, model: PreTrainedModel, name: str | None = None, passed: PassedTests = NONE_PASSED):
-        """Bind a model: learn what its layers attend to, and compare small trees with plain forwards.
+        """Bind a model: learn what its layers attend to, and compare small trees with causal forwards.
 
         Args:
             model: A loaded causal LM with a language-modelling head. A `PeftModel` is served as the model in it, with
@@ -81,7 +81,7 @@ class Target(BoundModel):
 
         Raises:
             UnsupportedError: It is an encoder-decoder, keeps states where they cannot be found, has an attention
-                implementation that takes no 4-D mask, or its tree forward differs from its plain one.
+                implementation that takes no 4-D mask, or its tree forward differs from its causal one.
         """
         model = base_of(model)
         self.name = name or type(model).__name__

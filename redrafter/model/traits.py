@@ -1,4 +1,4 @@
-"""Properties of a model's layers, probed by plain forwards and not taken from a list of models.
+"""Properties of a model's layers, probed by causal forwards and not taken from a list of models.
 
 A config says little: some models ignore its `sliding_window`, some window without telling their attention function. So
 the model runs once with an attention function and a mask function of ours. The mask function receives the rule by which
@@ -233,8 +233,8 @@ def _by_name(by_layer: tuple[AttentionKind, ...] | None, config: object) -> dict
             "sliding_attention": AttentionKind(window=window),
             "chunked_attention": AttentionKind(chunk=chunk),
         }
-        plain = "sliding_attention" if window else "chunked_attention" if chunk else "full_attention"
-        types = set(getattr(config, "layer_types", None) or [plain])
+        kind = "sliding_attention" if window else "chunked_attention" if chunk else "full_attention"
+        types = set(getattr(config, "layer_types", None) or [kind])
         if unknown := sorted(types - of_config.keys()):
             raise UnsupportedError(
                 f"layers of type {', '.join(unknown)} are not known; known are {', '.join(of_config)}"
@@ -307,7 +307,7 @@ def find_mixers(model: PreTrainedModel, config: PretrainedConfig, ids: Tensor, n
 def _tried(mixer: Mixer, given: Mapping[str, Any], returned: object, cache: Cache, count: int, name: str) -> Mixer:
     """Return a mixer that was tried apart from the model: half of the tokens at once, then the others both ways.
 
-    In a plain forward of one row of `count` tokens, with that cache, it was `given` these arguments. Raises
+    In a causal forward of one row of `count` tokens, with that cache, it was `given` these arguments. Raises
     `UnsupportedError` where it continues from its states wrongly, one token at a time.
     """
     mixer = replace(mixer, full=layer_without_tensors(cache.layers[mixer.layer]))

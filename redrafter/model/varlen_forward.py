@@ -79,7 +79,7 @@ class VarlenForward(TreeForward):
     def __init__(self, bound: BoundModel):
         """Make the forward of a model whose traits are known."""
         super().__init__(bound)
-        self._run: Any = self._plain
+        self._run: Any = self._eager
         self._compiled = False
         self._prompt: Any = None  # `[T]` int64, only during a call
         self._positions: Any = None  # `[T]` int64, likewise
@@ -184,7 +184,7 @@ class VarlenForward(TreeForward):
         plan = cache.plan_prefill(pieces, self._kinds.by_layer or ())
         states = None if cache.states is None else PromptStates(pieces, cache.states)
         with bound.lock, self._attending(PROMPT_ATTENTION_NAME, plan, states, keep):
-            logits, hidden = self._plain(tokens, positions, index, plan, prompt, keep, cache.for_model)
+            logits, hidden = self._eager(tokens, positions, index, plan, prompt, keep, cache.for_model)
         if bound.drafter_layer is not None:
 
             def before() -> Tensor:
@@ -227,7 +227,7 @@ class VarlenForward(TreeForward):
 
     def compile(self, compiled: bool = True) -> None:
         """Enable or disable torch.compile for later calls."""
-        self._run, self._operators, self._compiled = self._plain, None, compiled
+        self._run, self._operators, self._compiled = self._eager, None, compiled
         if not compiled:
             return
         from torch._inductor import config  # these take seconds to import
@@ -241,9 +241,9 @@ class VarlenForward(TreeForward):
             self._operators = MixerOperators(self.bound.model, self._mixers)
         inductor: Any = partial(compile_fx, config_patches=options)
         backend = LayerCompiler(CUTS, inductor)
-        self._run = torch.compile(self._plain, fullgraph=True, backend=backend)
+        self._run = torch.compile(self._eager, fullgraph=True, backend=backend)
 
-    def _plain(
+    def _eager(
         self,
         ids: Tensor,
         positions: Tensor,

@@ -118,8 +118,8 @@ def hold_in_memory(module: nn.Module) -> None:
     transformers leaves weights mapped that stay on the host in the dtype in which they are stored.
     """
     for tensor in (*module.parameters(), *module.buffers()):
-        plain = type(tensor) in (Tensor, nn.Parameter)  # others, of quantisers, may have no storage
-        if plain and not tensor.untyped_storage().resizable():
+        ordinary = type(tensor) in (Tensor, nn.Parameter)  # others, of quantisers, may have no storage
+        if ordinary and not tensor.untyped_storage().resizable():
             tensor.data = tensor.data.clone()
 
 

@@ -23,14 +23,14 @@ class Models(Protocol):
         target: The model that verifies.
         draft_model: The model that drafts, or None.
         draft_vocabulary: Map from the target's tokens to the draft model's; None if their ids are equal.
-        plain: The proposer that drafts nothing.
+        undrafted: The proposer that drafts nothing.
         rejection_sampling: Whether sampled drafts are accepted by rejection sampling.
     """
 
     target: Target
     draft_model: Target | None
     draft_vocabulary: VocabularyMap | None
-    plain: Proposer
+    undrafted: Proposer
     rejection_sampling: bool
 
     def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:

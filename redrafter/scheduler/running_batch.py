@@ -134,10 +134,10 @@ class RunningBatch:
         self._revisions = [model.revision for model in self._models]
         if self._memory is not None:
             self._memory.follow_changes(self._models)
-        self._plain, self._rejection_sampling = models.plain, models.rejection_sampling
+        self._undrafted, self._rejection_sampling = models.undrafted, models.rejection_sampling
         # Batch size of a step by number of sequences; a captured step may have padding rows.
         self._sizes = {n: min(bucket(n), self._all_rows) if self._memory else n for n in range(1, rows + 1)}
-        nothing = dict.fromkeys(self.sizes, models.plain)
+        nothing = dict.fromkeys(self.sizes, models.undrafted)
         self.policy = models.draft_policy(self.sizes, self._memory) if speculate else DraftPolicy(nothing)
         every = self.policy.proposers
         self.depth = max(proposer.depth for proposer in every)
@@ -379,7 +379,7 @@ class RunningBatch:
     def _choose_proposer(self, requirements: BatchRequirements, prompt_tokens: int) -> Proposer:
         """Return the proposer of the next step."""
         if not requirements.speculate:
-            return self._plain
+            return self._undrafted
         match = None
         if self._knows_matches:  # a CPU's step is read before the next one, so all tokens are known
             match = any(row.request.params.speculate and row.repeats.has_match(row.tokens) for row in self.rows)
@@ -397,7 +397,7 @@ class RunningBatch:
         # A dense cache is read in all rows or in none: one more step without drafts, and no row is up to date.
         behind = {row.unread_from is not None for row in self.rows}
         mixed = len(behind) > 1 and isinstance(self.caches, DenseRows)
-        return self._plain if mixed and proposer.model is not None else proposer
+        return self._undrafted if mixed and proposer.model is not None else proposer
 
     def _make_step(self, key: StepKey, proposer: Proposer, chunks: PromptChunks | None) -> CapturedStep:
         """Make a step over the first rows, and capture it if the device can."""
@@ -411,7 +411,7 @@ class RunningBatch:
         state = replace(first, tokens=first.tokens[:, : key.window], inputs=inputs)
         caches = self.caches.of_step(key.rows, key.window)
         # Rejection sampling compares the target's distribution with the drafter's.
-        keep_scores = self._rejection_sampling and proposer is not self._plain
+        keep_scores = self._rejection_sampling and proposer is not self._undrafted
         sampler = self.sampling.sampler(key.rows, self.rows, keep_scores=keep_scores)
         drafts = None if proposer.model is None else caches.draft
         step = CapturedStep(

@@ -31,8 +31,8 @@ class Stats:
         emitted: Tokens that steps added to the output.
         accepted_by_depth: Entry d counts the steps in which at least d + 1 drafts became output.
         per_step: Drafts verified and drafts that became output, of each step that had drafts, in their order.
-        plain_steps: Steps for which nothing was drafted, because drafting was off or had paused. A step in which the
-            rows share the nodes that are verified, and none was left for this one, is not plain.
+        undrafted_steps: Steps for which nothing was drafted, because drafting was off or had paused. A step in which
+            the rows share the nodes that are verified, and none was left for this one, does not count.
     """
 
     steps: int = 0
@@ -42,13 +42,13 @@ class Stats:
     copies: int = 0
     emitted: int = 0
     accepted_by_depth: list[int] = field(default_factory=list)
-    plain_steps: int = 0
+    undrafted_steps: int = 0
     per_step: list[tuple[int, int]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def draft_steps(self) -> int:
         """Steps for which there were drafts, whether any of them was verified or not."""
-        return self.steps - self.plain_steps
+        return self.steps - self.undrafted_steps
 
     @property
     def tokens_per_step(self) -> float:
@@ -85,7 +85,7 @@ class Stats:
         self.steps += 1
         self.emitted += emitted
         if drafted is None:
-            self.plain_steps += 1
+            self.undrafted_steps += 1
             return
         self.per_step.append((drafted, accepted))
         self.drafted += drafted
@@ -113,7 +113,7 @@ class SequenceDelta:
         finish: Why the sequence ends here, or None if it continues.
         error: The exception, if `finish` is "error".
         drafted: Drafts that were verified, 0 where the other rows of the step left none; None for a first token and in
-            a plain step.
+            an undrafted step.
         copied: Number of accepted drafts, the last ones, that only copies had drafted.
         copies: Number of verified drafts that were copied from the text.
         logits: The target's logits that the tokens were drawn from, `[count, V]`; None unless requested.

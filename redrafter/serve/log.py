@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _LOG = logging.getLogger(__name__)
 MAX_ID_CHARACTERS = 100  # of a client's `X-Request-Id`; the rest is dropped
-_PLAIN = re.compile(r"[\w.,:/+-]+", re.ASCII)  # a value that needs no quotes
+_UNQUOTED = re.compile(r"[\w.,:/+-]+", re.ASCII)  # a value that needs no quotes
 
 
 class JsonLines(logging.Formatter):
@@ -131,4 +131,4 @@ def log_requests(app: ASGIApp) -> ASGIApp:
 
 def _quoted(value: object) -> str:
     text = str(value)
-    return text if _PLAIN.fullmatch(text) else json.dumps(text)
+    return text if _UNQUOTED.fullmatch(text) else json.dumps(text)

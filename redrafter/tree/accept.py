@@ -2,7 +2,7 @@
 
 The comparison in `accept` makes the output exact: a node is accepted only if the target, at the node's parent, drew
 that node's token. Whatever was drafted, the tokens that come out are the target's own draws, each made after the prefix
-that plain decoding would have had.
+that undrafted decoding would have had.
 """
 
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ def accept(tree: Tree, drawn: Tensor, max_depth: int, acceptable: Tensor | None 
             that were verified.
     """
     rows, nodes = drawn.shape
-    if max_depth == 0:  # plain decoding: the root alone
+    if max_depth == 0:  # undrafted decoding: the root alone
         root = torch.zeros(rows, 1, dtype=torch.long, device=drawn.device)
         return Path(root, root[:, 0])
     confirmed = tree.tokens == drawn.gather(1, tree.parents)  # [B, N]

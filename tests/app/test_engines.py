@@ -33,7 +33,7 @@ def test_the_compiler_is_imported_while_weights_are_read(gpu, changes, imported,
     monkeypatch.setattr(engines, "bind", lambda *_, **__: "target")
     monkeypatch.setattr(engines, "Engine", lambda *_: type("Loaded", (), {}))
     monkeypatch.setattr(engines, "default_sampling", lambda model: None)
-    engines.load_engine(engines.PLAIN, "a-model", LoadOptions(**changes), DraftOptions())
+    engines.load_engine("undrafted", "a-model", LoadOptions(**changes), DraftOptions())
     found, _ = (sys.modules.pop(name, None) for name in ("slow_compiler", "its_processes"))
     assert (found is not None) == imported
     assert found is None or (found.POOL and found.THREAD is not threading.main_thread())

@@ -47,7 +47,7 @@ STRAY = ["llama", "granite", "gemma", "glm", "olmo", "nemotron"]
 
 
 def check_texts(engine, ids, mask, **reference):
-    """Compare greedy texts with `model.generate` and sampled ones with plain decoding."""
+    """Compare greedy texts with `model.generate` and sampled ones with undrafted decoding."""
     arguments = {"max_new_tokens": NEW, "min_new_tokens": NEW}
     expected = engine.model.generate(ids, attention_mask=mask, do_sample=False, **arguments, **reference)
     assert torch.equal(engine.generate(ids, mask, do_sample=False, **arguments), expected)

@@ -23,7 +23,7 @@ from redrafter.attention.tree_attention import ATTENTION_NAME, gathered_attentio
 from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.drafting.drafter import RecurrentProposer
-from redrafter.drafting.proposer import PlainProposer
+from redrafter.drafting.proposer import UndraftedProposer
 from redrafter.engine.options import EngineOptions
 from redrafter.kernels.attention_inputs import AttentionInputs
 from redrafter.model.linear_layers import linear_calls, same_inputs
@@ -123,7 +123,7 @@ def test_rows_that_are_left_go_on_in_a_smaller_batch_under_another_tree(llama, s
     expected = engine.generate(ids, mask, speculate=False, **arguments)
     trees = {1: RecurrentProposer(engine.drafter, engine.target, 3, 6, 12), 8: engine.proposer}
     asked = []
-    engine.proposer_for = lambda rows: asked.append(rows) or trees.get(rows) or engine.plain
+    engine.proposer_for = lambda rows: asked.append(rows) or trees.get(rows) or engine.undrafted
     out = engine.generate(ids, mask, return_dict_in_generate=True, **arguments)
     assert torch.equal(out.sequences, expected)
     assert len(set(row.emitted for row in out.stats.rows)) > 2  # or no batch became smaller
@@ -173,7 +173,7 @@ def test_a_request_within_a_request_disturbs_neither(llama):
 
 
 def test_lengths_have_limits(llama):
-    engine = Engine(Target(llama), PlainProposer(), EngineOptions(max_input_len=12, max_seq_len=20))
+    engine = Engine(Target(llama), UndraftedProposer(), EngineOptions(max_input_len=12, max_seq_len=20))
     prompt = torch.arange(3, 14)[None]
     assert engine.generate(prompt, max_new_tokens=50).shape[1] <= 20
     with pytest.raises(ArgumentError, match="13 tokens; a prompt may have 12"):
@@ -183,9 +183,9 @@ def test_lengths_have_limits(llama):
 @pytest.mark.parametrize("name", ["max_input_len", "max_seq_len"])
 def test_lengths_above_the_context_are_refused_with_its_number(llama, name):
     target = Target(llama)
-    Engine(target, PlainProposer(), EngineOptions(**{name: target.context}))
+    Engine(target, UndraftedProposer(), EngineOptions(**{name: target.context}))
     with pytest.raises(ArgumentError, match=f"{name} is {target.context + 1}, .* give {target.context} at most"):
-        Engine(target, PlainProposer(), EngineOptions(**{name: target.context + 1}))
+        Engine(target, UndraftedProposer(), EngineOptions(**{name: target.context + 1}))
 
 
 def test_layers_that_read_one_tensor_are_found_without_their_names(llama):

@@ -19,7 +19,8 @@ from redrafter.cli import measure as measure_module
 from redrafter.cli.measure import _batches, bench_pair
 from redrafter.cli.measure_options import BenchOptions
 from redrafter.measure import trial as trial_module
-from redrafter.measure.trial import PLAIN, Trial, check_room, describe, fixed_length, run_trials, transformers_trial
+from redrafter.measure.record import UNDRAFTED
+from redrafter.measure.trial import Trial, check_room, describe, fixed_length, run_trials, transformers_trial
 
 PROMPTS = [[5, 9, 14, 3, 22, 8], [7, 7, 30], [41, 12, 13, 60, 2, 4, 4, 19]]
 QUICK = ("--device", "cpu", "--max-new-tokens", "8", "--repeats", "1", "--num-prompts", "2")
@@ -39,7 +40,7 @@ def everything(tmp_path_factory):
 
 def test_modes_write_the_same_tokens_and_are_timed(everything):
     _, records, _ = everything
-    modes = ["plain", "drafter", "HF eager"]
+    modes = ["undrafted", "drafter", "HF eager"]
     expected = [(1, mode) for mode in modes] + [(3, mode) for mode in modes[:2]]
     assert [(one["batch_size"], one["mode"]) for one in records] == expected
     for one in records:
@@ -48,7 +49,7 @@ def test_modes_write_the_same_tokens_and_are_timed(everything):
         assert one["tokens_per_second"] == pytest.approx(one["tokens"] / one["seconds"])
         assert min(one["speedup"], one["first_call_s"]) > 0
         assert one.get("same", one["texts"]) == one["texts"]
-        assert ("same" in one) == (one["mode"] != "plain")
+        assert ("same" in one) == (one["mode"] != "undrafted")
         if one["mode"] == "drafter":
             assert 1 < one["tokens_per_step"] < 6
             assert one["drafted"] >= one["accepted"] == sum(one["accepted_by_depth"])
@@ -61,8 +62,8 @@ def test_the_table_is_printed_and_written_in_other_forms(everything):
     folder, records, out = everything
     assert out.splitlines()[1] == "boxed, drafter drafter, float32"
     shown = [line.split() for line in out.splitlines() if line.startswith("  ")]
-    assert shown[0][:4] == ["batch", "tok/s", "x", "plain"]
-    assert [line[0] for line in shown[1:]] == ["plain", "drafter", "HF", "plain", "drafter"]
+    assert shown[0][:3] == ["batch", "tok/s", "speedup"]
+    assert [line[0] for line in shown[1:]] == ["undrafted", "drafter", "HF", "undrafted", "drafter"]
     with (folder / "bench.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [float(row["speedup"]) for row in rows] == [one["speedup"] for one in records]
@@ -117,7 +118,7 @@ def trials(temperature: float = 0.0, new: int = 8) -> list[Trial]:
     tokenizer = type("T", (), {"pad_token_id": None, "eos_token_id": 4})
     arguments = fixed_length(engine, tokenizer, new, temperature) | {"seed": 0}
     assert engine.model.generation_config.pad_token_id == 4
-    return [Trial(mode, engine, arguments | {"speculate": mode != PLAIN}, 0) for mode in (PLAIN, "drafter")]
+    return [Trial(mode, engine, arguments | {"speculate": mode != UNDRAFTED}, 0) for mode in (UNDRAFTED, "drafter")]
 
 
 def test_no_token_ends_a_text_and_the_models_habits_are_gone():
@@ -146,7 +147,7 @@ def test_a_difference_is_found_with_its_place(monkeypatch, temperature):
     record = describe(both[1], both[0], batches)
     [found] = record.differences
     assert (record.same, record.texts, found.prompt, found.token) == (2, 3, 1, 5)
-    assert found.other == (found.plain + 1) % VOCAB
+    assert found.other == (found.undrafted + 1) % VOCAB
     # A part of the batches has the seeds and the prompts of its own.
     assert describe(both[1], both[0], batches, range(2, 3)).same == 1
     [found] = describe(both[1], both[0], batches, range(1, 3)).differences
@@ -187,7 +188,7 @@ def tiny(monkeypatch) -> Pair:
 
 
 def test_where_speculation_is_off_there_is_one_step(tiny, monkeypatch, capsys):
-    monkeypatch.setattr(ReDrafter, "proposer_for", lambda self, rows: self.plain)
+    monkeypatch.setattr(ReDrafter, "proposer_for", lambda self, rows: self.undrafted)
     assert bench_pair(tiny, LoadOptions(), BenchOptions(max_new_tokens=4, num_prompts=1, repeats=1), "a note") == 0
     out = capsys.readouterr().out
     assert "a note" in out
@@ -208,4 +209,4 @@ def test_a_run_that_is_cut_short_leaves_and_prints_what_it_has_measured(tiny, mo
     with pytest.raises(KeyboardInterrupt):
         bench_pair(tiny, LoadOptions(), options)
     assert len(Path(options.json).read_text().splitlines()) == 2
-    assert "  plain " in capsys.readouterr().out
+    assert "  undrafted " in capsys.readouterr().out

@@ -61,8 +61,8 @@ def test_chat_compares_its_answers_with_undrafted_decoding_when_it_ends(chat, an
         waits, totals, columns, plain, drafted = err.splitlines()
         assert waits.startswith("(decoding the same answers without drafts")
         assert totals.startswith("2 answers, 16 tokens in ")
-        assert columns.split() == ["tok/s", "x", "plain", "tokens/step", "same", "texts"]
-        assert re.fullmatch(r"  plain +[\d.]+ +1.000 +1.000 +-", plain)
+        assert columns.split() == ["tok/s", "speedup", "tokens/step", "same", "texts"]
+        assert re.fullmatch(r"  undrafted +[\d.]+ +1.000 +1.000 +-", plain)
         assert re.fullmatch(r"  drafter +[\d.]+ +[\d.]+ +[\d.]+ +2 of 2", drafted)
     assert chat("", "--compare") == ("", "")
 

@@ -21,7 +21,7 @@ from redrafter.tree.accept import Path as Kept
 
 PROMPTS = ["ja", "Zürich", TEXT * 2, "10 €", "für"]
 NEW = 16  # new tokens; more than the first runs write
-WAYS = ["plain", "drafter", "draft model", "prompt lookup"]
+WAYS = ["undrafted", "drafter", "draft model", "prompt lookup"]
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +79,14 @@ def test_every_way_is_a_line_of_the_table_and_a_record(compare, folder, prompts,
     assert document["options"]["batch_size"] == size
     for line, (name, way) in zip(table.splitlines()[-4:], ways.items(), strict=True):
         assert line.startswith(f"  {name}  ")
-        assert ("5 of 5" in line) == (name != "plain")
+        assert ("5 of 5" in line) == (name != "undrafted")
         assert way["tokens"] == 5 * NEW
         assert way["tokens_per_second"] == pytest.approx(way["tokens"] / way["seconds"])
-        assert way["speedup"] == pytest.approx(ways["plain"]["seconds"] / way["seconds"])
-        assert (way["same"], way["differences"]) == (None if name == "plain" else 5, [])
+        assert way["speedup"] == pytest.approx(ways["undrafted"]["seconds"] / way["seconds"])
+        assert (way["same"], way["differences"]) == (None if name == "undrafted" else 5, [])
         assert sum(way["accepted_by_depth"]) == way["accepted"] <= way["drafted"]
         assert way["steps"] + way["accepted"] >= 5 * (NEW - 1)  # the last step may keep more than there is room for
-    assert (ways["plain"]["steps"], ways["plain"]["drafted"]) == (5 * (NEW - 1), 0)
+    assert (ways["undrafted"]["steps"], ways["undrafted"]["drafted"]) == (5 * (NEW - 1), 0)
     assert 0 < ways["draft model"]["accepted"] < ways["draft model"]["drafted"]
     assert document["drafters"] == {
         "drafter": str(folder / "merged" / "drafter"),
@@ -97,7 +97,7 @@ def test_every_way_is_a_line_of_the_table_and_a_record(compare, folder, prompts,
 
 def test_a_way_that_there_is_nothing_for_is_left_out(compare, folder):
     one = ("--num-prompts", "1")
-    assert list(compare(*one, model="base", draft_model=None)[1]["by_way"]) == ["plain", "prompt lookup"]
+    assert list(compare(*one, model="base", draft_model=None)[1]["by_way"]) == ["undrafted", "prompt lookup"]
     flags = ("--draft-len", "3", "--ngram", "4", "--draft-len-per-beam", "2", "--drafter", str(folder / "drafter"))
     document = compare(*one, *flags, model="base")[1]
     assert document["drafters"]["drafter"] == str(folder / "drafter")
@@ -129,8 +129,8 @@ def test_prompts_that_are_too_long_are_left_out_and_counted_and_outputs_need_not
     args = ("--max-input-len", str(most), "--num-prompts", "3", "--disable-output-comparison")
     table, document = compare(*args)
     assert f"3 prompts of 3 to {most} tokens, 1 longer ones left out" in table
-    assert document["by_way"]["plain"]["texts"] == 3
-    assert len(runs.texts("plain")) == 3
+    assert document["by_way"]["undrafted"]["texts"] == 3
+    assert len(runs.texts("undrafted")) == 3
     assert {way["same"] for way in document["ways"]} == {None}
     assert "same texts" not in table
 
@@ -142,7 +142,7 @@ def test_rejection_promises_a_distribution_and_no_tokens(compare, runs, monkeypa
         monkeypatch.setattr(engines, "parse_draft_target_config", lambda text: (4, "cpu", "cpu", True))
         args = ("--draft-target-model-config", "[4,[0],[0],True]")
     assert [way["same"] for way in compare(*args, "--temperature", "1")[1]["ways"]] == [None, 5, None, 5]
-    assert runs.texts("draft model") != runs.texts("plain")
+    assert runs.texts("draft model") != runs.texts("undrafted")
     assert [way["same"] for way in compare(*args)[1]["ways"]] == [None, 5, 5, 5]
 
 
@@ -152,7 +152,7 @@ def test_a_way_that_writes_other_tokens_fails_and_the_report_says_where(compare,
 
     def keep_everything(tree, drawn, max_depth, *limits):
         path = honest(tree, drawn, max_depth, *limits)
-        if max_depth == 0:  # plain decoding
+        if max_depth == 0:  # undrafted decoding
             return path
         nodes = path.nodes.new_tensor(range(max_depth + 1)).expand_as(path.nodes)
         return Kept(nodes, path.accepted * 0 + max_depth)
@@ -161,7 +161,7 @@ def test_a_way_that_writes_other_tokens_fails_and_the_report_says_where(compare,
     off = () if asked else ("--disable-output-comparison",)
     flags = ("--batch-size", "3", "--no-draft-from-text", *off)
     table, document = compare(*flags, model="base", code=int(asked))
-    plain = runs.texts("plain")
+    plain = runs.texts("undrafted")
     for name in ("draft model", "prompt lookup"):
         way, texts = document["by_way"][name], runs.texts(name)
         found = [first_difference(mine, theirs) for mine, theirs in zip(plain, texts, strict=True)]
@@ -189,14 +189,14 @@ def test_a_difference_is_counted_by_prompt_across_batches(compare, runs):
     assert "4 of 5" in table
     assert where.startswith("  OTHER TOKENS in prompt 5 at new token 4: the lower is ")
     [found] = document["ways"][-1]["differences"]
-    text = runs.texts("plain")[4]
-    assert (found["prompt"], found["token"], found["plain"], found["other"]) == (4, 3, text[3], text[3] + 1)
+    text = runs.texts("undrafted")[4]
+    assert (found["prompt"], found["token"], found["undrafted"], found["other"]) == (4, 3, text[3], text[3] + 1)
     decode = byte_tokenizer().decode
     assert found["common"] == decode(text[:3])
-    assert found["common"] + found["plain_text"] == decode(text)
+    assert found["common"] + found["undrafted_text"] == decode(text)
     assert not found["near_tie"]
     assert found["margin"] > found["tolerance"] == 1e-4
-    for line, name, which in ((plain, "plain", "plain"), (other, "prompt lookup", "other")):
+    for line, name, which in ((plain, "undrafted", "undrafted"), (other, "prompt lookup", "other")):
         shown = (json.dumps(part, ensure_ascii=False)[1:-1] for part in (found["common"], found[f"{which}_text"]))
         assert line == f"    {name:<13}  {'»'.join(shown)}  (id {found[which]})"
 
@@ -237,7 +237,7 @@ def test_a_near_tie_is_counted_apart_and_does_not_fail(compare, runs, tied):
     [found] = lookup["differences"]
     assert found["near_tie"]
     assert found["margin"] == 0
-    assert {found["plain"], found["other"]} == {first, second}
+    assert {found["undrafted"], found["other"]} == {first, second}
     assert "4 of 5, 1 near-ties" in table
     assert "  near-tie in prompt" in table
     assert "OTHER TOKENS" not in table

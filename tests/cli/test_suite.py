@@ -55,7 +55,7 @@ def both(suite, tmp_path_factory) -> tuple[list[dict], list[dict], Path]:
 def test_both_modes_answer_all_turns_alike_and_are_timed(both):
     timed, _, folder = both
     found = [(one["mode"], one.get("category")) for one in timed]
-    assert found == [(mode, name) for mode in ("plain", "drafter") for name in TURNS]
+    assert found == [(mode, name) for mode in ("undrafted", "drafter") for name in TURNS]
     for one in timed:
         turns = TURNS[one.get("category")]
         assert (one["texts"], one["skipped"]) == (turns, 2 if one.get("category") is None else 0)

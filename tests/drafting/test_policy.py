@@ -13,7 +13,7 @@ from redrafter import ReDrafter
 from redrafter.drafting import loss_budget
 from redrafter.drafting.policy import AcceptanceHistory, CostPolicy, DraftedStep, DraftPolicy, StepRows
 from redrafter.drafting.prompt_lookup import WithPromptLookup
-from redrafter.drafting.proposer import PlainProposer, SearchProposer
+from redrafter.drafting.proposer import SearchProposer, UndraftedProposer
 from redrafter.drafting.step_times import StepCosts, StepTimes, time_at
 from redrafter.drafting.tree_choice import best_tree, expected_drafts
 from redrafter.engine import step_timing
@@ -39,8 +39,8 @@ def test_times_are_straight_between_points_and_never_fall():
 
 def test_a_step_costs_its_forward_and_each_level_of_its_search():
     costs = StepCosts(((1, 1.0), (101, 101.0)), ((1, 0.0), (100, 100.0)))
-    assert costs.time_of(PlainProposer(), 4) == 4
-    assert costs.time_of(PlainProposer(), 4, more=64) == 68
+    assert costs.time_of(UndraftedProposer(), 4) == 4
+    assert costs.time_of(UndraftedProposer(), 4, more=64) == 68
     assert costs.time_of(search(2, 3, 5), 4) == 20 + 3 * time_at(costs.level, 8)
     assert costs.time_of(WithPromptLookup(search(2, 3, 5), 2), 4) == 28 + 3 * time_at(costs.level, 8)
     assert costs.time_of(search(2, 3, 7, shared=9), 4) == 9 + 3 * time_at(costs.level, 8)
@@ -57,7 +57,7 @@ def test_more_verified_drafts_are_expected_to_bring_more_and_each_less():
 
 
 def choice(costs: StepCosts, *kinds: SearchProposer, size: int = 1, copying=None, reading: float = 0.0) -> CostPolicy:
-    times = StepTimes(replace(costs, reading=reading), PlainProposer())
+    times = StepTimes(replace(costs, reading=reading), UndraftedProposer())
     return CostPolicy(times, {size: kinds}, copying=copying and {size: copying})
 
 
@@ -126,7 +126,7 @@ def test_steps_of_small_batches_draft_while_they_read_prompts_too():
 
 
 def test_no_step_that_reads_prompts_is_undrafted_only_to_be_timed():
-    times = StepTimes(StepCosts(FLAT, ((1, 0.15),)), PlainProposer(), corrected_every=1)
+    times = StepTimes(StepCosts(FLAT, ((1, 0.15),)), UndraftedProposer(), corrected_every=1)
     chosen = CostPolicy(times, {1: [search(1, 2, 3)]})
     assert [choose(chosen, more=tokens).depth for tokens in (0, 64, 0)] == [0, 2, 0]
 
@@ -142,7 +142,7 @@ def test_drafts_that_gain_again_go_on():
 )
 def test_steps_of_a_pause_copy_from_the_text_where_that_alone_pays(searched, copied, kind):
     both = WithPromptLookup(search(1, 3, 4), 4)
-    alone = WithPromptLookup(PlainProposer(), 4)
+    alone = WithPromptLookup(UndraftedProposer(), 4)
     chosen = choice(StepCosts(((1, 1.0), (5, 1.1), (9, 1.15)), ((1, 0.1),)), both, copying=alone)
     dice, taken = random.Random(0), []
     for _ in range(400):
@@ -157,7 +157,7 @@ def test_steps_of_a_pause_copy_from_the_text_where_that_alone_pays(searched, cop
 
 
 def test_a_text_that_repeated_itself_does_not_keep_later_ones_from_being_drafted_for():
-    both, alone = WithPromptLookup(search(1, 3, 4), 4), WithPromptLookup(PlainProposer(), 4)
+    both, alone = WithPromptLookup(search(1, 3, 4), 4), WithPromptLookup(UndraftedProposer(), 4)
     chosen = choice(StepCosts(((1, 1.0), (5, 1.1), (9, 1.15)), ((1, 0.1),)), both, copying=alone)
     taken = []
     for step in range(800):
@@ -173,7 +173,7 @@ def test_a_text_that_repeated_itself_does_not_keep_later_ones_from_being_drafted
 
 
 def test_batch_sizes_pause_independently():
-    times = StepTimes(StepCosts(FLAT, ((1, 0.5),)), PlainProposer())
+    times = StepTimes(StepCosts(FLAT, ((1, 0.5),)), UndraftedProposer())
     chosen = CostPolicy(times, {2: [search(1, 1, 2)], 64: [search(1, 1, 2)]})
     steps(chosen, 4, accepted=0.0, size=64)
     assert choose(chosen, 64).depth == 0
@@ -277,7 +277,7 @@ def copying() -> CostPolicy:
     alone, both = search(1, 3, 4), WithPromptLookup(search(1, 3, 4), 4)
     costs = StepCosts(((1, 1.0), (4, 1.0), (5, 1.1), (8, 1.1)), ((1, 0.1),))
     return CostPolicy(
-        StepTimes(costs, PlainProposer()), {1: [alone, both]}, copying={1: WithPromptLookup(PlainProposer(), 4)}
+        StepTimes(costs, UndraftedProposer()), {1: [alone, both]}, copying={1: WithPromptLookup(UndraftedProposer(), 4)}
     )
 
 
@@ -308,7 +308,7 @@ def test_rows_that_end_one_by_one_lose_one_budget_and_not_one_at_each_batch_size
 def test_a_step_counts_among_steps_of_its_own_sampling_though_the_next_is_chosen():
     histories = {sampled: AcceptanceHistory() for sampled in (False, True)}
     tree = search(1, 3, 4)
-    drafting = CostPolicy(StepTimes(StepCosts(FLAT, FREE), PlainProposer()), {1: [tree]}, histories)
+    drafting = CostPolicy(StepTimes(StepCosts(FLAT, FREE), UndraftedProposer()), {1: [tree]}, histories)
     assert drafting.choose(StepRows(1, 1, 1)) is tree
     drafting.choose(StepRows(1, 1, 1, sampled=True))  # as on a GPU, where steps are launched ahead
     before = [histories[sampled].search.value for sampled in (False, True)]

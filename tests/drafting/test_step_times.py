@@ -13,7 +13,7 @@ from redrafter import PromptLookup, ReDrafter, boxed_pair
 from redrafter.drafting.loss_budget import ALLOWED, ALLOWED_SHARE
 from redrafter.drafting.policy import CostPolicy, DraftedStep, StepRows
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
-from redrafter.drafting.proposer import PlainProposer, SearchProposer
+from redrafter.drafting.proposer import SearchProposer, UndraftedProposer
 from redrafter.drafting.step_times import ENOUGH, SHARED_EVERY, StepCosts, StepTimes
 from redrafter.engine.engine import Engine
 from redrafter.model.target import Target
@@ -22,7 +22,7 @@ from redrafter.scheduler.captured_step import CapturedStep
 from redrafter.scheduler.running_batch import RunningBatch
 
 SAMPLED = {"do_sample": True, "seed": 3}
-PLAIN = PlainProposer()
+PLAIN = UndraftedProposer()
 COSTS = StepCosts(((1, 1.0), (8, 1.7)), ((1, 0.1),))
 
 
@@ -44,8 +44,8 @@ def test_a_kind_costs_what_the_faster_of_its_first_steps_took():
     timed(times, kind, 0.5)
     assert times.time_of(kind, 1) == pytest.approx(2.5)
     assert times.time_of(PLAIN, 1) == 1
-    assert times.plain_steps(0.4, 1, sampled=False) == pytest.approx(2)
-    assert times.plain_steps(0.4, 1, sampled=True) is None, "noise takes time too"
+    assert times.undrafted_steps(0.4, 1, sampled=False) == pytest.approx(2)
+    assert times.undrafted_steps(0.4, 1, sampled=True) is None, "noise takes time too"
 
 
 def test_a_kind_that_was_not_timed_is_corrected_as_the_one_most_like_it():
@@ -190,7 +190,7 @@ def test_a_few_unlucky_first_steps_do_not_end_the_drafts_of_a_short_answer(monke
     tokenizer = AutoTokenizer.from_pretrained(boxed_pair())
     ids = tokenizer("She said that", add_special_tokens=False, return_tensors="pt").input_ids
     stats = engine.generate(ids, max_new_tokens=40, do_sample=False, return_dict_in_generate=True).stats
-    assert stats.plain_steps <= stats.steps // 2
+    assert stats.undrafted_steps <= stats.steps // 2
     assert stats.tokens_per_step > 3
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from redrafter.drafting.policy import AcceptanceHistory, CostPolicy, DraftedStep, StepRows
-from redrafter.drafting.proposer import PlainProposer, Proposer, SearchProposer, step_tokens
+from redrafter.drafting.proposer import Proposer, SearchProposer, UndraftedProposer, step_tokens
 from redrafter.drafting.step_times import OUTDATED, StepCosts, StepTimes
 from redrafter.drafting.tree_choice import SHARING_ROWS, best_tree
 from redrafter.scheduler.captured_step import bucket
 
-PLAIN, WHOLE = PlainProposer(), SearchProposer(None, None, 5, 5, 26)  # nothing drafts here
+PLAIN, WHOLE = UndraftedProposer(), SearchProposer(None, None, 5, 5, 26)  # nothing drafts here
 NEW_TOKENS = 128
 # Milliseconds of greedy steps as they are measured at the start, on an H200 at an 8B's cost.
 STEPS = ((1, 6.2), (8, 6.5), (32, 7.3), (64, 8.2), (128, 10.7), (256, 14.0), (512, 21.0), (1024, 37.0), (2048, 70.0))

@@ -1,4 +1,4 @@
-"""An engine that is changed between calls (weights, drafter, sleep) writes what plain decoding writes."""
+"""An engine that is changed between calls (weights, drafter, sleep) writes what undrafted decoding writes."""
 
 import os
 import threading
@@ -12,7 +12,7 @@ from helpers.models import tiny_drafter, tiny_model
 from redrafter import ArgumentError, CheckpointError, DraftTarget, Engine, MismatchError, ReDrafter, UnsupportedError
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.models import quantize_model
-from redrafter.drafting.proposer import PlainProposer
+from redrafter.drafting.proposer import UndraftedProposer
 from redrafter.engine.changes import ChangeDrafter, UpdateWeights
 from redrafter.errors import NotFiniteError
 from redrafter.model.linear_layers import quantize_weight
@@ -43,7 +43,7 @@ def written(engine: Engine, **arguments: object) -> torch.Tensor:
 
 def check_writes_as(engine: Engine, model: torch.nn.Module) -> None:
     """Check that an engine writes, with drafts and without, what a model alone writes."""
-    plain = Engine(Target(model), PlainProposer())
+    plain = Engine(Target(model), UndraftedProposer())
     for how in ({"do_sample": False}, {"do_sample": True, "seed": 4}):
         expected = written(plain, **how)
         assert torch.equal(written(engine, **how), expected)
@@ -65,7 +65,7 @@ def test_rollouts_between_steps_of_policy_gradient_are_those_of_plain_decoding()
     for step in range(4):
         texts = written(engine, do_sample=True, seed=step).clone()  # a tensor of inference mode has no gradients
         assert torch.equal(texts, written(engine, do_sample=True, seed=step, speculate=False))
-        plain = Engine(Target(trained.eval()), PlainProposer())
+        plain = Engine(Target(trained.eval()), UndraftedProposer())
         assert torch.equal(texts, written(plain, do_sample=True, seed=step))
         seen.append((texts[:, 4:] % 2 == 0).float().mean().item())
         optimizer.zero_grad()

@@ -9,7 +9,7 @@ from helpers.models import VOCAB, tiny_model, uneven_batch
 from redrafter import ArgumentError, CheckpointError, DraftTarget, MismatchError, UnsupportedError
 from redrafter.drafting.draft_model import DraftModelProposer
 from redrafter.drafting.policy import CostPolicy, DraftedStep, StepRows
-from redrafter.drafting.proposer import PlainProposer
+from redrafter.drafting.proposer import UndraftedProposer
 from redrafter.drafting.step_times import StepCosts, StepTimes
 
 IDS, MASK = uneven_batch()
@@ -77,7 +77,7 @@ class Lengths:
         }
         for proposer in self.by_length.values():
             object.__setattr__(proposer, "model", self)  # any object but None
-        times = StepTimes(StepCosts(((1, 1.0),), ((1, cost),)), PlainProposer(), **settings)
+        times = StepTimes(StepCosts(((1, 1.0),), ((1, cost),)), UndraftedProposer(), **settings)
         self.policy = CostPolicy(times, {1: list(self.by_length.values())}, always=True)
 
     def chosen(self) -> int:

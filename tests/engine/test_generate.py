@@ -130,7 +130,7 @@ def test_constructors_name_what_from_pretrained_takes(llama, engine, drafter):
         lambda: ReDrafter(engine.target, drafter),
         lambda: DraftTarget(engine.target, drafter),
         lambda: DraftTarget(llama, engine.target),
-        lambda: Engine("my-model", engine.plain),
+        lambda: Engine("my-model", engine.undrafted),
     ):
         with pytest.raises(ArgumentError, match="from_pretrained takes names, directories and models of transformers"):
             make()

@@ -275,8 +275,8 @@ def test_times_of_captured_steps_correct_the_costs_that_a_policy_compares(settin
         drafted, plain = (engine.generate(ids, mask, speculate=speculate, **how) for speculate in (True, False))
     assert torch.equal(drafted, plain)
     times, sampled = engine.step_times, setting == "sampled"
-    assert not times.lacks(4, engine.plain, sampled=sampled), "undrafted steps of this batch size were timed"
-    assert times.lacks(4, engine.plain, sampled=not sampled)
+    assert not times.lacks(4, engine.undrafted, sampled=sampled), "undrafted steps of this batch size were timed"
+    assert times.lacks(4, engine.undrafted, sampled=not sampled)
 
 
 @COMPILE

@@ -1,4 +1,4 @@
-"""Texts of thousands of tokens: what is drafted is what plain decoding and `model.generate` write."""
+"""Texts of thousands of tokens: what is drafted is what undrafted decoding and `model.generate` write."""
 
 import pytest
 import torch

@@ -163,7 +163,7 @@ def test_several_texts_of_a_prompt_share_its_adapter(adapters):
 def test_engines_on_one_target_share_its_adapters_and_leave_nothing_on_the_model(adapters):
     engine = make_engine(adapters)
     modules, expected = dict(engine.model.named_modules()), plain_text(tiny_model("llama"))
-    other = Engine(engine.target, engine.plain)
+    other = Engine(engine.target, engine.undrafted)
     assert other.adapters == ["one", "two"]
     check_rows(other.generate(IDS, MASK, adapter=MIXED, **GREEDY), adapters)
     custom = engine.custom_generate(adapter=MIXED)

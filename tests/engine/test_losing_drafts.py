@@ -77,7 +77,7 @@ def test_a_draft_model_reads_what_undrafted_steps_have_written(llama, on, rows, 
     def policy_of(sizes, memory):
         policy = made(sizes, memory)
         honest, turns = policy.choose, iter(range(10**6))
-        policy.choose = lambda step: engine.plain if next(turns) // 3 % 2 else honest(step)
+        policy.choose = lambda step: engine.undrafted if next(turns) // 3 % 2 else honest(step)
         return policy
 
     engine.draft_policy = policy_of
@@ -85,7 +85,7 @@ def test_a_draft_model_reads_what_undrafted_steps_have_written(llama, on, rows, 
     ids, mask = (x[:rows] for x in PROMPTS)
     settings = {"max_new_tokens": 40, "eos_token_id": None, "return_dict_in_generate": True} | how
     stats = engine.generate(ids, mask, **settings).stats
-    assert stats.plain_steps > 2 * rows
+    assert stats.undrafted_steps > 2 * rows
     assert stats.accepted >= 0.9 * (stats.drafted - stats.copies), "only copies are rejected"
 
 

@@ -1,4 +1,4 @@
-"""The output is what plain decoding gives: greedy against `model.generate`, sampling against `speculate=False`."""
+"""The output is what undrafted decoding gives: greedy against `model.generate`, sampling against `speculate=False`."""
 
 import pytest
 import torch

@@ -64,9 +64,9 @@ def test_a_cpu_verifies_fewer_nodes_in_larger_batches(target):
 def test_steps_keep_to_a_shape_that_is_asked_for(llama, asked, monkeypatch):
     monkeypatch.setattr(ReDrafter, "pauses", True)
     engine = ReDrafter.from_pretrained(llama, tiny_drafter(), **asked)
-    copying = WithPromptLookup(engine.plain, MOST_COPIED)
+    copying = WithPromptLookup(engine.undrafted, MOST_COPIED)
     both = engine.proposer_for(1)
-    assert set(engine.draft_policy([1], None).proposers) == {engine.plain, copying, both, both.without_text}
+    assert set(engine.draft_policy([1], None).proposers) == {engine.undrafted, copying, both, both.without_text}
     assert len(set(ReDrafter.from_pretrained(llama, tiny_drafter()).draft_policy([1], None).proposers)) > 3
 
 

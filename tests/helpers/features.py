@@ -30,7 +30,7 @@ from helpers.seeing_models import UNEVEN, prompts_with_images, tiny_seeing_model
 from helpers.vocabularies import renumbered
 from redrafter import DraftTarget, Engine, ReDrafter
 from redrafter.drafting.prompt_lookup import PromptLookupProposer, WithPromptLookup, graft
-from redrafter.drafting.proposer import PlainProposer, State
+from redrafter.drafting.proposer import State, UndraftedProposer
 from redrafter.engine.options import EngineOptions
 from redrafter.model.target import Target
 from redrafter.scheduler.sequence import TokenSequence
@@ -183,7 +183,7 @@ def with_mtp(model: PreTrainedModel, options: EngineOptions, shape: TreeShape) -
 
 
 ENGINES: dict[str, Callable[[PreTrainedModel, EngineOptions], Engine]] = {
-    "undrafted": lambda model, options: Engine(Target(model), PlainProposer(), options),
+    "undrafted": lambda model, options: Engine(Target(model), UndraftedProposer(), options),
     "prompt lookup": lambda model, options: Engine(Target(model), PromptLookupProposer(2, 4), options),
     "drafter": lambda model, options: recurrent(model, options, TreeShape(4, 4, 999)),
     "drafter's chain": lambda model, options: recurrent(model, options, TreeShape(1, 4, 999)),

@@ -9,7 +9,7 @@ from transformers import LogitsProcessor
 from redrafter.engine.arguments import split_own
 
 # What may stand between the logits and the draw. Each is checked greedy against `model.generate` where it applies
-# there, and sampling against plain decoding in the same engine.
+# there, and sampling against undrafted decoding in the same engine.
 PROCESSORS = {
     "temperature": {"temperature": 0.7},
     "top_k": {"top_k": 12},

@@ -1,4 +1,4 @@
-"""A batch of every feature, drafted for in every way and on every cache, is what plain decoding writes."""
+"""A batch of every feature, drafted for in every way and on every cache, is what undrafted decoding writes."""
 
 import pytest
 import torch

@@ -99,7 +99,7 @@ def test_a_held_batch_takes_the_step_of_its_proposer_whatever_the_batch_size(eng
 
 @pytest.mark.parametrize("drafts", [True, False])
 def test_parts_add_up_to_the_step_and_carry_their_floors(engine, drafts):
-    found = measure_step(StepWork(engine, PROMPTS[:2], 0), engine.proposer_for(2) if drafts else engine.plain, 1e9)
+    found = measure_step(StepWork(engine, PROMPTS[:2], 0), engine.proposer_for(2) if drafts else engine.undrafted, 1e9)
     assert found["step_ms"] == pytest.approx((found["draft_ms"] or 0) + found["verify_ms"] + found["rest_ms"])
     moved = forward_bytes(engine.model) + (6 + 3) * slot_bytes(engine.target.shapes)
     assert found["verify_floor_ms"] == pytest.approx(1e3 * moved / 1e9)

@@ -1,4 +1,4 @@
-"""Models with recurrent states: trees write what plain decoding writes, since states are rolled back."""
+"""Models with recurrent states: trees write what undrafted decoding writes, since states are rolled back."""
 
 from contextlib import nullcontext
 from dataclasses import replace

@@ -78,5 +78,5 @@ def test_a_layer_that_stores_nothing_takes_no_memory_and_no_keys():
     cache.reserve(16)
     assert sum(len(pool) for pool in cache.pools) == 2
     assert cache.layers[1].keys is None
-    with pytest.raises(RuntimeError, match="stored nothing in a plain forward"):
+    with pytest.raises(RuntimeError, match="stored nothing in a causal forward"):
         cache.update(torch.zeros(2, 2, 1, 8), torch.zeros(2, 2, 1, 8), 1)

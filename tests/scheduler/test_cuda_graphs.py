@@ -84,7 +84,7 @@ def test_steps_are_captured_once_for_the_same_constants_and_anew_for_others(engi
     made = []
     for size in (2, 2, 3):
         same_undrafted(engine, IDS, MASK, max_new_tokens=NEW, do_sample=False, no_repeat_ngram_size=size)
-        made.append(sum(step.proposer is not engine.plain for step in steps))
+        made.append(sum(step.proposer is not engine.undrafted for step in steps))
     assert made[0] == made[1] < made[2]
 
 

@@ -1,4 +1,4 @@
-"""A fuzz of the scheduler: random models, drafters, memories, requests and changes; tokens are those of plain decoding.
+"""A fuzz of the scheduler: random models, drafters, memories and changes; tokens are those of undrafted decoding.
 
 An episode is a function of its seed, which a failure names. True paths are written into the drafters' trees, since
 untrained drafters are seldom right and a tree of which nothing is accepted shows little. Environment variables choose
@@ -41,7 +41,7 @@ from helpers.scheduling import (
 )
 from redrafter import Engine, ReDrafter
 from redrafter.cache import block_manager
-from redrafter.drafting.proposer import PlainProposer
+from redrafter.drafting.proposer import UndraftedProposer
 from redrafter.engine.changes import ChangeDrafter, Sleep, UpdateWeights, Wake
 from redrafter.engine.options import EngineOptions
 from redrafter.features import RECURRENT_STATES
@@ -135,19 +135,19 @@ class Episode:
     on_host: bool
 
     def run(self) -> Counter[str]:
-        """Serve all sequences, compare each with plain decoding, and return what happened how often."""
+        """Serve all sequences, compare each with undrafted decoding, and return what happened how often."""
         choices = self._choices = random.Random(self.seed)
         torch.manual_seed(self.seed)
         self._name = choices.choice(list(MODELS))
         options = EngineOptions(draft_from_text=choices.random() < 0.5, max_prefix_states=choices.choice((0, 2, 64)))
         self._engine = engine_of(self.kind, self._name, options, choices)
-        self._plain = Engine(Target(deepcopy(self._engine.model)), PlainProposer())
+        self._undrafted = Engine(Target(deepcopy(self._engine.model)), UndraftedProposer())
         self._served, counts = self._scheduler(), Counter[str]()
         self._written: dict[TokenSequence, list[int]] = {}
         drafts = RightDrafts([], self.seed)
         sequences = self._sequences(choices.randrange(6, 11) if self.on_host else choices.randrange(3, 10))
         for each in sequences:
-            self._written[each] = alone(self._plain, each)
+            self._written[each] = alone(self._undrafted, each)
         drafts.texts = [[*each.request.prompt, *written] for each, written in self._written.items()]
         with drafts.drafted():
             cancelled = self._serve(sequences)
@@ -303,7 +303,7 @@ class Episode:
         return change == "sleep"
 
     def _check(self, sequence: TokenSequence, cancelled: bool) -> dict[str, int]:
-        """Fail unless a sequence has the tokens of plain decoding, as many as it was given time for."""
+        """Fail unless a sequence has the tokens of undrafted decoding, as many as it was given time for."""
         last, expected = sequence.sink.deltas[-1], self._written[sequence]
         where = f"{self}: {self._name}, a prompt of {len(sequence.request.prompt)} tokens"
         assert last.error is None, (where, last.error)

@@ -80,7 +80,7 @@ def test_no_step_of_many_rows_that_reads_prompts_has_slow_products(drafts):
     late = [make_sequence(prompt(100, seed), 3, params) for seed in range(8)]
     served.submit(*late)
     run(served, [])
-    proposers = {id(each): each for each in served.batch.policy.proposers} | {id(engine.plain): engine.plain}
+    proposers = {id(each): each for each in served.batch.policy.proposers} | {id(engine.undrafted): engine.undrafted}
     sums = [step_tokens(proposers[key.proposer], key.rows) + 16 * key.chunks for key in served.batch.captured_steps]
     assert any(tokens >= SLOW_TOKENS.start - 64 for tokens in sums)  # much of the prompts is read at once
     assert not any(tokens in SLOW_TOKENS for tokens in sums)

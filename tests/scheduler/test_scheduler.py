@@ -284,7 +284,7 @@ def test_a_warm_up_also_reads_prompts_in_large_steps_without_drafts(engine, monk
     served = scheduler(engine, max_batch_size=4)
     warm_up(served)
     keys = served.batch.captured_steps
-    assert {key.rows for key in keys if key.proposer == id(engine.plain) and key.rows > 1 and key.chunks} == {4}
+    assert {key.rows for key in keys if key.proposer == id(engine.undrafted) and key.rows > 1 and key.chunks} == {4}
 
 
 @pytest.mark.parametrize("usual", [{}, {"top_p": 0.8}, {"top_k": 12, "repetition_penalty": 1.2}], ids=str)

@@ -83,7 +83,7 @@ def test_rows_that_all_want_no_drafts_step_plainly(models):
     run_as_alone(
         served, [make_sequence([5, 6, 7], 6, replace(KINDS["sampled"], num_speculative_tokens=0)) for _ in range(2)]
     )
-    assert {step.proposer for step in served.batch.captured_steps.values()} == {served.engine.plain}
+    assert {step.proposer for step in served.batch.captured_steps.values()} == {served.engine.undrafted}
 
 
 def test_what_a_draft_model_may_not_have_read_is_not_found_again(models):

@@ -65,7 +65,7 @@ def ask(client: "openai.OpenAI", **body: Any) -> Any:
 
 
 def guided(thinking: Server, pair: tuple, source: GrammarSource, more: dict[str, Any], **how: Any) -> str:
-    """Return the text that plain decoding writes of a chat whose thought has begun, by a grammar of all of it."""
+    """Return the text that undrafted decoding writes of a chat whose thought has begun, by a grammar of all of it."""
     request = ChatRequest.model_validate({"messages": BEGUN["messages"], "continue_final_message": True} | more)
     ids, state, _ = thinking.prompts.encode_chat(request)
     assert state == "open"

@@ -11,7 +11,7 @@ from redrafter import Engine, ReDrafter
 from redrafter.drafting.drafter_model import partial_linear
 from redrafter.drafting.drafter_types import open_drafter_model
 from redrafter.drafting.low_rank import LowRankDrafter, LowRankLinear
-from redrafter.drafting.proposer import PlainProposer
+from redrafter.drafting.proposer import UndraftedProposer
 from redrafter.model.target import Target
 from redrafter.train.config import TrainConfig
 from redrafter.train.init_drafter import new_drafter
@@ -113,7 +113,7 @@ def test_a_running_engine_takes_what_was_saved_and_its_texts_stay(tmp_path):
     assert not torch.allclose(scores[0], scores[2], atol=0.1)
     updated.save_pretrained(tmp_path)
     ids = torch.tensor([[5, 9, 14, 3], [8, 8, 60, 21]])
-    expected = Engine(Target(base), PlainProposer()).generate(ids, max_new_tokens=20, do_sample=False)
+    expected = Engine(Target(base), UndraftedProposer()).generate(ids, max_new_tokens=20, do_sample=False)
     engine.change_drafter(tmp_path)
     assert torch.equal(engine.generate(ids, max_new_tokens=20, do_sample=False), expected)
 

@@ -26,7 +26,7 @@ from redrafter.checkpoints.merged import boxed_pair
 from redrafter.data.documents import encode_documents
 from redrafter.data.prompts import RowChat
 from redrafter.data.rows import Row, fingerprint, read_rows
-from redrafter.drafting.proposer import PlainProposer
+from redrafter.drafting.proposer import UndraftedProposer
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.model.target import Target
 from redrafter.scheduler.running_batch import RunningBatch
@@ -75,7 +75,7 @@ def pair() -> Pair:
     """Make a base that often ends its turn, with its tokenizer."""
     model = tiny_model(max_position_embeddings=CONTEXT)
     model.lm_head.weight.data[EOS] *= 1.8
-    return Pair("base", "", None, tiny_tokenizer(TEMPLATE), Engine(Target(model), PlainProposer()))
+    return Pair("base", "", None, tiny_tokenizer(TEMPLATE), Engine(Target(model), UndraftedProposer()))
 
 
 def drafter() -> RecurrentDrafter:
@@ -495,7 +495,7 @@ def test_a_base_needs_no_data_to_answer_its_own_questions(saved, tmp_path, capsy
 
 def test_a_drafter_drafts_where_there_is_one(saved):
     plain = parse(command(saved, Path("own.jsonl"))[1:])
-    assert type(load(plain).engine.proposer) is PlainProposer
+    assert type(load(plain).engine.proposer) is UndraftedProposer
     assert type(load(replace(plain, drafter=str(saved / "drafter"))).engine) is ReDrafter
     assert type(load(replace(plain, model=str(boxed_pair()))).engine) is ReDrafter
 

@@ -18,7 +18,7 @@ from redrafter.serve.answers.lark import Argument, CalledTool, LarkWriter
 from redrafter.serve.answers.reader import SPACE, ChatReader, Steps
 
 _NAME_END = re.compile(r"[^\w.-]")
-_PLAIN_NAME = re.compile(r"[\w.-]+")
+_UNQUOTED_NAME = re.compile(r"[\w.-]+")
 _XML_NAME = re.compile(r"[^\s<>]([^\n<>]*[^\s<>])?")
 _PYTHON = re.compile(r"""["'(){}\[\],]""")
 _PYTHON_STRINGS = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
@@ -233,7 +233,7 @@ class PythonicCalls(_NamedArguments):
         # Rules for the remaining arguments, with and without one before them, from the last argument to the first.
         first = later = '")"'
         # Built from the last argument to the first, since each rule refers to the rest; `first` has no comma before it.
-        for argument in reversed([*lark.arguments(tool, _PLAIN_NAME)]):
+        for argument in reversed([*lark.arguments(tool, _UNQUOTED_NAME)]):
             value = lark.argument(tool, argument.schema)
             name = json.dumps(f"{argument.name}=") if argument.name is not None else f'{lark.free_name(tool)} "="'
             if argument.name is None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from redrafter.app.engines import PLAIN, can_draft
+from redrafter.app.engines import can_draft
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.checkpoints.tokenizers import end_tokens
@@ -17,6 +17,7 @@ from redrafter.errors import ArgumentError
 from redrafter.features import ADAPTIVE_DRAFTS, BATCH_INVARIANCE, SERVING, FeatureSet
 from redrafter.files.dtype_names import dtype_name
 from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
+from redrafter.measure.record import UNDRAFTED
 from redrafter.model.linear_layers import has_float8_layers
 from redrafter.model.lora import Adapter
 from redrafter.sampling.params import SamplingParams
@@ -100,7 +101,7 @@ def _describe(pair: Pair, scheduler: Scheduler, options: ServeOptions) -> tuple[
     target = pair.engine.target
     proposer = pair.engine.proposer_for(1) if options.speculate else None
     drafts = "no drafts"
-    if proposer is not None and pair.method != PLAIN:
+    if proposer is not None and pair.method != UNDRAFTED:
         drafts = f"{pair.method}, {proposer.sizes or 'no drafts at one row'}"
     weights = ", FP8 weights" if has_float8_layers(target.model) else ""
     invariant = ", batch-invariant" if BATCH_INVARIANCE in target.features else ""
@@ -121,11 +122,11 @@ def _describe(pair: Pair, scheduler: Scheduler, options: ServeOptions) -> tuple[
 def _sampling_defaults(engine: Engine) -> dict[str, Any]:
     """Return the sampling parameters of the model's generation config, with OpenAI's defaults for the rest."""
     config = engine.model.generation_config
-    plain = 0.0 if engine.do_sample is False else 1.0
+    temperature = 0.0 if engine.do_sample is False else 1.0
     neutral = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     configured = {name: getattr(config, name, None) for name in neutral}
     defaults = {name: neutral[name] if value is None else value for name, value in configured.items()}
-    return {"temperature": config.temperature or plain} | defaults
+    return {"temperature": config.temperature or temperature} | defaults
 
 
 def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:

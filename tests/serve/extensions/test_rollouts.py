@@ -23,7 +23,7 @@ from redrafter import Engine, boxed_pair
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.drafting.drafter_types import open_drafter_model
-from redrafter.drafting.proposer import PlainProposer
+from redrafter.drafting.proposer import UndraftedProposer
 from redrafter.errors import ArgumentError
 from redrafter.extensions.rollouts.changes import CHANGES
 from redrafter.model.target import Target
@@ -104,7 +104,9 @@ def own() -> Iterator[tuple[ServerHere, httpx.Client]]:
 
 def plain_text(model: torch.nn.Module, ids: list[int], count: int) -> list[int]:
     """What a model alone writes after a prompt, greedily."""
-    text = Engine(Target(model), PlainProposer()).generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False)
+    text = Engine(Target(model), UndraftedProposer()).generate(
+        torch.tensor([ids]), max_new_tokens=count, do_sample=False
+    )
     return text[0, len(ids) :].tolist()
 
 
