@@ -2,6 +2,8 @@
 
 import json
 import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,7 +15,9 @@ pytest.importorskip("llguidance")
 from helpers.processes import cpu_seconds
 from helpers.serving import Program
 from redrafter.serve.answers.reader import ChatReader
+from redrafter.serve.protocol.fields import Strict, limit_entries
 from redrafter.serve.protocol.requests import error_body
+from redrafter.serve.routes.app import create_app
 
 CHAT, COMPLETION, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 HALF = "\ud800"  # of a character
@@ -134,6 +138,36 @@ def test_what_is_large_is_refused_soon(name, program):
     assert took < SOON
     assert set(answers) == {200}
     assert len(answers) >= took  # one, if they waited for it
+
+
+def parts(schema: Any, around: Any = None) -> Iterator[tuple[Any, Any]]:
+    """Yield every part of a core schema of pydantic with the part around it."""
+    if isinstance(schema, dict):
+        yield schema, around
+    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, (list, tuple)) else ():
+        yield from parts(part, schema if isinstance(schema, dict) else around)
+
+
+def subclasses(cls: type[Strict]) -> Iterator[type[Strict]]:
+    for child in cls.__subclasses__():
+        yield child
+        yield from subclasses(child)
+
+
+def test_no_field_makes_an_error_of_each_of_a_million_entries():
+    """An error holds the event loop for some microseconds, so lists end at the first and objects may not be large."""
+    create_app(SimpleNamespace())  # which defines and imports all requests
+    seen = set()
+    for request in subclasses(Strict):
+        for schema, around in parts(request.__pydantic_core_schema__):
+            if schema.get("type") == "list" and schema.get("items_schema", {}).get("type", "any") != "any":
+                assert schema.get("fail_fast") or schema.get("max_length") == 0, (request, schema)
+            elif schema.get("type") == "dict" and schema.get("values_schema", {}).get("type", "any") != "any":
+                assert around.get("function", {}).get("function") is limit_entries, (request, schema)
+            else:
+                continue
+            seen.add(request.__name__)
+    assert {"ChatRequest", "CompletionRequest", "MessagesRequest", "ResponsesRequest", "ContextManagement"} <= seen
 
 
 def test_another_method_is_told_which_there_are(program):

@@ -391,8 +391,9 @@ def test_turns_of_the_user_are_one_and_results_come_first():
     assert turns(chat) == [("user", "a\n\nb"), ("assistant", "c"), ("tool", ""), ("tool", ""), ("user", "d")]
     assert chat.messages[-1].images == ["data:image/png;base64,AAAA"]
     assert [part.type for part in chat.messages[-1].content] == ["image_url", "text"], "as the turn has them"
-    error = result | {"content": "Error: none", "is_error": True}
-    assert turns(asked(messages=[{"role": "user", "content": [error]}])) == [("tool", "Error: none")]
+    for content in ("Error: none", "none"):
+        error = result | {"content": content, "is_error": True}
+        assert turns(asked(messages=[{"role": "user", "content": [error]}])) == [("tool", "Error: none")]
 
 
 def test_tools_and_how_they_are_chosen_become_those_of_a_chat():
@@ -545,34 +546,25 @@ def test_tokens_are_counted_as_they_are_read(claude, program):
 # What is refused
 
 
+def said(*blocks: Any, role: str = "user") -> list[dict[str, Any]]:
+    return [{"role": role, "content": list(blocks)}]
+
+
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
         ("max_tokens", None, "max_tokens: Field required"),
         ("messages", [], "at least 1 item"),
         ("messages", [{"role": "user", "content": 5}], "messages.0.content: Input should be a text or a list of"),
-        ("messages", [{"role": "user", "content": [5]}], "messages.0.content.0: Input should be a block of type"),
-        ("messages", [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}], "content.0.x is not supp"),
-        ("messages", [{"role": "user", "content": [{"type": "document", "source": {}}]}], "block of type text, image"),
-        ("messages", [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}], "block of type text, image"),
+        ("messages", said(5), "messages.0.content.0: Input should be a block of type"),
+        ("messages", said({"type": "text", "text": "a", "x": 1}), "content.0.x is not supp"),
+        ("messages", said({"type": "document", "source": {}}), "block of type text, image"),
+        ("messages", said({"type": "redacted_thinking"}, role="assistant"), "block of type text, image"),
+        ("messages", said({"type": "thinking", "thinking": "a"}), "does not belong in a mess"),
+        ("messages", said({"type": "image", "source": {"type": "url"}}), "source.type: Input should be 'base64'"),
         (
             "messages",
-            [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}],
-            "does not belong in a mess",
-        ),
-        (
-            "messages",
-            [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}],
-            "source.type: Input should be 'base64'",
-        ),
-        (
-            "messages",
-            [
-                {
-                    "role": "user",
-                    "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "video"}]}],
-                }
-            ],
+            said({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "video"}]}),
             "messages.0.content.0.content.0: Input should be a block of text or an image",
         ),
         ("system", [{"type": "image"}], "system.0.type: Input should be 'text'"),
