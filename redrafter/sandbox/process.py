@@ -8,6 +8,7 @@ read the vocabulary again, which takes 2.8 s for 128,000 tokens, where a fork of
 import os
 import select
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -32,6 +33,7 @@ SERVER_ENVIRONMENT = {
 }
 START_TIMEOUT_SECONDS = 120.0  # for a server to prepare
 FORK_TIMEOUT_SECONDS = 30.0  # for a server to fork
+STALL_SECONDS = 10.0  # within a message, without one more byte of it sent or received
 MAX_ANSWER_BYTES = 1 << 30  # a damaged or hostile length must not allocate more
 
 _servers: "WeakKeyDictionary[Any, ForkServer]" = WeakKeyDictionary()
@@ -107,6 +109,7 @@ class ForkServer:
         ours, theirs = Pipe()
         try:
             # The server reads one connection per message, so two threads must not interleave theirs.
+            _limit_stalls(ours)
             with theirs, self._sending:
                 send_handle(self._control, theirs.fileno(), self.pid)
             _receive(ours, FORK_TIMEOUT_SECONDS)
@@ -157,6 +160,14 @@ class SandboxedProcess:
         """End the process, from any thread; a thread that waits for an answer gets none."""
         if self._owner == os.getpid():
             shut_down(self.connection)
+
+
+def _limit_stalls(connection: Connection) -> None:
+    """Let a read or write raise `BlockingIOError` after `STALL_SECONDS`: polling only bounds a message's beginning."""
+    limit = struct.pack("@ll", *divmod(int(STALL_SECONDS * 1e6), 1_000_000))
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            end.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
 def _receive(connection: Connection, seconds: float) -> bytes:
