@@ -80,7 +80,7 @@ def test_an_engine_that_ends_while_it_loads_is_an_error_that_says_so():
 
 @pytest.mark.variant
 def test_an_engine_that_still_loads_ends_with_its_server(monkeypatch):
-    loads = "from redrafter.serve.engine_process import process; process.load_pair = lambda request: time.sleep(60)"
+    loads = "from redrafter.serve.engine_process import process; process.ServedEngine.load = lambda _: time.sleep(60)"
     program = start.PROGRAM.replace("from redrafter", f"import time; {loads}; from redrafter")
     monkeypatch.setattr(start, "PROGRAM", program)
     before = children(os.getpid())

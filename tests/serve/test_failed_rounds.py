@@ -274,8 +274,6 @@ def test_a_rank_whose_rounds_fail_ends_with_code_2(engine, monkeypatch):
     served = scheduler(engine)
     served.submit(make_sequence([5, 6, 7], 8, GREEDY))
     monkeypatch.setattr(served.batch, "step", failing(RuntimeError("no"))(None))
-    monkeypatch.setattr(worker_module, "load_pair", lambda request: None)
-    monkeypatch.setattr(worker_module.ServedEngine, "from_pair", lambda *_: SimpleNamespace(scheduler=served))
+    monkeypatch.setattr(worker_module.ServedEngine, "load", lambda request: SimpleNamespace(scheduler=served))
     monkeypatch.setattr(worker_module.signal, "signal", lambda *_: None)
-    options = SimpleNamespace(warm_up=False)
-    assert worker_module.follow(SimpleNamespace(options=options, load=None)) == 2
+    assert worker_module.follow(SimpleNamespace()) == 2

@@ -1,16 +1,16 @@
 """Client of the engine's process: it submits requests and distributes the engine's deltas to streams."""
 
 import asyncio
-import concurrent.futures
 import logging
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from redrafter.errors import ReDrafterError
 from redrafter.scheduler.logprobs import PromptScore
@@ -34,6 +34,7 @@ ASLEEP = "the server is asleep, and writes nothing: its operator wakes it with P
 SILENT_SECONDS = 5.0  # without a message of an engine, which sends signs of life each second
 
 Text = TypeVar("Text", bound="ServedSequence")
+News = list[tuple[int, SequenceDelta]] | Exception  # new deltas with the index of their sequence in its request
 
 
 class Stopped(Exception):
@@ -88,45 +89,36 @@ class ServedSequence:
 
 
 class DeltaStream:
-    """Queue of one request's deltas from the receiving thread to an event loop."""
+    """One request's deltas on their way from the receiving thread to an event loop, in which all methods are called."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, numbers: Sequence[int], sequences: Sequence[ServedSequence]
-    ) -> None:
-        self.loop, self.numbers, self.sequences = loop, tuple(numbers), sequences
-        self.error: Exception | None = None  # raised to the receiver in place of further deltas
-        self.woken = False  # whether a wake-up of the loop is pending
-        self.ready = asyncio.Event()  # set within the loop when there is something to receive
-        self._items: deque[tuple[ServedSequence, SequenceDelta]] = deque()
+    def __init__(self, numbers: Sequence[int], sequences: Sequence[ServedSequence]) -> None:
+        self.loop, self.numbers, self.sequences = asyncio.get_running_loop(), tuple(numbers), sequences
+        self._error: Exception | None = None  # raised to the receiver in place of further deltas
+        self._ready = asyncio.Event()
+        self._deltas: defaultdict[int, list[SequenceDelta]] = defaultdict(list)  # by the sequence's index
 
     @property
     def ended(self) -> bool:
         """Return whether all of its sequences have ended."""
         return all(sequence.ended for sequence in self.sequences)
 
-    def write(self, sequence: ServedSequence, delta: SequenceDelta) -> None:
-        """Add a delta of a sequence, in the receiving thread. Does nothing after an error."""
-        if self.error is None:
-            self._items.append((sequence, delta))
+    def push(self, news: News) -> None:
+        """Add deltas, or replace the waiting ones by an error. Nothing follows an error."""
+        self._ready.set()
+        if isinstance(news, Exception):
+            self._error = self._error or news
+            return
+        for index, delta in news:
+            self._deltas[index].append(delta)
 
-    def fail(self, error: Exception) -> None:
-        """Replace the waiting deltas by an error for the receiver. Only the first error counts."""
-        if self.error is None:
-            self.error = error
-            self._items.clear()
-
-    async def receive(self) -> list[tuple[ServedSequence, SequenceDelta]]:
-        """Wait for deltas and return all that have arrived; raise the stream's error if it failed."""
-        await self.ready.wait()
-        self.ready.clear()
-        self.woken = False  # cleared before the check, so that a later delta wakes again
-        items = []
-        with suppress(IndexError):  # it became empty
-            while True:
-                items.append(self._items.popleft())
-        if self.error is not None:
-            raise self.error
-        return items
+    async def receive(self) -> dict[int, list[SequenceDelta]]:
+        """Wait for deltas, and return all that have arrived by their sequence's index; raise the stream's error."""
+        await self._ready.wait()
+        if self._error is not None:
+            raise self._error
+        self._ready.clear()
+        received, self._deltas = self._deltas, defaultdict(list)
+        return received
 
 
 class EngineClient:
@@ -140,9 +132,9 @@ class EngineClient:
         self.on_delta: Callable[[ServedSequence, SequenceDelta], object] = lambda sequence, delta: None
         self._on_failure: Callable[[str], object] = lambda reason: None
         self._numbers = count()
-        self._texts: dict[int, tuple[DeltaStream, ServedSequence]] = {}  # sequences that have not ended, by number
+        self._texts: dict[int, tuple[DeltaStream, int]] = {}  # sequences that have not ended: number to stream, index
         self._streams: set[DeltaStream] = set()  # streams that have a receiver
-        self._changes: dict[int, concurrent.futures.Future[Answered]] = {}  # pending changes, by number
+        self._changes: dict[int, Future[Answered | Exception]] = {}  # pending changes, by number
         self._draining = self._stopping = False
         self._heard_at = time.monotonic()  # when the engine last sent a message
         self._failure: str | None = None  # reason reported by the engine
@@ -206,26 +198,21 @@ class EngineClient:
         if self.load.asleep:
             raise Stopped(ASLEEP)
         request = replace(request, numbers=tuple(next(self._numbers) for _ in sequences))
-        stream = DeltaStream(asyncio.get_running_loop(), request.numbers, sequences)
+        stream = DeltaStream(request.numbers, sequences)
         self._streams.add(stream)
         try:
             # Registered before sending, since the engine may answer at once in the receiving thread.
-            self._texts.update(
-                (number, (stream, sequence)) for number, sequence in zip(request.numbers, sequences, strict=True)
-            )
+            self._texts.update((number, (stream, index)) for index, number in enumerate(request.numbers))
             self._send(request)
             left = len(sequences)
             while left:
-                deltas: defaultdict[Any, list[SequenceDelta]] = defaultdict(list)
                 received = await stream.receive()
                 # Pixels were sent with the request; keeping them would hold memory as long as the sequence runs.
                 if request.images:
                     request.images.clear()
-                for sequence, delta in received:
-                    deltas[sequence].append(delta)
-                    left -= delta.finish is not None
-                for sequence, new in deltas.items():
-                    yield sequence, new
+                for index, new in received.items():
+                    left -= new[-1].finish is not None
+                    yield sequences[index], new
         finally:
             self._streams.discard(stream)
             # The client left or failed: free its slots in the engine.
@@ -239,7 +226,7 @@ class EngineClient:
             Stopped: The server rejects new requests, or it or the engine was stopped meanwhile.
             ReDrafterError: The adapter cannot be loaded, or does not exist.
         """
-        await self._change(lambda number: ChangeAdapters(number, name, path))
+        await self._change(ChangeAdapters(name, path))
 
     async def change_engine(self, kind: str, path: str | None = None) -> tuple[str, ...]:
         """Change the engine between two steps. `kind` and `path` are as in `ChangeEngine`.
@@ -247,16 +234,19 @@ class EngineClient:
         Returns the names of tensors that were written with NaN or infinite values. Raises the errors of
         `change_adapters`.
         """
-        return (await self._change(lambda number: ChangeEngine(number, kind, path))).not_finite
+        return (await self._change(ChangeEngine(kind, path))).not_finite
 
-    async def _change(self, make: Callable[[int], ChangeAdapters | ChangeEngine]) -> Answered:
-        """Send the change that `make` builds from a new number, and wait for the engine's answer."""
+    async def _change(self, change: ChangeAdapters | ChangeEngine) -> Answered:
+        """Send a change with a new number, and wait for the engine's answer."""
         if not self.alive:
             raise Stopped
-        number, change = next(self._numbers), concurrent.futures.Future[Answered]()
-        self._changes[number] = change
-        self._send(make(number))
-        return await asyncio.wrap_future(change)
+        number, answer = next(self._numbers), Future[Answered | Exception]()
+        self._changes[number] = answer
+        self._send(replace(change, number=number))
+        outcome = await asyncio.wrap_future(answer)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     def _send(self, request: Submit | ChangeAdapters | ChangeEngine) -> None:
         self._channel.send(request)
@@ -287,25 +277,28 @@ class EngineClient:
             pass
         elif isinstance(message, Answered):
             if message.numbers[0] in self._changes:
-                _settle(self._changes.pop(message.numbers[0]), message.error or message)
+                self._settle(message.numbers[0], message.error or message)
             elif message.error is not None:
                 [stream] = {self._texts.pop(number)[0] for number in message.numbers}
-                stream.fail(message.error)
-                _wake([stream])
+                _deliver({stream: message.error})
         else:
             self.load = message.load
             # A cancelled sequence may still be in messages that the engine sent before it knew.
             for number, (reused, queued, scores) in message.prompts.items():
                 if number in self._texts:
-                    _, sequence = self._texts[number]
+                    stream, index = self._texts[number]
+                    sequence = stream.sequences[index]
                     sequence.reused, sequence.queued = reused, queued
                     sequence.prompt_scores = scores or sequence.prompt_scores
-            written = {self._append(number, delta) for number, delta in message.deltas if number in self._texts}
-            # Once per message and event loop: each wakeup of a loop costs a system call.
-            _wake(stream for stream in written if not stream.woken)
+            news: defaultdict[DeltaStream, list[tuple[int, SequenceDelta]]] = defaultdict(list)
+            for number, delta in message.deltas:
+                if number in self._texts:
+                    stream, index = self._texts[number]
+                    news[stream].append((index, self._take(number, stream.sequences[index], delta)))
+            _deliver(news)
 
-    def _append(self, number: int, delta: SequenceDelta) -> DeltaStream:
-        (stream, sequence), by_engine = self._texts[number], delta.finish
+    def _take(self, number: int, sequence: ServedSequence, delta: SequenceDelta) -> SequenceDelta:
+        by_engine = delta.finish
         try:
             delta = sequence.take(delta)
             self.on_delta(sequence, delta)
@@ -316,43 +309,33 @@ class EngineClient:
             delta, sequence.ended = SequenceDelta((), finish="error", error=error), True
             with suppress(Exception):
                 self.on_delta(sequence, delta)
-        stream.write(sequence, delta)
         if sequence.ended:
             del self._texts[number]
         if sequence.ended and by_engine is None:  # a stop string or an error here, which the engine does not know of
             self._channel.send(Cancel((number,)))
-        return stream
+        return delta
 
     def _fail_all(self, error: Stopped) -> None:
         self._texts.clear()
         for number in tuple(self._changes):
-            _settle(self._changes.pop(number), error)
-        unfinished = [stream for stream in tuple(self._streams) if not stream.ended]
-        for stream in unfinished:
-            stream.fail(error)
-        _wake(unfinished)
+            self._settle(number, error)
+        _deliver({stream: error for stream in tuple(self._streams) if not stream.ended})
+
+    def _settle(self, number: int, outcome: Answered | Exception) -> None:
+        with suppress(InvalidStateError):  # no receiver is left
+            self._changes.pop(number).set_result(outcome)
 
 
-def _settle(change: "concurrent.futures.Future[Answered]", outcome: Answered | Exception) -> None:
-    if not change.set_running_or_notify_cancel():
-        return  # no receiver is left
-    if isinstance(outcome, Exception):
-        change.set_exception(outcome)
-    else:
-        change.set_result(outcome)
+def _deliver(news: Mapping[DeltaStream, News]) -> None:
+    """Push news to streams, in one call for each loop, since each call costs a system call."""
+    by_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[DeltaStream, News]]] = defaultdict(list)
+    for stream, new in news.items():
+        by_loop[stream.loop].append((stream, new))
 
+    def push(items: list[tuple[DeltaStream, News]]) -> None:
+        for stream, new in items:
+            stream.push(new)
 
-def _wake(streams: Iterable[DeltaStream]) -> None:
-    """Wake the receivers of streams, in one call for each loop, since each call costs a system call."""
-    by_loop: defaultdict[asyncio.AbstractEventLoop, list[DeltaStream]] = defaultdict(list)
-    for stream in streams:
-        stream.woken = True
-        by_loop[stream.loop].append(stream)
-
-    def wake(waiting: list[DeltaStream]) -> None:
-        for stream in waiting:
-            stream.ready.set()
-
-    for loop, waiting in by_loop.items():
+    for loop, items in by_loop.items():
         with suppress(RuntimeError):  # the loop is closed, so no receiver is left
-            loop.call_soon_threadsafe(wake, waiting)
+            loop.call_soon_threadsafe(push, items)

@@ -47,6 +47,24 @@ class ServedEngine:
     facts: EngineFacts
 
     @classmethod
+    def load(cls, request: LoadEngine) -> "ServedEngine":
+        """Load a model and its proposer, warn if there is none, and warm the engine up as the options say."""
+        began, options = time.monotonic(), request.options
+        speculate = options.speculate and can_draft(request.load, request.draft)
+        if options.speculate and not speculate:
+            _LOG.warning(
+                "%s has no drafter, so decoding is not speculative: --drafter D, --draft-model D or --prompt-lookup "
+                "makes it faster",
+                request.load.model,
+            )
+        pair = Pair.load(request.load, request.draft, speculate)
+        _LOG.info("loaded %s in %.1f s", pair.name, time.monotonic() - began)
+        engine = cls.from_pair(pair, options, request.load)
+        if options.warm_up:
+            engine.warm_up()
+        return engine
+
+    @classmethod
     def from_pair(cls, pair: Pair, options: ServeOptions, load: LoadOptions) -> "ServedEngine":
         """Build the scheduler for a pair loaded with these options."""
         engine = pair.engine
@@ -83,18 +101,6 @@ class ServedEngine:
             with adapters.holding([None, *adapters.names[:1]]) as held:  # a step captured with one adapter serves all
                 for adapter in held:
                     warm_up(self.scheduler, adapter)
-
-
-def load_pair(request: LoadEngine) -> Pair:
-    """Load a model and its proposer, and warn if there is none."""
-    speculate = request.options.speculate and can_draft(request.load, request.draft)
-    if request.options.speculate and not speculate:
-        _LOG.warning(
-            "%s has no drafter, so decoding is not speculative: --drafter D, --draft-model D or --prompt-lookup "
-            "makes it faster",
-            request.load.model,
-        )
-    return Pair.load(request.load, request.draft, speculate)
 
 
 def _describe(pair: Pair, scheduler: Scheduler, options: ServeOptions) -> tuple[str, ...]:

@@ -40,9 +40,9 @@ class Cancel:
 class ChangeAdapters:
     """A numbered request to load a LoRA adapter from a directory, or to unload it if `path` is None."""
 
-    number: int
     name: str
     path: str | None
+    number: int = 0  # chosen by the server, as that of each change
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class ChangeEngine:
     that needs none, or, for a drafter, to restore the previous one.
     """
 
-    number: int
     kind: str
     path: str | None = None
+    number: int = 0
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -27,11 +27,10 @@ from redrafter.features import GRAMMARS, TENSOR_PARALLELISM
 from redrafter.grammar.grammar import Grammar, GrammarProcess
 from redrafter.grammar.source import GrammarSource
 from redrafter.sandbox.process import wait_for_end
-from redrafter.scheduler.engine_change import EngineChange
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.waiting_queue import QueueFullError
 from redrafter.serve.encoding import ClientTurns
-from redrafter.serve.engine_process.engine import ServedEngine, load_pair
+from redrafter.serve.engine_process.engine import ServedEngine
 from redrafter.serve.engine_process.messages import (
     Alive,
     Answered,
@@ -87,12 +86,7 @@ def _run(channel: Channel) -> int:
     request: LoadEngine = channel.receive()
     start_logging(request.options.log_format, request.options.log_level)
     try:
-        began = time.monotonic()
-        pair = load_pair(request)
-        _LOG.info("loaded %s in %.1f s", pair.name, time.monotonic() - began)
-        engine = ServedEngine.from_pair(pair, request.options, request.load)
-        if request.options.warm_up:
-            engine.warm_up()
+        engine = ServedEngine.load(request)
     except ReDrafterError as error:
         channel.send(error)
         channel.close(FLUSH_SECONDS)
@@ -100,7 +94,7 @@ def _run(channel: Channel) -> int:
     gc.collect()
     freeze_objects()  # loaded objects stay alive; scanning them would stop all rows for 0.3 s
     channel.send(engine.facts)
-    return serve(channel, engine.scheduler, pair.tokenizer)
+    return serve(channel, engine.scheduler, engine.pair.tokenizer)
 
 
 def serve(channel: Channel, scheduler: Scheduler, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -190,7 +184,7 @@ class _EngineServer:
         elif isinstance(message, ChangeAdapters | ChangeEngine):
             self._changing.submit(self._change, message)
         elif message.grammar is None:
-            self._submit(message, None)
+            self._submit(message)
         elif conflict := self._features.conflict(GRAMMARS):
             self._refuse(message, ArgumentError(conflict))
         else:
@@ -200,11 +194,9 @@ class _EngineServer:
 
     async def _compile(self, request: Submit, source: GrammarSource) -> None:
         try:
-            grammar = await self._grammars.get(source, request.client)
+            self._worker.submit(request, await self._grammars.get(source, request.client))
         except Exception as error:
             self._refuse(request, error)
-        else:
-            self._submit(request, grammar)
 
     def _compiled(self, request: Submit, task: "asyncio.Task[None]") -> None:
         """Remove a finished compilation, and report it to the server if it was cancelled, even before it began."""
@@ -212,32 +204,23 @@ class _EngineServer:
         if task.cancelled():
             self._refuse(request, ReDrafterError("its client has gone"))
 
-    def _submit(self, request: Submit, grammar: Grammar | None) -> None:
+    def _submit(self, request: Submit) -> None:
         try:
-            self._worker.submit(request, grammar)
+            self._worker.submit(request, None)
         except Exception as error:
             self._refuse(request, error)
 
     def _change(self, message: ChangeAdapters | ChangeEngine) -> None:
-        if isinstance(message, ChangeEngine):
-            return self._change_engine(message)
-        error: ReDrafterError | None = None
+        def answer(error: ReDrafterError | None, not_finite: Sequence[str] = ()) -> None:
+            self._channel.send(Answered((message.number,), error, tuple(not_finite)))
+
         try:
+            if isinstance(message, ChangeEngine):
+                return self._worker.change_engine(message.kind, message.path, answer)
             self._worker.change_adapters(message.name, message.path)
         except Exception as failure:
-            error = self._sendable(failure, f"the adapter {message.name!r} could not be changed")
-        return self._channel.send(Answered((message.number,), error))
-
-    def _change_engine(self, message: ChangeEngine) -> None:
-        def answer(outcome: EngineChange | ReDrafterError) -> None:
-            if isinstance(outcome, ReDrafterError):
-                return self._channel.send(Answered((message.number,), outcome))
-            return self._channel.send(Answered((message.number,), None, tuple(outcome.not_finite)))
-
-        try:
-            self._worker.change_engine(message.kind, message.path, answer)
-        except Exception as failure:
-            answer(self._sendable(failure, "the engine could not be changed"))
+            return answer(self._sendable(failure, "the engine could not be changed"))
+        return answer(None)
 
     def _sendable(self, error: Exception, what: str) -> ReDrafterError:
         """Return the error to send to a client. The details of internal errors are only logged; clients get `what`."""

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -26,13 +26,14 @@ from redrafter.scheduler.logprobs import PromptScore
 from redrafter.scheduler.request import GenerationRequest
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
-from redrafter.serve.engine_process.engine import ServedEngine, load_pair
+from redrafter.serve.engine_process.engine import ServedEngine
 from redrafter.serve.engine_process.messages import Cancel, EngineError, EngineLoad, Submit, Written
 from redrafter.serve.engine_process.start import LoadEngine
 from redrafter.serve.extension import make_change
 
 _LOG = logging.getLogger(__name__)
-Done: TypeAlias = Callable[[EngineChange | ReDrafterError], object]  # called with the applied change, or the error
+# Called with the error of a change, or None and the names of tensors that it has written with NaN or infinite values
+Done: TypeAlias = Callable[[ReDrafterError | None, Sequence[str]], object]
 MAX_FAILED_ROUNDS = 8  # in a row without a token written: the cause then affects every round
 STOP_SECONDS = 10.0  # time limit of `stop` for the current round
 IDLE_SECONDS = 5.0  # interval of messages to idle ranks, well below their timeout
@@ -55,7 +56,6 @@ class Worker:
         self.halves = 0  # halves of rounds that have ended
         self._work = threading.Event()
         self._sequences: dict[int, TokenSequence] = {}  # sequences that have not ended, by number
-        self._requests: dict[int, str] = {}  # ids of their requests
         self._deltas: list[tuple[int, SequenceDelta]] = []  # not sent yet
         self._prompts: dict[int, tuple[int, float | None, list[PromptScore]]] = {}  # prompts' facts to send, by number
         self._reused: dict[int, int] = {}  # reused prompt tokens as last sent, by number
@@ -116,14 +116,12 @@ class Worker:
                     adapter=adapter,
                     images=images,
                 )
-                sequences[number] = TokenSequence(asked, partial(self._write, number))
+                sequences[number] = TokenSequence(asked, partial(self._write, number, request.request_id))
             self._sequences.update(sequences)  # registered first, since a delta may arrive before `submit` returns
-            self._requests.update(dict.fromkeys(sequences, request.request_id))
             self.scheduler.submit(*sequences.values())
         except Exception:
             for number in request.numbers:
                 self._sequences.pop(number, None)
-                self._requests.pop(number, None)
             if adapter is not None:
                 adapters.release(adapter, len(request.numbers))
             raise
@@ -137,20 +135,19 @@ class Worker:
         """
         engine = self.scheduler.engine
         assert isinstance(engine, Engine), "what is served is an engine"
-        weights = None if path is None else read_adapter(path)  # read before locking: the lock blocks steps
+        if path is None:
+            return engine.unload_adapter(name)
+        weights = read_adapter(path)  # before locking: the lock blocks steps
         with self.scheduler.memory.lock:  # other work on the device would abort a capture
-            if weights is None:
-                engine.unload_adapter(name)
-            else:
-                engine.load_adapter(name, weights)
+            engine.load_adapter(name, weights)
 
-    def change_engine(self, kind: str, path: str | None, done: "Done") -> None:
+    def change_engine(self, kind: str, path: str | None, done: Done) -> None:
         """Prepare a change of the engine in this thread, and queue it to be applied between two rounds.
 
         Args:
             kind: Kind of change, registered by an extension.
             path: A directory or file that the change reads, or None.
-            done: Called in the rounds' thread with the applied change, or with the error.
+            done: Called in the rounds' thread once the change is applied or refused.
 
         Raises:
             ReDrafterError: The change is not possible.
@@ -166,20 +163,19 @@ class Worker:
         self.scheduler.cancel(*(sequence for sequence in sequences if sequence is not None))
         self._work.set()
 
-    def _write(self, number: int, sequence: TokenSequence, delta: SequenceDelta) -> None:
+    def _write(self, number: int, request_id: str, sequence: TokenSequence, delta: SequenceDelta) -> None:
         if self._reused.get(number) != sequence.reused:  # it may grow when a preempted sequence resumes
             scores = [] if number in self._reused else sequence.prompt_scores
             self._prompts[number] = sequence.reused, sequence.admission.queued, scores
             self._reused[number] = sequence.reused
         if delta.error is not None and not isinstance(delta.error, ReDrafterError):  # its message is only logged
-            request = self._requests[number]
-            self._given_up.add(request)
-            what = f"the engine failed while it wrote this answer; its log has the reason under the id {request}"
+            self._given_up.add(request_id)
+            what = f"the engine failed while it wrote this answer; its log has the reason under the id {request_id}"
             delta = replace(delta, error=EngineError(what))
         self._wrote |= bool(delta.tokens)
         self._deltas.append((number, delta))
         if delta.finish is not None:
-            del self._sequences[number], self._reused[number], self._requests[number]
+            del self._sequences[number], self._reused[number]
             if (adapter := sequence.request.adapter) is not None:
                 self.scheduler.engine.target.adapters.release(adapter)
 
@@ -229,16 +225,16 @@ class Worker:
             # The device must be idle and its tokens read before weights or caches change.
             self.scheduler.settle()
             self._report()  # earlier tokens count for the drafter that was active then
-            outcome: EngineChange | ReDrafterError = change
+            error: ReDrafterError | None = None
             try:
                 self.scheduler.change(change)
                 self._drafter += isinstance(change, ChangeDrafter)
             except ReDrafterError as refusal:
                 if ends_device(refusal):  # the refusal may have such an error as its cause
                     raise
-                outcome = refusal
+                error = refusal
             self._report()
-            done(outcome)
+            done(error, () if error is not None else change.not_finite)
 
     def _explain(self, error: BaseException) -> str:
         times = f" in {self._failed_rounds} rounds in a row" if self._failed_rounds >= MAX_FAILED_ROUNDS else ""
@@ -372,9 +368,7 @@ class SharedWorker(Worker):
 
 def follow(request: LoadEngine) -> int:
     """Run this rank's part of the engine, on a rank other than 0, until rank 0 ends it; return the exit code."""
-    engine = ServedEngine.from_pair(load_pair(request), request.options, request.load)
-    if request.options.warm_up:
-        engine.warm_up()
+    engine = ServedEngine.load(request)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # rank 0 receives them too, drains, and then ends this rank
 
