@@ -1,9 +1,8 @@
 """Export metrics for Prometheus, under vLLM's names where the meaning is the same."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
-from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -18,7 +17,6 @@ _FIRST_TOKEN_BUCKETS = (
 )
 _PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1)
 _LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
-_Value = TypeVar("_Value", Finish, int)
 TEXT_SECONDS = 0.2  # writing the text takes the event loop 2 ms, so at most a hundredth of its time
 REASONS: dict[Finish, str] = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
 
@@ -31,37 +29,34 @@ class Metrics:
         self._capture = capture
         self._text, self._text_at = b"", -TEXT_SECONDS
         self.registry, self._engine, self._model = CollectorRegistry(), engine, model
-        self._prompt = self._counter("prompt_tokens", "Prompt tokens, including cached ones")
-        self._queried = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
-        self._reused = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
-        self._written = self._counter("generation_tokens", "Generated tokens")
-        self._ended = self._counters(
-            "request_success", "Finished sequences, by finish reason", "finished_reason", REASONS
+        self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens, including cached ones")
+        self._queried = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
+        self._reused = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        self._written = self._counter("vllm:generation_tokens", "Generated tokens")
+        # Counters exist from the start. Prometheus computes rates from differences, and a counter that first appears
+        # with the value 5 shows no increase.
+        ended = self._counter("vllm:request_success", "Finished sequences, by finish reason", "finished_reason")
+        self._ended = {finish: ended.labels(model, reason) for finish, reason in REASONS.items()}
+        self._drafts = self._counter("vllm:spec_decode_num_drafts", "Decode steps of sequences with drafts")
+        self._draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Verified drafts")
+        self._accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted drafts")
+        self._copies = self._counter(
+            "redrafter:spec_decode_num_copied_draft_tokens", "Verified drafts that were copied from the sequence"
         )
-        self._drafts = self._counter("spec_decode_num_drafts", "Decode steps of sequences with drafts")
-        self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Verified drafts")
-        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Accepted drafts")
-        self._copies, self._copied = (
-            Counter(f"redrafter:spec_decode_num_{name}", help, ["model_name"], registry=self.registry).labels(model)
-            for name, help in (
-                ("copied_draft_tokens", "Verified drafts that were copied from the sequence"),
-                ("accepted_copied_tokens", "Accepted drafts that only the copies contained"),
-            )
+        self._copied = self._counter(
+            "redrafter:spec_decode_num_accepted_copied_tokens", "Accepted drafts that only the copies contained"
         )
-        self._accepted_by_position = self._counters(
-            "spec_decode_num_accepted_tokens_per_pos",
-            "Accepted drafts, by position",
-            "position",
-            {position: str(position) for position in range(engine.facts.bounds.draft_depth)},
+        accepted = self._counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts, by position", "position"
         )
+        self._accepted_by_position = [accepted.labels(model, f"{d}") for d in range(engine.facts.bounds.draft_depth)]
         by_drafter = {
             "num_drafts": "Decode steps with a drafter's drafts, by the number of drafter changes before",
             "num_draft_tokens": "Verified drafts of the drafter, by the number of drafter changes before",
             "num_accepted_tokens": "Accepted drafts of the drafter, by the number of drafter changes before",
         }
         self._by_drafter = [
-            Counter(f"redrafter:drafter_{name}", help, ["model_name", "drafter"], registry=self.registry)
-            for name, help in by_drafter.items()
+            self._counter(f"redrafter:drafter_{name}", help, "drafter") for name, help in by_drafter.items()
         ]
         self._first = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token", _FIRST_TOKEN_BUCKETS
@@ -141,17 +136,10 @@ class Metrics:
             family.add_metric([self._model], value)
             yield family
 
-    def _counter(self, name: str, help: str) -> Counter:
-        return Counter(f"vllm:{name}", help, ["model_name"], registry=self.registry).labels(self._model)
-
-    def _counters(self, name: str, help: str, label: str, values: Mapping[_Value, str]) -> dict[_Value, Counter]:
-        """Return a counter for each value of a label.
-
-        All counters exist from the start. Prometheus computes rates from differences, and a counter that first appears
-        with the value 5 shows no increase.
-        """
-        counter = Counter(f"vllm:{name}", help, ["model_name", label], registry=self.registry)
-        return {value: counter.labels(self._model, text) for value, text in values.items()}
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        """Return the counter of the model; one with further labels is the parent of those of their values."""
+        counter = Counter(name, help, ["model_name", *labels], registry=self.registry)
+        return counter if labels else counter.labels(self._model)
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]):  # type: ignore[no-untyped-def]
         return Histogram(f"vllm:{name}", help, ["model_name"], registry=self.registry, buckets=buckets).labels(
