@@ -1,8 +1,8 @@
 """Encode the prompts of requests; chats are rendered with the model's chat template."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +22,20 @@ _NOT_RENDERED = {"parsed", "annotations"}  # fields of a message
 CHUNK_CHARACTERS = 16  # per token of context; longer texts are counted in chunks of this size
 
 
+class EncodedChat(NamedTuple):
+    """A chat as the engine reads it.
+
+    Attributes:
+        ids: Token ids of the prompt.
+        thinking: Whether they end within a thought that the answer continues.
+        images: The model's image inputs; None for a prompt without images.
+    """
+
+    ids: list[int]
+    thinking: Thinking
+    images: dict[str, Any] | None
+
+
 @dataclass
 class PromptEncoder:
     """Encodes prompts, and raises `ApiError` for malformed, empty or too long ones."""
@@ -32,6 +46,8 @@ class PromptEncoder:
     special_tokens_in_content: bool = False  # whether control tokens spelt in messages are encoded as such
     reasoning_parser: str = "auto"  # vLLM's name of the reasoning parser
     images: ChatImageReader | str = "this model takes no images"  # the reason, where there is no reader of images
+    # By the `id` of the tokenizer, and of its copy that reads control tokens as text.
+    encoders: dict[int, TextEncoder] = field(default_factory=dict, repr=False)
 
     @property
     def template(self) -> ChatTemplate:
@@ -49,13 +65,7 @@ class PromptEncoder:
 
     def with_context(self, context: int) -> "PromptEncoder":
         """Return a copy with another context length, which shares the encoders of this one."""
-        other = replace(self, bounds=replace(self.bounds, max_seq_len=context, max_input_len=None))
-        other.__dict__["_encoders"] = self._encoders
-        return other
-
-    @cached_property
-    def _encoders(self) -> dict[int, TextEncoder]:
-        return {}  # by the `id` of the tokenizer, and of its copy that reads control tokens as text
+        return replace(self, bounds=replace(self.bounds, max_seq_len=context, max_input_len=None))
 
     def encode_prompts(self, prompt: str | list[Any], add_special_tokens: bool | None = None) -> list[list[int]]:
         """Return the token ids of each prompt of a completion request: a string or token ids, or a list of either.
@@ -68,17 +78,11 @@ class PromptEncoder:
             raise ApiError(400, "there is no prompt", "prompt")
         return [self._checked(text, "prompt", add_special_tokens) for text in prompts]
 
-    def encode_chat(
-        self, request: ChatRequest, decoder: SandboxedProcess | None = None
-    ) -> tuple[list[int], Thinking, dict[str, Any] | None]:
+    def encode_chat(self, request: ChatRequest, decoder: SandboxedProcess | None = None) -> EncodedChat:
         """Render a chat request with the chat template, and encode it.
 
         Images are decoded in the process `decoder`, or in a new one. Raises `ApiError` also if there is no template, or
         if it rejects the request.
-
-        Returns:
-            Token ids, whether they end within a thought that the answer continues, and the model's image inputs (None
-            for a prompt without images).
         """
         urls = [url for message in request.messages for url in message.images]
         reader = None
@@ -108,7 +112,7 @@ class PromptEncoder:
         ids = self._checked(ids, "messages")
         if reader is not None and inputs is not None:
             inputs |= reader.token_types(ids)
-        return ids, thinking, inputs
+        return EncodedChat(ids, thinking, inputs)
 
     def _render(self, request: ChatRequest) -> tuple[str, str]:
         """Render a chat, and return it with the marker in the control tokens that the request spells."""
@@ -144,7 +148,7 @@ class PromptEncoder:
     def _encode(
         self, tokenizer: PreTrainedTokenizerBase | Tokenizer, text: str, add_special_tokens: bool = False
     ) -> list[int]:
-        encoder = self._encoders.get(id(tokenizer)) or self._encoders.setdefault(id(tokenizer), TextEncoder(tokenizer))
+        encoder = self.encoders.get(id(tokenizer)) or self.encoders.setdefault(id(tokenizer), TextEncoder(tokenizer))
         return encoder.encode(text, add_special_tokens=add_special_tokens)
 
     def _checked(self, prompt: str | list[int], param: str, add_special_tokens: bool | None = None) -> list[int]:

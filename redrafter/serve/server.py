@@ -32,13 +32,13 @@ from redrafter.sandbox.process import SandboxedProcess
 from redrafter.scheduler.request import check_draft_limit, check_token_ids
 from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.answers.call_forms import call_form
-from redrafter.serve.answers.choice import summarize
+from redrafter.serve.answers.choice import ChoiceContext, summarize
 from redrafter.serve.answers.formats import (
     AnyChoice,
     ChatChoice,
     CompletionChoice,
     collect_answer,
-    raise_cuts_as_errors,
+    error_of_cut,
     stream_answer,
 )
 from redrafter.serve.capture import Capture
@@ -50,7 +50,7 @@ from redrafter.serve.engine_process.start import EngineProcess
 from redrafter.serve.images import ChatImageReader
 from redrafter.serve.metrics import Metrics
 from redrafter.serve.network.api_keys import KEY_VARIABLE, ApiKeys
-from redrafter.serve.prompts import PromptEncoder
+from redrafter.serve.prompts import EncodedChat, PromptEncoder
 from redrafter.serve.protocol.fields import MAX_PROMPTS, SMALL_BODY_BYTES, StreamOptions
 from redrafter.serve.protocol.requests import (
     ApiError,
@@ -75,7 +75,6 @@ SHORT_BODY_BYTES = 1 << 12
 DEFAULT_COMPLETION_TOKENS = 16  # of a completion without max_tokens, as in OpenAI's API
 
 AnyRequest = CompletionRequest | ChatRequest
-R = TypeVar("R")
 T = TypeVar("T")
 Facts = dict[str, Any]  # facts to log about a request, by name
 Answer = dict[str, Any] | AsyncIterator[dict[str, Any]]  # a whole answer, or the chunks of a stream
@@ -209,7 +208,7 @@ class Server:
         """Answer a completion request, and add to the facts to log about it."""
         self.check_model(request.model)
         prompts = await self.encode(
-            lambda asked, _: self.prompts.encode_prompts(asked.prompt, asked.add_special_tokens), request, None, facts
+            lambda _: self.prompts.encode_prompts(request.prompt, request.add_special_tokens), None, facts
         )
         copies, grammar = request.n or 1, content_grammar(request)
         params = self._sampling_params(request, request.logprobs, grammar)
@@ -220,10 +219,10 @@ class Server:
         max_new_tokens = DEFAULT_COMPLETION_TOKENS
         if request.max_tokens is not None:
             max_new_tokens = self._check_room(max(map(len, prompts)), request.max_tokens, "max_tokens")
-        choices = []
+        choices, context = [], self._context(request, params)
         for ids in prompts:
             echo = await asyncio.to_thread(decode_tokens, self.tokenizer, ids, True) if request.echo else ""
-            choices += [CompletionChoice(ids, *self._served(request, params), echo=echo) for _ in range(copies)]
+            choices += [CompletionChoice(ids, request, context, echo) for _ in range(copies)]
         asked = Submit([choice.prompt for choice in choices], max_new_tokens, params, grammar)
         return await self._serve(request, asked, choices, facts)
 
@@ -235,14 +234,13 @@ class Server:
         form = call_form(self.options.tool_call_parser, template.text if template.reads_tools else "")
         marks = (form.own_thoughts or self.prompts.thoughts) if self.options.reasoning_format == "auto" else None
 
-        def encode(request: ChatRequest, decoder: SandboxedProcess | None) -> tuple[Any, ...]:
-            ids, thinking, images = self.prompts.encode_chat(request, decoder)
-            content = content_grammar(request)
-            grammar = chat_grammar(request, content, form, template.unspelled, marks, thinking)
-            return ids, thinking, images, content is None, grammar
+        def encode(decoder: SandboxedProcess | None) -> tuple[EncodedChat, bool, GrammarSource | None]:
+            encoded, content = self.prompts.encode_chat(request, decoder), content_grammar(request)
+            grammar = chat_grammar(request, content, form, template.unspelled, marks, encoded.thinking)
+            return encoded, content is None, grammar
 
-        encoded = await self.encode(encode, request, request.messages, facts)
-        ids, thinking, images, reads_calls, grammar = encoded
+        encoded, reads_calls, grammar = await self.encode(encode, request.messages, facts)
+        ids, thinking, images = encoded
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         budget: ThinkingBudget | None = None
         if request.thinking_token_budget is not None:
@@ -252,16 +250,9 @@ class Server:
                 raise ApiError(400, what, "thinking_token_budget", "unsupported_parameter")
         params = self._sampling_params(request, logprobs, grammar)
         params = replace(params, thinking=None if thinking == "over" else budget)
+        context = self._context(request, params)
         choices = [
-            ChatChoice(
-                ids,
-                *self._served(request, params),
-                form=form,
-                special=template.special,
-                thoughts=marks,
-                thinking=thinking,
-                reads_calls=reads_calls,
-            )
+            ChatChoice(ids, request, context, form, template.special, marks, thinking, reads_calls)
             for _ in range(request.n or 1)
         ]
         max_new_tokens = self.context  # later limited to the rest of the context
@@ -272,15 +263,11 @@ class Server:
         return await self._serve(request, asked, choices, facts)
 
     async def encode(
-        self,
-        encode: Callable[[R, SandboxedProcess | None], T],
-        request: R,
-        messages: Sequence[Message] | None,
-        facts: Facts,
+        self, encode: Callable[[SandboxedProcess | None], T], messages: Sequence[Message] | None, facts: Facts
     ) -> T:
         """Encode a request in a thread, when it is its client's turn, or at once if it is short and the loop rested.
 
-        `encode` is called with the request and a process that decodes its images; None if it has none.
+        `encode` is called with a process that decodes the images of the request's messages; None without images.
         """
         client = str(facts.get("client", ""))
         if isinstance(self.images, str) or not any(message.images for message in messages or ()):
@@ -288,9 +275,9 @@ class Server:
             added = len(self.prompts.template.text) if messages else 0
             size = facts.get("body_bytes", SMALL_BODY_BYTES)
             if size <= SHORT_BODY_BYTES and size + added <= LONG_TEXT and self._encoding.may_run_here:
-                return self._encoding.run_here(lambda: encode(request, None))
-            return await self._encoding.run_encoding(lambda: encode(request, None), client, size > SMALL_BODY_BYTES)
-        return await self.images.run_encoding(lambda decoder: encode(request, decoder), client)
+                return self._encoding.run_here(lambda: encode(None))
+            return await self._encoding.run_encoding(lambda: encode(None), client, size > SMALL_BODY_BYTES)
+        return await self.images.run_encoding(encode, client)
 
     def _check_room(self, prompt: int, asked: int, param: str) -> int:
         """Return the number of tokens asked for, or raise `TooManyTokensError` if the context has no room for them."""
@@ -298,10 +285,9 @@ class Server:
             raise TooManyTokensError(prompt, asked, self.context, param)
         return asked
 
-    def _served(self, request: AnyRequest, params: SamplingParams) -> tuple[Any, ...]:
-        """Return the arguments that all choices of a request share."""
+    def _context(self, request: AnyRequest, params: SamplingParams) -> ChoiceContext:
         adapter = None if request.model in (None, self.model) else request.model
-        return request, self.tokenizer, params.stop_token_ids, self.engine.facts.bounds.draft_depth, adapter
+        return ChoiceContext(self.tokenizer, params.stop_token_ids, self.engine.facts.bounds.draft_depth, adapter)
 
     async def _serve(self, request: AnyRequest, asked: Submit, choices: list[AnyChoice], facts: Facts) -> Answer:
         if asked.params.prompt_logprobs is not None:
@@ -353,11 +339,11 @@ class Server:
             unfinished = "left"
             try:
                 yield first
-                async for part in raise_cuts_as_errors(parts):
+                async for part in parts:
                     yield part
-            except ApiError:
+            except Exception as error:  # headers are sent by now, so it can only be a last event in the stream
                 unfinished = "error"
-                raise
+                raise error_of_cut(error) from None
             finally:
                 await parts.aclose()  # type: ignore[attr-defined]
                 await deltas.aclose()

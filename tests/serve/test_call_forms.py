@@ -21,6 +21,7 @@ from redrafter.cli import main
 from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.answers.arguments import as_json, parameter_types
 from redrafter.serve.answers.call_forms import PARSERS, call_form
+from redrafter.serve.answers.choice import ChoiceContext
 from redrafter.serve.answers.formats import ChatChoice
 from redrafter.serve.answers.reader import ChatReader
 from redrafter.serve.protocol.requests import ChatRequest
@@ -223,7 +224,9 @@ def write_answer(tokenizer: Any, ids: list[int], sizes: list[int]) -> tuple[dict
     body = {"messages": [{"role": "user", "content": "Hello"}], "tools": tools}
     body |= {"stream": True, "stream_options": {"include_drafts": True}}
     request = ChatRequest.model_validate(body)
-    choice, unstreamed = (ChatChoice([5], request, tokenizer, thoughts=THOUGHTS["qwen3"]) for _ in range(2))
+    choice, unstreamed = (
+        ChatChoice([5], request, ChoiceContext(tokenizer), thoughts=THOUGHTS["qwen3"]) for _ in range(2)
+    )
     streamed: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": [], "finish": None}
     while choice.finish is None:
         size, *sizes = sizes or [len(ids)]

@@ -79,7 +79,7 @@ def test_the_event_loop_encodes_a_short_request_itself():
     async def thread_of(template: int = 0, messages: Any = None, **facts: Any) -> threading.Thread:
         prompts = SimpleNamespace(template=SimpleNamespace(text="a" * template))
         server = SimpleNamespace(images="no images", prompts=prompts, _encoding=EncodingThreads())
-        return await Server.encode(server, lambda *_: threading.current_thread(), None, messages, facts)
+        return await Server.encode(server, lambda _: threading.current_thread(), messages, facts)
 
     ours, short = threading.current_thread(), {"client": "a", "body_bytes": SHORT_BODY_BYTES}
     chat = [SimpleNamespace(images=[])]
@@ -102,7 +102,7 @@ def test_the_event_loop_encodes_short_requests_for_a_fifth_of_its_time_at_most(m
     async def main() -> None:
         server = SimpleNamespace(images="no images", _encoding=EncodingThreads())
         for _ in range(100):
-            await Server.encode(server, encode, None, None, {"client": "a", "body_bytes": SHORT_BODY_BYTES})
+            await Server.encode(server, encode, None, {"client": "a", "body_bytes": SHORT_BODY_BYTES})
             seconds["all"] += 0.003
 
     asyncio.run(main())

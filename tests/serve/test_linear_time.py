@@ -17,6 +17,7 @@ from redrafter.errors import ArgumentError
 from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.answers.arguments import MAX_LITERAL_TOKENS, as_json, python_as_json
 from redrafter.serve.answers.call_forms import FORMS, PARSERS
+from redrafter.serve.answers.choice import ChoiceContext
 from redrafter.serve.answers.formats import ChatChoice
 from redrafter.serve.answers.lark import CalledTool, LarkWriter
 from redrafter.serve.answers.reader import ChatReader
@@ -188,7 +189,7 @@ def test_an_answer_of_many_arguments_is_joined_in_linear_time(pair):
             def push(self, text: str, last: bool = False) -> Any:
                 return deltas
 
-        choice = ChatChoice([1], request, pair[1], form=Reader)
+        choice = ChatChoice([1], request, ChoiceContext(pair[1]), form=Reader)
 
         def run() -> None:
             message = choice.format_choice(0)["message"]
@@ -205,7 +206,7 @@ def test_tokens_of_many_thoughts_are_counted_in_linear_time(pair):
     tokens = pair[1]("<|channel|>analysis<|message|>a<|end|>", add_special_tokens=False).input_ids
 
     def work(size: int) -> Callable[[], object]:
-        choice = ChatChoice([1], request, pair[1], form=form, thoughts=form.own_thoughts)
+        choice = ChatChoice([1], request, ChoiceContext(pair[1]), form=form, thoughts=form.own_thoughts)
 
         def run() -> None:
             for _ in range(size // (32 * len(tokens))):

@@ -13,7 +13,7 @@ from helpers.chats import tiny_tokenizer
 pytest.importorskip("fastapi")
 
 from redrafter.scheduler.sequence import SequenceDelta
-from redrafter.serve.answers.choice import Choice
+from redrafter.serve.answers.choice import Choice, ChoiceContext
 from redrafter.serve.protocol.requests import CompletionRequest
 
 TEXT = "Zoë paid 3 € for 日本 🙂🙂, naïve as ever. "
@@ -44,7 +44,7 @@ def test_every_character_is_of_the_token_that_completes_it(stops):
     end = min((whole.index(stop) + len(stop) for stop in stops if stop in whole), default=len(whole))
     request = CompletionRequest(prompt="", stop=stops, stream=True, stream_options={"include_drafts": True})
     for _ in range(20):
-        choice, runs, drafted = Choice([5], request, tokenizer), [], []
+        choice, runs, drafted = Choice([5], request, ChoiceContext(tokenizer)), [], []
         left = tokenizer(whole[:end]).input_ids  # the engine stops here
         while left:
             size = made.randint(1, 7)

@@ -22,7 +22,7 @@ from redrafter.grammar.grammar import Grammar
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.answers.call_forms import PARSERS
-from redrafter.serve.answers.choice import count_usage
+from redrafter.serve.answers.choice import ChoiceContext, count_usage
 from redrafter.serve.answers.formats import ChatChoice
 from redrafter.serve.answers.lark import LarkWriter
 from redrafter.serve.answers.reader import ChatReader
@@ -245,10 +245,11 @@ def tokenizer() -> Any:
 def test_counts_are_of_the_tokens_up_to_the_end_of_the_thought_however_they_come(tokenizer, form, thought, rest):
     special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     marks = form.own_thoughts or THOUGHTS["qwen3"]
+    context = ChoiceContext(tokenizer)
     ids = [tokenizer(text, add_special_tokens=False).input_ids for text in (thought, rest)]
     all_ids, rng = [*ids[0], *ids[1]], random.Random(4)
     for trial in range(30):
-        choice = ChatChoice([5], ChatRequest(messages=[ASKED]), tokenizer, form=form, special=special, thoughts=marks)
+        choice = ChatChoice([5], ChatRequest(messages=[ASKED]), context, form=form, special=special, thoughts=marks)
         at = 0
         while choice.finish is None:
             size = rng.randrange(1, 7) if trial else len(all_ids)

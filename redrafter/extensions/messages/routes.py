@@ -24,7 +24,6 @@ from redrafter.extensions.messages.protocol import (
     messages_error,
     text_blocks,
 )
-from redrafter.sandbox.process import SandboxedProcess
 from redrafter.serve.extension import Respond
 from redrafter.serve.network.guards import JsonRoute
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
@@ -56,11 +55,10 @@ def messages_routes(server: "Server", respond: Respond) -> list[BaseRoute]:
     async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, int]:
         server.check_model(body.model)
         chat = as_chat(body, server.prompts.template, server.thinks)
-
-        def encode(chat: ChatRequest, decoder: SandboxedProcess | None) -> list[int]:
-            return server.counting_prompts.encode_chat(chat, decoder)[0]
-
-        return {"input_tokens": len(await server.encode(encode, chat, chat.messages, request.scope["facts"]))}
+        encoded = await server.encode(
+            lambda decoder: server.counting_prompts.encode_chat(chat, decoder), chat.messages, request.scope["facts"]
+        )
+        return {"input_tokens": len(encoded.ids)}
 
     return routes.routes
 

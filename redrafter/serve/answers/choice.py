@@ -1,6 +1,7 @@
 """One choice of an answer while it is generated: detokenization, stop strings, log-probabilities and usage."""
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -36,6 +37,23 @@ class StopStrings:
         return None
 
 
+@dataclass(frozen=True)
+class ChoiceContext:
+    """The settings that all choices of a request share.
+
+    Attributes:
+        tokenizer: The model's tokenizer.
+        stop_token_ids: Ids that end the sequence.
+        depth: Depth of the deepest draft tree.
+        adapter: Name of the LoRA adapter to decode with; None for the base model.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: frozenset[int] = frozenset()
+    depth: int = 0
+    adapter: str | None = None
+
+
 class Choice(ServedSequence):
     """One choice of an answer while it is generated. A stop string ends it, and is not part of its text.
 
@@ -45,10 +63,7 @@ class Choice(ServedSequence):
     Args:
         prompt: Token ids of the prompt.
         request: The request that the choice answers.
-        tokenizer: The model's tokenizer.
-        stop_token_ids: Ids that end the sequence.
-        depth: Depth of the deepest draft tree.
-        adapter: Name of the LoRA adapter to decode with; None for the base model.
+        context: The settings that it shares with the request's other choices.
         hidden: Ids that detokenization skips; None for all special tokens.
     """
 
@@ -56,16 +71,13 @@ class Choice(ServedSequence):
         self,
         prompt: Sequence[int],
         request: CompletionRequest | ChatRequest,
-        tokenizer: PreTrainedTokenizerBase,
-        stop_token_ids: frozenset[int] = frozenset(),
-        depth: int = 0,
-        adapter: str | None = None,
-        *,
+        context: ChoiceContext,
         hidden: Collection[int] | None = None,
     ):
-        self._stops = request.stops
+        self._stops, tokenizer = request.stops, context.tokenizer
         find_stop = StopStrings(self._stops, tokenizer, hidden) if self._stops else None
-        super().__init__(prompt, stop_token_ids, Stats(accepted_by_depth=[0] * depth), find_stop, adapter)
+        stats = Stats(accepted_by_depth=[0] * context.depth)
+        super().__init__(prompt, context.stop_token_ids, stats, find_stop, context.adapter)
         self._tokenizer, self._hidden, self._detokenizer = tokenizer, hidden, Detokenizer(tokenizer, hidden)
         self._marks_drafts = request.stream_options is not None and request.stream_options.include_drafts
         self._held = ""

@@ -15,7 +15,7 @@ from redrafter.chat.thoughts import Thinking, ThoughtMarks
 from redrafter.engine.detokenizer import Detokenizer
 from redrafter.errors import ReDrafterError
 from redrafter.scheduler.sequence import SequenceDelta
-from redrafter.serve.answers.choice import Choice, count_usage, usage_and_metrics
+from redrafter.serve.answers.choice import Choice, ChoiceContext, count_usage, usage_and_metrics
 from redrafter.serve.answers.logprobs import TokenLine
 from redrafter.serve.answers.reader import ChatReader
 from redrafter.serve.engine_process.client import Stopped
@@ -31,8 +31,8 @@ class CompletionChoice(Choice):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, prompt: Sequence[int], request: CompletionRequest, *served: Any, echo: str = ""):
-        super().__init__(prompt, request, *served)
+    def __init__(self, prompt: Sequence[int], request: CompletionRequest, context: ChoiceContext, echo: str = ""):
+        super().__init__(prompt, request, context)
         self._echo, self._echoes, self._count = echo, request.echo, request.logprobs
 
     def format_choice(self, index: int) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class ChatChoice(Choice):
         self,
         prompt: Sequence[int],
         request: ChatRequest,
-        *served: Any,
+        context: ChoiceContext,
         form: type[ChatReader] = ChatReader,
         special: Mapping[int, str] = MappingProxyType({}),
         thoughts: ThoughtMarks | None = None,
@@ -95,7 +95,7 @@ class ChatChoice(Choice):
         seen = form.marks if tools or form.has_channels else ()
         seen += (thoughts.begin, thoughts.end) if thoughts is not None else ()
         hidden = {token for token, content in special.items() if not any(content in mark for mark in seen)}
-        super().__init__(prompt, request, *served, hidden=hidden if len(hidden) < len(special) else None)
+        super().__init__(prompt, request, context, hidden=hidden if len(hidden) < len(special) else None)
         self._logprobs = request.logprobs
         self._reader = form(tools, request.parallel_tool_calls is not False, thoughts, thinking)
         self._may_lack_content = bool(tools or thoughts is not None)
@@ -235,23 +235,15 @@ def _with_stop(choice: Choice, entry: dict[str, Any]) -> dict[str, Any]:
     return entry | {"stop_reason": choice.stop} if ended else entry
 
 
-async def raise_cuts_as_errors(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
-    """Yield the chunks of `stream_answer`, and raise `ApiError` where the stream is cut off.
-
-    A stream is cut off if the server stops, or the output cannot be formatted.
-    """
-    try:
-        async for chunk in chunks:
-            yield chunk
-    # Headers are sent by now, so an error can only be a last event in the stream.
-    except Stopped as error:
-        raise ApiError(503, str(error)) from error
-    except ApiError:
-        raise
-    except Exception as error:  # the client may still receive it
-        named = isinstance(error, ReDrafterError)
-        _LOG.warning("an answer was cut off: %s", error, exc_info=None if named else error)
-        raise ApiError(500, f"the answer was cut off: {error if named else type(error).__name__}") from error
+def error_of_cut(error: Exception) -> ApiError:
+    """Return the last event of a stream that an error has cut off: the server stops, or a text cannot be formatted."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, Stopped):
+        return ApiError(503, str(error))
+    named = isinstance(error, ReDrafterError)
+    _LOG.warning("an answer was cut off: %s", error, exc_info=None if named else error)
+    return ApiError(500, f"the answer was cut off: {error if named else type(error).__name__}")
 
 
 def _head(kind: str, prefix: str, model: str) -> dict[str, Any]:

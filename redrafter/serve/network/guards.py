@@ -1,16 +1,14 @@
 """Check every request before its route: host, origin, key and content type, then the limits of its body.
 
-`json.loads` and the validation of its result are single calls that block the event loop, even for `/health`. Their
+Parsing and the validation of its result are single calls that block the event loop, even for `/health`. Their
 duration depends on the number of values in a body rather than on its bytes, so both are limited before anything is
 parsed, and large bodies are parsed one at a time, each followed by a pause as long as its parsing took.
 """
 
 import asyncio
-import json
-import math
 import re
-import sys
 import time
+from codecs import BOM_UTF8
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +18,7 @@ from fastapi import Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
+from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -40,7 +39,6 @@ KEYLESS_PATHS = (*HEALTH_PATHS, "/", "/docs", "/version")
 OWN_SITES = (b"same-origin", b"none")  # `Sec-Fetch-Site` of a request by a page of this server, or typed by the user
 CHALLENGE = {"WWW-Authenticate": "Bearer"}
 READING_METHODS = ("GET", "HEAD", "OPTIONS")  # methods without side effects
-POLL_SECONDS = 0.01  # polling interval of a body that waits for its turn
 MAX_LARGE_BODIES_BYTES = 256 << 20  # total bytes of large bodies held at once
 # Limits on structure: a body of N bytes may contain one of these per
 BYTES_PER_COMMA = 8  # this many bytes: commas, about one per value
@@ -51,8 +49,6 @@ MAX_HEADERS = 100  # of a request
 # An address in brackets or a name, each perhaps with a port, or an address of IPv6 alone
 _HOST = re.compile(r"\[([\da-f:.]+)\](?::\d*)?|([^:\[\]\s]*)(?::\d*)?|([\da-f:.]+)")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-_PAIR = re.compile(rb"(?i)\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}")  # one character, as two escapes
-_LONE = re.compile(rb"(?i)\\ud[89a-f]")
 
 Headers = dict[bytes, bytes]
 
@@ -258,7 +254,7 @@ class BodyLimits:
     def __init__(self, app: ASGIApp, max_bytes: int):
         self.app, self.max_bytes = app, max_bytes
         self._held_bytes = 0  # of large bodies
-        self._busy_until = 0.0
+        self._turn = asyncio.Lock()  # of large bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request under the limits."""
@@ -304,24 +300,19 @@ class BodyLimits:
             raise ApiError(503, "too many large bodies at once", headers={"Retry-After": "1"})
         self._held_bytes += size
 
-    async def parse(self, body: bytes, parse: Callable[[bytes], Any]) -> Any:
+    async def parse(self, body: bytes) -> Any:
         """Parse a body and return its value; large bodies are parsed one at a time."""
         if len(body) <= SMALL_BODY_BYTES:
-            return parse(body)
+            return _parse_json(body)
         # Parsing holds the GIL, so large bodies are parsed one at a time, with pauses for other requests.
-        while (left := self._busy_until - time.monotonic()) > 0:
-            await asyncio.sleep(min(left, POLL_SECONDS))
-        self._busy_until, began = math.inf, time.monotonic()
+        await self._turn.acquire()
+        began, loop = time.monotonic(), asyncio.get_running_loop()
         try:
             check_structure(body, self.max_bytes)
-            return parse(body)
+            return _parse_json(body)
         finally:
             # Validation of the fields follows synchronously; a scheduled call runs after it, so the pause includes it.
-            asyncio.get_running_loop().call_soon(self._pause, began)
-
-    def _pause(self, began: float) -> None:
-        now = time.monotonic()
-        self._busy_until = now + (now - began)
+            loop.call_soon(lambda: loop.call_later(time.monotonic() - began, self._turn.release))
 
 
 class JsonRequest(Request):
@@ -332,7 +323,7 @@ class JsonRequest(Request):
         if not hasattr(self, "_json"):
             body = await self.body()
             self.scope["facts"]["body_bytes"] = len(body)
-            self._json = await self.scope["parse"](body, _loads)
+            self._json = await self.scope["parse"](body)
             del body
             self._body = b""  # free it, since it may be large and a stream may last
         return self._json
@@ -354,29 +345,12 @@ def check_structure(body: bytes, max_bytes: int) -> None:
         raise ApiError(413, f"the body holds {count} numbers with exponents; at most {max_bytes // BYTES_PER_EXPONENT}")
 
 
-def _loads(body: bytes) -> Any:
-    """Parse a JSON body; the application handles `json.JSONDecodeError`."""
+def _parse_json(body: bytes) -> Any:
+    """Parse a body. Lone surrogates and numbers such as NaN are invalid, and so is nesting of more than 200 levels."""
     try:
-        text = body.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise ApiError(400, "the body is not UTF-8") from None
-    # A lone surrogate is valid JSON, but tokenizers and UTF-8 cannot encode it.
-    if b"\\ud" in body.lower() and _LONE.search(_PAIR.sub(b"-", body.replace(b"\\\\", b"-"))):
-        raise ApiError(400, "the body holds a lone surrogate, which is not a character")
-
-    def refuse_constant(name: str) -> None:
-        raise ApiError(400, f"the body is not valid JSON: {name} is not a number of JSON")
-
-    try:
-        return json.loads(text, parse_constant=refuse_constant)
-    except json.JSONDecodeError:
-        raise
-    except RecursionError:
-        raise ApiError(400, "the body is nested too deeply") from None
-    except ValueError:  # Python limits the digits of an integer
-        most = sys.get_int_max_str_digits()
-        what = f"the body holds an integer of more than {most} digits, the most that are read: send it as a string"
-        raise ApiError(400, what) from None
+        return from_json(body.removeprefix(BOM_UTF8), allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
 
 
 class JsonRoute(APIRoute):

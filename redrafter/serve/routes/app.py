@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import FastAPI, Request
@@ -198,7 +198,7 @@ def _handle_errors(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
         return error_answer(_api_error(error, request), request.scope["path"])
 
-    for kind in (ReDrafterError, Stopped, HTTPException, RecursionError, RequestValidationError, Exception):
+    for kind in (ReDrafterError, Stopped, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, answer)
 
 
@@ -213,8 +213,6 @@ def _api_error(error: Exception, request: Request) -> ApiError:
         return ApiError(error.status_code, str(error.detail), headers=error.headers)
     if isinstance(error, RequestValidationError):
         return _refused_field(error)
-    if isinstance(error, RecursionError):
-        return ApiError(400, "the body is nested too deeply")
     for kind, status, headers in (
         (ArgumentError, 400, None),
         (QueueFullError, 429, {"Retry-After": "1"}),
@@ -237,8 +235,6 @@ def _api_error(error: Exception, request: Request) -> ApiError:
 def _refused_field(error: RequestValidationError) -> ApiError:
     first = error.errors()[0]
     kind, param, message = first["type"], field_path(first), first["msg"].removeprefix("Value error, ")
-    if kind == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', message)}")
     if kind in ("extra_forbidden", "unsupported"):
         advice = f": {message}" if kind == "unsupported" else ""
         return ApiError(400, f"{param} is not supported{advice}", param, "unsupported_parameter")
@@ -288,7 +284,7 @@ def add_token_routes(app: FastAPI, server: "Server") -> None:
         if body.messages is not None:
             fields = ("messages", "tools", "add_generation_prompt", "chat_template_kwargs")
             chat = chat_request({name: getattr(body, name) for name in fields})
-            return server.counting_prompts.encode_chat(chat, decoder)[0]
+            return server.counting_prompts.encode_chat(chat, decoder).ids
         assert body.prompt is not None
         [ids] = server.counting_prompts.encode_prompts(body.prompt, body.add_special_tokens)
         return ids
@@ -305,7 +301,7 @@ def add_token_routes(app: FastAPI, server: "Server") -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         server.check_model(body.model)
-        ids = await server.encode(encode, body, body.messages, request.scope["facts"])
+        ids = await server.encode(partial(encode, body), body.messages, request.scope["facts"])
 
         def written() -> bytes:
             names = server.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
