@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from redrafter.data.rows import fingerprint
@@ -27,6 +27,8 @@ from redrafter.files.atomic_file import write_atomically
 from redrafter.serve.config import ServeOptions
 
 if TYPE_CHECKING:  # checking a directory at startup must not wait for the import of torch
+    from transformers import PreTrainedTokenizerBase
+
     from redrafter.scheduler.sequence import SequenceDelta
     from redrafter.serve.engine_process.client import ServedSequence
 
@@ -73,7 +75,7 @@ class Capture:
         lost: Number of rows dropped.
     """
 
-    def __init__(self, options: ServeOptions, tokenizer: Any):
+    def __init__(self, options: ServeOptions, tokenizer: "PreTrainedTokenizerBase"):
         """Start the writing thread; raise the errors of `prepare_folder`."""
         assert options.capture is not None, "there is a directory"
         self._folder, self._most = prepare_folder(options.capture), options.capture_max_bytes

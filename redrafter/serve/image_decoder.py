@@ -10,7 +10,7 @@ import json
 import struct
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TypeVar
 
 from PIL import Image, ImageOps
 
@@ -18,6 +18,7 @@ from redrafter.errors import first_line
 from redrafter.sandbox.child import bounded_work, limit_memory
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # only the first frame of an animation is read
+T = TypeVar("T")
 MAX_RATIO = 50  # maximum aspect ratio: processors may scale the shorter side up to hundreds of pixels
 
 # The most expensive legitimate images (WebP with noise, CMYK) take 0.07 s and 23 MiB for a million pixels.
@@ -57,8 +58,8 @@ def prepare(pixels: int) -> Callable[[Connection], None]:
     return serve_connection
 
 
-def _open(payloads: Sequence[str], pixels: int) -> list[Any]:
-    images, left = [], pixels
+def _open(payloads: Sequence[str], pixels: int) -> list[Image.Image]:
+    images, left = list[Image.Image](), pixels
     for payload in payloads:
         try:
             data = base64.b64decode(payload, validate=True)
@@ -78,12 +79,12 @@ def _open(payloads: Sequence[str], pixels: int) -> list[Any]:
     return images
 
 
-def _decode(image: Any) -> tuple[int, int, bytes]:
+def _decode(image: Image.Image) -> tuple[int, int, bytes]:
     turned = _read(lambda: ImageOps.exif_transpose(image).convert("RGB"))
     return turned.width, turned.height, turned.tobytes()
 
 
-def _read(read: Callable[[], Any]) -> Any:
+def _read(read: Callable[[], T]) -> T:
     try:
         return read()
     except MemoryError:

@@ -362,7 +362,7 @@ def test_a_body_of_as_many_parts_as_may_be_is_parsed_and_none_of_more():
         assert refusal.value.status == 413
 
 
-def test_large_bodies_are_held_and_parsed_within_limits(monkeypatch):
+async def test_large_bodies_are_held_and_parsed_within_limits(monkeypatch):
     monkeypatch.setattr(guards, "SMALL_BODY_BYTES", 1000)
     monkeypatch.setattr(guards, "MAX_LARGE_BODIES_BYTES", 3000)
     app = create_app(Service(), max_body_bytes=5000)
@@ -390,10 +390,10 @@ def test_large_bodies_are_held_and_parsed_within_limits(monkeypatch):
                     ending.set()
         return statuses
 
-    assert asyncio.run(ask(6000, 1)) == [413]
-    assert asyncio.run(ask(2000, 3, refused=2)) == [503, 503, 200]
-    assert asyncio.run(ask(900, 5)) == [200] * 5
-    assert asyncio.run(ask(2000, 1)) == [200]  # what was held is held no longer
+    assert await ask(6000, 1) == [413]
+    assert await ask(2000, 3, refused=2) == [503, 503, 200]
+    assert await ask(900, 5) == [200] * 5
+    assert await ask(2000, 1) == [200]  # what was held is held no longer
 
 
 async def test_large_bodies_leave_as_much_time_to_others_as_each_took(monkeypatch):

@@ -9,7 +9,7 @@ import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from redrafter.chat.thoughts import PARSERS as THOUGHTS
 from redrafter.chat.thoughts import Thinking, ThoughtMarks
@@ -480,5 +480,5 @@ PARSERS = {name: form for form in FORMS for name in form.parsers}
 
 def call_form(parser: str, template: str) -> type[ChatReader]:
     """Return the reader for a vLLM parser name; `auto` detects it in the chat template and defaults to JSON objects."""
-    found: Any = (form for form in FORMS if form.template_mark is not None and form.template_mark in template)
+    found = (form for form in FORMS if form.template_mark is not None and form.template_mark in template)
     return next(found, ChatReader) if parser == "auto" else PARSERS[parser]

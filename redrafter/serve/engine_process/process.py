@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
 from transformers import PreTrainedTokenizerBase
@@ -239,7 +239,7 @@ class _EngineServer:
 class Grammars:
     """Compiled grammars over the vocabulary of one tokenizer. All methods must be called in the event loop's thread."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._kept: OrderedDict[GrammarSource, Grammar] = OrderedDict()
         self._living: WeakSet[Grammar] = WeakSet()

@@ -15,7 +15,7 @@ from pydantic import (
     Tag,
     model_validator,
 )
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema, ErrorDetails, core_schema
 
 from redrafter.chat.schemas import without_nulls
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 Parts = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
-def field_path(error: Any) -> str | None:
+def field_path(error: ErrorDetails) -> str | None:
     """Return the path of the field that an error of pydantic is about, such as "messages.0.content", or None."""
     renamed = error.get("ctx", {}).get("field")  # an error of the object that contains the field
     keys = (str(key) for key in (*error["loc"], renamed) if key not in ("body", None))
@@ -68,7 +68,7 @@ class OneOf:
                 default = default if field.is_required() else field.default
             choices |= dict.fromkeys(tags, handler.generate_schema(member))
 
-        def choose(value: Any) -> str | None:
+        def choose(value: object) -> str | None:
             if not by_type:
                 return _tag_of(type(value))
             kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
@@ -91,7 +91,7 @@ def _tag_of(kind: type) -> str | None:
     return next((tag for base, tag in _TAGS.items() if issubclass(kind, base)), None)
 
 
-def limit_entries(value: Any) -> Any:
+def limit_entries(value: T) -> T:
     """Reject objects with very many entries, before each invalid entry produces an error."""
     if isinstance(value, dict) and len(value) > MAX_ENTRIES:
         raise ValueError(f"{len(value)} entries; at most {MAX_ENTRIES}")
@@ -121,7 +121,7 @@ StopList = Annotated[list[_Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 Stops = Annotated[_Stop | StopList, OneOf("a text or a list of texts")]
 
 
-def _tag_prompt(value: Any) -> str:
+def _tag_prompt(value: object) -> str:
     if not isinstance(value, list):
         return "<text>" if isinstance(value, str) else ""
     first = value[0] if value else ""

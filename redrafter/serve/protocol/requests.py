@@ -83,7 +83,7 @@ class TextPart(Strict):
     text: str
 
 
-def _check_url(url: Any) -> Any:
+def _check_url(url: object) -> object:
     if isinstance(url, str) and not DATA_URL.match(url):
         raise PydanticCustomError(
             "unsupported", "this server fetches nothing: send the image itself, as data:image/png;base64,..."
