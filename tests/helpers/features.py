@@ -22,7 +22,7 @@ from helpers.adapters import adapted, saved
 from helpers.context_drafter import checked_windows, context_drafter
 from helpers.dflash import DFLASH_FORMS, checked_blocks, random_block_drafter
 from helpers.eagle import EAGLE_FORMS, checked_drafts, random_head
-from helpers.models import CHUNKED, script_of_rows, tiny_drafter, tiny_model, uneven_batch
+from helpers.models import CHUNKED, bound, script_of_rows, tiny_drafter, tiny_model, uneven_batch
 from helpers.mtp import checked_layers, random_mtp
 from helpers.recurrent import generated_alone, recurrent_model
 from helpers.scheduling import KINDS, alone, change, make_sequence, seeing_sequence
@@ -32,7 +32,6 @@ from redrafter import DraftTarget, Engine, ReDrafter
 from redrafter.drafting.prompt_lookup import PromptLookupProposer, WithPromptLookup, graft
 from redrafter.drafting.proposer import State, UndraftedProposer
 from redrafter.engine.options import EngineOptions
-from redrafter.model.target import Target
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.tree.sizes import TreeShape
 from redrafter.tree.token_tree import Tree
@@ -112,26 +111,26 @@ def sized(model: PreTrainedModel) -> dict[str, int]:
 
 def recurrent(model: PreTrainedModel, options: EngineOptions, shape: TreeShape, drafter: Any = None) -> ReDrafter:
     drafter = drafter or tiny_drafter(**sized(model))
-    return ReDrafter(Target(model), drafter.to(model.dtype), shape, options=options)
+    return ReDrafter(bound(model), drafter.to(model.dtype), shape, options=options)
 
 
 def draft_target(model: PreTrainedModel, options: EngineOptions, **shape: Any) -> DraftTarget:
     """Make an engine whose drafts are often right: the model drafts for itself, and for images a tiny Llama."""
     recurs = model.config.model_type in ("lfm2", "mamba2")
     other = recurrent_model(model.config.model_type) if recurs else tiny_model("llama", max_position_embeddings=384)
-    return DraftTarget(Target(model), Target(other.to(model.dtype)), **{"draft_len": 3, **shape}, options=options)
+    return DraftTarget(bound(model), bound(other.to(model.dtype)), **{"draft_len": 3, **shape}, options=options)
 
 
 def other_vocabulary(model: PreTrainedModel, options: EngineOptions) -> DraftTarget:
     draft_model, vocabulary = renumbered(tiny_model("llama", max_position_embeddings=384), 0.67)
-    target, draft = Target(model), Target(draft_model.to(model.dtype))
+    target, draft = bound(model), bound(draft_model.to(model.dtype))
     return DraftTarget(target, draft, draft_len=3, vocabulary=vocabulary, options=options)
 
 
 def sharing(model: PreTrainedModel, options: EngineOptions, drafter: Any = None) -> ReDrafter:
     """Make an engine whose rows share the nodes of a step."""
     drafter = (drafter or tiny_drafter(**sized(model))).to(model.dtype)
-    return ReDrafter(Target(model), drafter, TreeShape(4, 4, 17, 16), options=options)
+    return ReDrafter(bound(model), drafter, TreeShape(4, 4, 17, 16), options=options)
 
 
 @dataclass
@@ -178,13 +177,13 @@ def blocks(form: str, model: PreTrainedModel) -> Any:
 
 
 def with_mtp(model: PreTrainedModel, options: EngineOptions, shape: TreeShape) -> ReDrafter:
-    target = Target(model)
+    target = bound(model)
     return ReDrafter(target, random_mtp(target), shape, options=options)
 
 
 ENGINES: dict[str, Callable[[PreTrainedModel, EngineOptions], Engine]] = {
-    "undrafted": lambda model, options: Engine(Target(model), UndraftedProposer(), options),
-    "prompt lookup": lambda model, options: Engine(Target(model), PromptLookupProposer(2, 4), options),
+    "undrafted": lambda model, options: Engine(bound(model), UndraftedProposer(), options),
+    "prompt lookup": lambda model, options: Engine(bound(model), PromptLookupProposer(2, 4), options),
     "drafter": lambda model, options: recurrent(model, options, TreeShape(4, 4, 999)),
     "drafter's chain": lambda model, options: recurrent(model, options, TreeShape(1, 4, 999)),
     "context": lambda model, options: recurrent(model, options, TreeShape(4, 3, 999), context_drafter(**sized(model))),

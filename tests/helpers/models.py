@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from redrafter.cache.paged import KVCachePool
 from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.drafting.proposer import State
 from redrafter.engine.options import EngineOptions
+from redrafter.model.passed_tests import passed_tests
 from redrafter.model.supported import Support
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
@@ -200,9 +202,18 @@ def assert_close_by_scale(found: Tensor, expected: Tensor, part: float) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=part * float(expected.detach().abs().max()))
 
 
+def bound(model: PreTrainedModel) -> Target:
+    """Bind a model; one that equals another that has passed its self-test in this run is not tested again."""
+    if model.device.type == "meta":
+        return Target(model)
+    numbers = (x.detach().contiguous().view(torch.uint8).numpy().tobytes() for x in model.state_dict().values())
+    weights = ("weights", *(crc32(number) for number in numbers))
+    return Target(model, passed=passed_tests(model, [weights], {}))
+
+
 def with_tree(model: PreTrainedModel, drafter: DrafterModel, beams: int, depth: int, nodes: int = 999) -> ReDrafter:
     """Make an engine that drafts trees of `beams` x `depth` with a drafter, cut to the `nodes` best nodes."""
-    return ReDrafter(Target(model), drafter, TreeShape(beams, depth, nodes), options=DRAFTER_ALONE)
+    return ReDrafter(bound(model), drafter, TreeShape(beams, depth, nodes), options=DRAFTER_ALONE)
 
 
 def engine_with_config(**settings: object) -> tuple[ReDrafter, PreTrainedModel]:
@@ -244,7 +255,7 @@ def check_texts(*engines: Engine, rows: int = 4, longest: int = 11) -> None:
     """Fail unless engines of one model write what `model.generate` does, and draw the same with drafts as without."""
     ids, mask = uneven_batch(rows, longest)
     greedy, sampled = {"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 3}
-    new = {"max_new_tokens": 20, "min_new_tokens": 20}
+    new = {"max_new_tokens": 14, "min_new_tokens": 14}
     drawn = engines[0].generate(ids, mask, speculate=False, **sampled, **new)
     expected = engines[0].model.generate(ids, attention_mask=mask, **greedy, **new)
     for engine in engines:
@@ -261,4 +272,4 @@ def in_threads(work: Callable[[int], Tensor], count: int) -> list[Tensor]:
 
 def scripted_engine(model: PreTrainedModel, script: Tensor, beams: int, depth: int, offset: int = 0) -> Engine:
     """Make an engine whose drafts follow a script; see `Scripted`."""
-    return Engine(Target(model), Scripted(script, beams, depth, offset))
+    return Engine(bound(model), Scripted(script, beams, depth, offset))
