@@ -37,8 +37,8 @@ def drafting(model=None, **changes: object) -> ReDrafter:
     return ReDrafter(Target(model or tiny_model("llama")), tiny_drafter(**changes))
 
 
-def written(engine: Engine, **arguments: object) -> torch.Tensor:
-    return engine.generate(PROMPTS, max_new_tokens=20, **arguments)
+def written(engine: Engine, new: int = 12, **arguments: object) -> torch.Tensor:
+    return engine.generate(PROMPTS, max_new_tokens=new, **arguments)
 
 
 def check_writes_as(engine: Engine, model: torch.nn.Module) -> None:
@@ -63,10 +63,10 @@ def test_rollouts_between_steps_of_policy_gradient_are_those_of_plain_decoding()
     optimizer, seen = torch.optim.Adam(trained.parameters(), lr=0.02), []
     addresses = [weight.data_ptr() for weight in engine.model.parameters()]
     for step in range(4):
-        texts = written(engine, do_sample=True, seed=step).clone()  # a tensor of inference mode has no gradients
-        assert torch.equal(texts, written(engine, do_sample=True, seed=step, speculate=False))
+        texts = written(engine, 20, do_sample=True, seed=step).clone()  # a tensor of inference mode has no gradients
+        assert torch.equal(texts, written(engine, 20, do_sample=True, seed=step, speculate=False))
         plain = Engine(Target(trained.eval()), UndraftedProposer())
-        assert torch.equal(texts, written(plain, do_sample=True, seed=step))
+        assert torch.equal(texts, written(plain, 20, do_sample=True, seed=step))
         seen.append((texts[:, 4:] % 2 == 0).float().mean().item())
         optimizer.zero_grad()
         rewarded(trained, texts).backward()

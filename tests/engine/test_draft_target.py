@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from transformers import LogitsProcessor
 
-from helpers.generation import ON_BOTH_CACHES, noted, same_alone, same_as_model, same_undrafted
+from helpers.generation import ON_BOTH_CACHES, noted, same_as_model, same_undrafted
 from helpers.models import CONTEXT, VOCAB, assert_close_by_scale, paged, row_texts, tiny_model, uneven_batch
 from helpers.steps import prefill, read_prompts
 from helpers.vocabularies import renumbered
@@ -34,12 +34,11 @@ SHAPES = {
     "few nodes": {"num_beams": 3, "node_budget": 6},
     "adaptive": {"adaptive": True},
     "adaptive tree": {"num_beams": 3, "adaptive": True},
+    "rejection": {"acceptance": "rejection"},
 }
-REJECTION = {"rejection": {"acceptance": "rejection"}}
+
+
 # Shapes, and whether the draft model has another vocabulary.
-WAYS = [*((shape, False) for shape in SHAPES), *((shape, True) for shape in ("chain", "few nodes", "adaptive"))]
-
-
 def blurred(model, amount=0.02):
     """Return a copy that often says what the model says, and often does not."""
     copied, generator = copy.deepcopy(model), torch.Generator().manual_seed(2)
@@ -72,33 +71,13 @@ def make(llama, similar, some_shared):
 
 
 @ON_BOTH_CACHES
-@pytest.mark.parametrize(("shape", "other"), [*WAYS, ("rejection", False), ("rejection", True)])
+@pytest.mark.parametrize(("shape", "other"), [(shape, other) for shape in SHAPES for other in (False, True)])
 def test_greedy_texts_to_the_end_of_the_context_are_those_of_the_model(make, on, shape, other):
-    engine = on(make(other, **(SHAPES | REJECTION)[shape]))
+    engine = on(make(other, **SHAPES[shape]))
     for rows in (1, 4):
         assert same_as_model(engine, IDS[:rows], MASK[:rows], max_length=CONTEXT, eos_token_id=None).shape[1] == CONTEXT
     out = same_undrafted(engine, IDS, MASK, max_new_tokens=NEW, repetition_penalty=1.2, output_logits=True, **NO_EOS)
     assert 0 < out.stats.accepted < out.stats.emitted
-
-
-@ON_BOTH_CACHES
-@pytest.mark.parametrize(("shape", "other"), WAYS)
-@pytest.mark.parametrize(
-    "processing",
-    [
-        {"temperature": [0.3, 0.7, 1.0, 1.6], "eos_token_id": [2, 11, 30, 31, 32]},
-        {"top_p": 0.8, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
-    ],
-    ids=" ".join,
-)
-def test_the_same_seed_draws_the_same_tokens_and_scores_however_it_is_decoded(make, on, shape, other, processing):
-    engine = on(make(other, **SHAPES[shape]))
-    arguments = {"max_new_tokens": NEW, "do_sample": True, "seed": [11, 12, 13, 14]} | processing
-    scores = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
-    out = same_undrafted(engine, IDS, MASK, **arguments, **scores)
-    assert 0 < out.stats.accepted < out.stats.emitted
-    same_alone(engine, IDS, MASK, out.sequences, **arguments)
-    same_undrafted(engine, IDS[:2], MASK[:2], max_new_tokens=9, do_sample=True, seed=40, num_return_sequences=3)
 
 
 @ON_BOTH_CACHES
@@ -125,15 +104,6 @@ def test_all_is_kept_of_a_draft_model_that_is_the_target(llama, on, acceptance, 
     stats = engine.generate(IDS, MASK, max_new_tokens=1 + 5 * 5, **NO_EOS, **sampling).stats
     assert stats.tokens_per_step == 5
     assert stats.accepted == stats.drafted - stats.copies == 4 * 4 * 5
-
-
-@ON_BOTH_CACHES
-@pytest.mark.parametrize("sampling", [GREEDY, {"do_sample": True, "temperature": 0.9, "seed": 7}])
-def test_most_is_kept_of_a_tree_too(llama, on, sampling):
-    """Not all: what the target draws need not be among the likeliest of several steps."""
-    engine = on(DraftTarget.from_pretrained(llama, copy.deepcopy(llama), draft_len=3, num_beams=3, node_budget=99))
-    stats = engine.generate(IDS, MASK, max_new_tokens=1 + 4 * 6, **NO_EOS, **sampling).stats
-    assert 3.5 < stats.tokens_per_step <= 4
 
 
 @ON_BOTH_CACHES
@@ -257,21 +227,13 @@ def test_a_tree_is_judged_by_how_deep_it_is(llama, monkeypatch):
 
 @ON_BOTH_CACHES
 @pytest.mark.parametrize("budget", [1, 3, None])
-@pytest.mark.parametrize("rows", [1, pytest.param(4, marks=pytest.mark.variant)])
-def test_a_search_may_be_much_wider_than_what_is_verified(llama, on, budget, rows):
-    """The draft model's cache holds all that was searched: 1 + 10 * 7 nodes here, at the end of the last row too."""
+def test_a_search_may_be_much_wider_than_what_is_verified(llama, on, budget):
+    """The draft model's cache holds all that was searched: 1 + 8 * 4 nodes here, at the end of the last row too."""
     arguments = {"max_length": CONTEXT, "repetition_penalty": 1.2, "eos_token_id": None}
     arguments["suppress_tokens"] = [0]  # padding, which a penalty of transformers before 5.23 counts as text
-    shape = {"num_beams": 10, "draft_len": 8, "node_budget": budget}
+    shape = {"num_beams": 8, "draft_len": 5, "node_budget": budget}
     engine = on(DraftTarget.from_pretrained(llama, copy.deepcopy(llama), **shape))
-    same_as_model(engine, IDS[:rows], MASK[:rows], **arguments)
-
-
-def test_a_wide_search_keeps_as_much_on_either_cache(llama):
-    engine = DraftTarget.from_pretrained(llama, llama, num_beams=10, draft_len=4, node_budget=12)
-    dense = engine.generate(IDS, MASK, max_new_tokens=24, **GREEDY, **NO_EOS).stats
-    on_blocks = paged(engine).generate(IDS, MASK, max_new_tokens=24, **GREEDY, **NO_EOS).stats
-    assert on_blocks.accepted == dense.accepted
+    same_as_model(engine, IDS[:2], MASK[:2], **arguments)
 
 
 class Counting(LogitsProcessor):
@@ -292,7 +254,7 @@ class Counting(LogitsProcessor):
 
 @pytest.mark.filterwarnings("ignore:Counting")
 @ON_BOTH_CACHES
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["chain", "tree", "adaptive tree"])
 @pytest.mark.parametrize("raises", [True, False])
 @pytest.mark.parametrize("sampling", [GREEDY, {"do_sample": True, "seed": 1}])
 def test_a_grammar_is_kept_to_and_never_asked_about_what_it_forbids(make, on, shape, raises, sampling):
@@ -300,16 +262,6 @@ def test_a_grammar_is_kept_to_and_never_asked_about_what_it_forbids(make, on, sh
     out = engine.generate(IDS[:1], logits_processor=[Counting(raises)], max_new_tokens=15, **NO_EOS, **sampling)
     assert out.sequences[0, IDS.shape[1] :].tolist() == [7 + n % 7 for n in range(15)]
     assert out.stats.steps < 14
-
-
-def test_a_text_that_the_draft_model_has_not_read_is_read_again(llama):
-    engine = paged(DraftTarget.from_pretrained(llama, copy.deepcopy(llama)))
-    prompt = (torch.arange(1, 42) * 13 % VOCAB)[None]
-    engine.generate(prompt, speculate=False, max_new_tokens=26, **GREEDY, **NO_EOS)
-    for _ in range(2):  # the second time the text is found, in both models' blocks
-        out = same_undrafted(engine, prompt, max_new_tokens=26, **GREEDY, **NO_EOS)
-        assert out.stats.tokens_per_step == 5
-    assert engine.memory.blocks.admit(prompt[0].tolist(), 60).reused == 32
 
 
 @pytest.mark.parametrize(("other", "new"), [(False, 29), *((True, new) for new in range(24, 32))])

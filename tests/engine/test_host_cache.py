@@ -31,26 +31,6 @@ def on_host(name: str, host_blocks: int = 60) -> Engine:
     return paged(make_engine(name), blocks=BLOCKS, host_blocks=host_blocks)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["context", *(pytest.param(x, marks=pytest.mark.variant) for x in ("drafter", "draft model", "other vocabulary"))],
-)
-def test_texts_and_drafts_behind_what_was_copied_back_are_the_same(name: str):
-    engine = on_host(name)
-    found = in_turns(engine, do_sample=False, return_dict_in_generate=True)
-    expected = in_turns(make_engine(name), do_sample=False, speculate=False)
-    assert all(torch.equal(out.sequences, text) for out, text in zip(found, expected, strict=True))
-    accepted = [out.stats.accepted for out in found]
-    assert accepted[: len(PROMPTS)] == accepted[len(PROMPTS) :]
-    assert sum(accepted)
-    managers = [engine.memory.blocks]
-    if engine.draft_vocabulary is not None:  # else both models' blocks have the same ids
-        managers.append(engine.memory.draft_blocks)
-    for blocks in managers:
-        assert blocks.num_free_blocks == blocks.num_blocks
-        assert blocks.onboarded >= 5 * 2
-
-
 @pytest.mark.parametrize("host_blocks", [2, 5])
 def test_a_host_that_is_full_gives_up_texts_and_nothing_else(host_blocks: int):
     expected = in_turns(make_engine("draft model"), speculate=False, do_sample=False)

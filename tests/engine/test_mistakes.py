@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from helpers.models import tiny_drafter, tiny_model
 from redrafter import ArgumentError, PromptLookup, ReDrafter, ReDrafterWarning, boxed_pair
+from redrafter.checkpoints.models import load_model
 
 CONTEXT = 32
 
@@ -31,7 +32,8 @@ def test_a_prompt_that_is_no_tensor_is_answered_with_what_to_write(engine):
 
 def test_a_dtype_has_the_names_that_people_give_it():
     for name in ("fp16", "torch.float16"):
-        assert ReDrafter.from_pretrained(boxed_pair(), dtype=name).target.dtype == torch.float16
+        model = load_model(boxed_pair(), dtype=name, device=None, trust_remote_code=False)
+        assert model.dtype == torch.float16
     with pytest.raises(ArgumentError, match=r"dtype=.fp8. is none of auto, .*quantization=.fp8."):
         ReDrafter.from_pretrained(boxed_pair(), dtype="fp8")
 

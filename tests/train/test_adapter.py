@@ -109,7 +109,8 @@ def test_regenerate_answers_with_an_adapter(boxed, tmp_path):
 
 def test_evaluate_measures_with_an_adapter(boxed, tmp_path):
     (tmp_path / "prompts.txt").write_text("Once upon a time\nThe old man looked at the sea and\n")
-    words = ["--device", "cpu", "--prompts", str(tmp_path / "prompts.txt"), "--new-tokens", "16", "--temperatures", "0"]
+    words = ["--device", "cpu", "--prompts", str(tmp_path / "prompts.txt"), "--new-tokens", "8", "--temperatures", "0"]
+    words += ["--shapes", "5x5", "--node-budgets", "12"]
     found = []
     for more in ([], ["--adapter", str(boxed[1])]):
         assert main(["evaluate", *words, *more, "--json", str(tmp_path / "report.json")]) == 0

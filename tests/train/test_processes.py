@@ -143,6 +143,7 @@ def test_nothing_is_shared_by_one_process(tmp_path, capsys):
     assert "--shard-base is for several processes: start them with accelerate launch" in capsys.readouterr().err
 
 
+@pytest.mark.variant  # two processes of their own
 def test_processes_on_a_machine_without_a_gpu_train_together_though_nobody_said_cpu(tmp_path):
     arguments = command(tmp_path, "--steps", "2")
     arguments.remove("--cpu")
