@@ -80,22 +80,18 @@ class DraftedStep(NamedTuple):
     """Describes a drafted step and the outcome of its drafts.
 
     Attributes:
-        size: Batch size of the step, including padding rows.
-        rows: Rows that held a sequence.
+        rows: The rows that its proposer was chosen for.
         proposer: The proposer of the drafts.
         accepted: Accepted drafts of each row that took drafts. It has at least one entry.
-        copied: Accepted drafts of all rows that were copied from the sequence and that no other proposer found.
         levels: Levels of drafts that each row in `accepted` could accept.
-        sampled: Whether any sequence sampled. On a GPU the next step is chosen before this one is recorded.
+        copied: Accepted drafts of all rows that were copied from the sequence and that no other proposer found.
     """
 
-    size: int
-    rows: int
+    rows: StepRows
     proposer: Proposer
     accepted: Sequence[int]
     levels: Sequence[int]
     copied: int = 0
-    sampled: bool = False
 
 
 class AcceptanceRate:
@@ -217,7 +213,6 @@ class CostPolicy(DraftPolicy):
         )
         self._histories = defaultdict(AcceptanceHistory) if histories is None else histories
         self._unpaid = 0.0  # seconds in which a draft model read tokens, not charged yet
-        self._chosen = StepRows(1, 1, 1)  # rows of the last chosen step
 
     @property
     def proposers(self) -> list[Proposer]:
@@ -230,11 +225,9 @@ class CostPolicy(DraftPolicy):
 
     def choose(self, step: StepRows) -> Proposer:
         """Return the proposer of the next step. Call this exactly once per step."""
-        self._chosen = step
         history, speed = self._histories[step.sampled], partial(self._speed, step)
         candidates = self._candidates.get(step.size, ())
-        best = max(candidates, key=speed, default=self._undrafted)
-        cheapest = min(candidates, key=partial(self._cost, step.size), default=self._undrafted)
+        best, cheapest, loss, pays = self._weigh_drafts(step)
         # The times of all other steps are relative to these. A step that reads prompts is not timed.
         basis = cheapest if self._always else self._undrafted
         lacks_basis = not step.prompt_tokens and self.times.lacks(step.size, basis, sampled=step.sampled)
@@ -244,12 +237,8 @@ class CostPolicy(DraftPolicy):
             return best
 
         # 1. Drafts of a drafter. If matches are unknown, copies compete with them; else step 2 compares the two.
-        copying = self._copying.get(step.size, self._undrafted)
-        alone, copiers = self._undrafted, [copying]
-        rival = max(speed(self._undrafted), speed(copying) if step.match is None else 0.0)
-        pays = speed(best) >= (MARGIN_OF_MANY if step.drafting >= MANY_ROWS else MARGIN) * rival
-        loss, budget = self._possible_loss(step, cheapest), history.budget_for(step.size)
-        if candidates and budget.allows_drafts(step.rows, loss, pays=pays):
+        alone, copiers = self._undrafted, [self._copying.get(step.size, self._undrafted)]
+        if candidates and history.budget_for(step.size).allows_drafts(step.rows, loss, pays=pays):
             if not pays:  # a retry: the cheapest candidate gives as much evidence as the others
                 history.search.add(0.0, 0.0, DECAY_BY_RETRY)
                 return cheapest
@@ -259,7 +248,7 @@ class CostPolicy(DraftPolicy):
         # 2. Copies from the sequences, in place of these drafts or in addition.
         chosen, copier = alone, max(copiers, key=speed)
         if copier.depth and step.match is not False and (alone is self._undrafted or len(copiers) > 1):
-            loss, pays = self._cost(step.size, copier) - self._cost(step.size, alone), speed(copier) >= speed(alone)
+            loss, pays = self._cost(step, copier) - self._cost(step, alone), speed(copier) >= speed(alone)
             if history.budget_of_copies.allows_drafts(step.rows, loss, pays=pays):
                 chosen = copier
         if step.prompt_tokens and step.size >= MANY_ROWS:
@@ -273,8 +262,8 @@ class CostPolicy(DraftPolicy):
 
     def record(self, step: DraftedStep) -> None:
         """Record the outcome of a drafted step in the history and in the budgets."""
-        history, match = self._histories[step.sampled], self._chosen.match
-        proposer, drafting = step.proposer, len(step.accepted)
+        rows, proposer, drafting = step.rows, step.proposer, len(step.accepted)
+        history = self._histories[rows.sampled]
         search = proposer.without_text or proposer
         copied = step.copied if search.beams else sum(step.accepted)
         if search.model is not None:
@@ -283,31 +272,26 @@ class CostPolicy(DraftPolicy):
             pairs = list(zip(step.accepted, levels, strict=True))
             history.model.add(sum(map(min, pairs)), sum(min(accepted + 1, most) for accepted, most in pairs))
         elif search.beams:
-            drafts = self._drafts(search, step.size, drafting)
+            drafts = self._drafts(search, rows.size, drafting)
             expected = (expected_drafts(search.beams, min(level, search.depth), drafts) for level in step.levels)
             history.search.add(sum(step.accepted) - copied, sum(expected), max(DECAY_PER_ROW**drafting, 0.5))
         if search is not proposer or not search.beams:
-            if match is not False:
+            if rows.match is not False:
                 history.copies.add(copied, drafting)
-            cost = self._cost(step.size, proposer) - self._cost(step.size, proposer.without_text or self._undrafted)
-            history.budget_of_copies.observe(copied / step.rows - cost)
+            cost = self._cost(rows, proposer) - self._cost(rows, proposer.without_text or self._undrafted)
+            history.budget_of_copies.observe(copied / rows.rows - cost)
         if search.beams:
-            budget = history.budget_for(step.size)
-            if (read := self.times.undrafted_steps(self._unpaid, step.size, sampled=step.sampled)) is not None:
+            budget = history.budget_for(rows.size)
+            if (read := self.times.undrafted_steps(self._unpaid, rows.size, sampled=rows.sampled)) is not None:
                 budget.charge(read)
                 self._unpaid = 0.0
-            budget.observe((step.rows + sum(step.accepted)) / step.rows - self._cost(step.size, proposer))
+            budget.observe((rows.rows + sum(step.accepted)) / rows.rows - self._cost(rows, proposer))
 
     def wants_prompts(self, step: StepRows) -> bool:
         """Return whether a draft model is to read prompts now: not while drafts do not pay."""
-        if self._always:
-            return True
-        self._chosen = step
-        candidates = self._candidates[step.size]
-        cheapest = min(candidates, key=partial(self._cost, step.size))
-        pays = max(self._speed(step, each) for each in candidates) >= MARGIN * self._speed(step, self._undrafted)
         budget = self._histories[step.sampled].budget_for(step.size)
-        return budget.would_allow(step.rows, self._possible_loss(step, cheapest), pays=pays)
+        _, _, loss, pays = self._weigh_drafts(step)
+        return self._always or budget.would_allow(step.rows, loss, pays=pays)
 
     @contextmanager
     def reading(self, tokens: int) -> Iterator[None]:
@@ -319,14 +303,28 @@ class CostPolicy(DraftPolicy):
             self.times.correct_reading(tokens, seconds)
             self._unpaid += seconds
 
-    def _possible_loss(self, step: StepRows, proposer: Proposer) -> float:
-        """Return the time that a step loses if all of its drafts are rejected, in undrafted steps."""
-        read = self.times.undrafted_steps(self.times.time_to_read(step.unread), step.size, sampled=step.sampled) or 0.0
-        return self._cost(step.size, proposer) - 1 + read
+    def _weigh_drafts(self, step: StepRows) -> tuple[Proposer, Proposer, float, bool]:
+        """Weigh the drafts of a drafter or draft model; without one, undrafted steps.
 
-    def _cost(self, size: int, proposer: Proposer) -> float:
-        """Return the time of a step like the last chosen one, in undrafted steps of the same batch size."""
-        step = self._chosen._replace(size=size, prompt_tokens=0)
+        Returns:
+            The candidate with the most tokens per unit of time, the one with the cheapest steps, the time that such a
+            step loses if all of its drafts are rejected, in undrafted steps, and whether the first one pays.
+        """
+        candidates, speed = self._candidates.get(step.size, ()), partial(self._speed, step)
+        best = max(candidates, key=speed, default=self._undrafted)
+        cheapest = min(candidates, key=partial(self._cost, step), default=self._undrafted)
+        read = self.times.undrafted_steps(self.times.time_to_read(step.unread), step.size, sampled=step.sampled) or 0.0
+        # If matches are unknown, copies compete with these drafts.
+        copying = self._copying.get(step.size, self._undrafted) if step.match is None else self._undrafted
+        rival, margin = (
+            max(speed(self._undrafted), speed(copying)),
+            MARGIN_OF_MANY if step.drafting >= MANY_ROWS else MARGIN,
+        )
+        return best, cheapest, self._cost(step, cheapest) - 1 + read, speed(best) >= margin * rival
+
+    def _cost(self, step: StepRows, proposer: Proposer) -> float:
+        """Return the time of a step that reads no prompts, in undrafted steps of the same rows."""
+        step = step._replace(prompt_tokens=0)
         return self._time(step, proposer) / self._time(step, self._undrafted)
 
     def _time(self, step: StepRows, proposer: Proposer) -> float:

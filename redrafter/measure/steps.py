@@ -128,7 +128,7 @@ class StandingBatch:
         lengths = [len(sequence.tokens) - 1 for sequence in batch.rows]
         self.batch, self.device, self.longest, self.tokens = batch, device, max(lengths), sum(lengths)
         self._ranks = batch.target.ranks
-        self.captured = batch.prepare_step()
+        self.captured = batch.prepare_step(batch.describe_rows())
         self.state, self.cache, self.sampler = self.captured.state, self.captured.cache, self.captured.sampler
         self._length, self._hidden = self.state.length.clone(), self.state.hidden.clone()
 

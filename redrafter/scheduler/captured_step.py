@@ -18,6 +18,7 @@ from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.kv_cache import KVCache
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.cache.to_device import to_device
+from redrafter.drafting.policy import StepRows
 from redrafter.drafting.proposer import Proposer, State
 from redrafter.errors import first_line, warn
 from redrafter.features import ADAPTERS, IMAGES
@@ -270,8 +271,8 @@ class LaunchedStep:
             drawn where the report is on the host. None if there are no such rows.
         levels: Levels of drafts.
         grafted: Nodes of each row's tree that were copied from the sequence.
-        size: Rows that it was made for.
         proposer: The proposer of the drafts; None for the draws after prompts.
+        rows: The rows that the proposer was chosen for; None likewise.
     """
 
     sequences: Sequence[TokenSequence]
@@ -281,8 +282,8 @@ class LaunchedStep:
     logprobs: tuple[HostCopy, HostCopy] | None
     levels: int
     grafted: int
-    size: int
     proposer: Proposer | None = None
+    rows: StepRows | None = None
 
     @classmethod
     def from_output(
@@ -291,6 +292,7 @@ class LaunchedStep:
         output: StepOutput,
         packed: HostCopy,
         proposer: Proposer | None = None,
+        step_rows: StepRows | None = None,
         *,
         needs_logits: bool = True,
     ) -> "LaunchedStep":
@@ -330,8 +332,8 @@ class LaunchedStep:
             logprobs=logprobs,
             levels=output.levels,
             grafted=output.grafted,
-            size=len(tokens),
             proposer=proposer,
+            rows=step_rows,
         )
 
     @cached_property

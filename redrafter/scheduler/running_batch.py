@@ -286,32 +286,45 @@ class RunningBatch:
 
         Returns the launched step, and its output, which the next step may overwrite.
         """
-        step = self.prepare_step(prompts)
+        if prompts.chunks:
+            self.reserve(max(sequence.max_length for sequence, _ in prompts.chunks))
+        rows = self.describe_rows(prompts.tokens)
+        step = self.prepare_step(rows, prompts)
         # A step that also reads prompts, or pays for what only first ones pay for on a GPU, is not timed.
-        timed = not prompts.chunks and (step.ran or self.target.device.type == "cpu")
-        times, size = self.policy.times if timed else None, len(step.state.length)
+        timed = self.rows and not prompts.chunks and (step.ran or self.target.device.type == "cpu")
+        times, kind = self.policy.times if timed else None, (rows.size, step.proposer)
         timer = correct = None
-        sampled = self._requirements is not None and self._requirements.sampled
-        if times is not None and self.rows and times.due(size, step.proposer, sampled=sampled):
-            cached = sum(len(sequence.tokens) for sequence in self.rows)
-            correct = partial(times.correct, size, step.proposer, cached=cached, sampled=sampled)
+        if times is not None and times.due(*kind, sampled=rows.sampled):
+            correct = partial(times.correct, *kind, cached=rows.cached, sampled=rows.sampled)
             timer = Timer(self.target.device, times.clock)
-            packed = step.replay()
+        packed = step.replay()
+        if timer is not None:
             timer.stop()
-        else:
-            packed = step.replay()
-        needs = self._requirements is None or self._requirements.logits
-        draws = LaunchedStep.from_output(tuple(self.rows), step.output, packed, step.proposer, needs_logits=needs)
+        needs = self.requirements.logits
+        draws = LaunchedStep.from_output(tuple(self.rows), step.output, packed, step.proposer, rows, needs_logits=needs)
         return LaunchedForward(draws, timer, correct), step.output
 
-    def prepare_step(self, prompts: PromptStep = NO_PROMPTS) -> CapturedStep:
+    def describe_rows(self, prompt_tokens: int = 0) -> StepRows:
+        """Describe the rows of the next step, which also reads so many tokens of prompts."""
+        speculating = self.requirements.speculate
+        match = None
+        if self._knows_matches:  # a CPU's step is read before the next one, so all tokens are known
+            match = any(row.request.params.speculate and row.repeats.has_match(row.tokens) for row in self.rows)
+        return StepRows(
+            self._sizes[max(len(self.rows), 1)],  # without sequences, the step has one inactive row
+            len(self.rows),
+            speculating,
+            prompt_tokens=prompt_tokens,
+            cached=sum(len(sequence.tokens) for sequence in self.rows),
+            match=match,
+            sampled=self.requirements.sampled,
+            unread=sum(len(row.tokens) - 1 - row.unread_from for row in self.rows if row.unread_from is not None),
+        )
+
+    def prepare_step(self, step_rows: StepRows, prompts: PromptStep = NO_PROMPTS) -> CapturedStep:
         """Return the next step of all rows, which is captured if it is the first of its kind."""
-        chunks = prompts.chunks
-        if chunks:
-            self.reserve(max(sequence.max_length for sequence, _ in chunks))
-        requirements = self._requirements or self._combine_requirements()
-        # Without sequences, the step has one inactive row.
-        rows, proposer = self._sizes[max(len(self.rows), 1)], self._choose_proposer(requirements, prompts.tokens)
+        chunks, requirements = prompts.chunks, self.requirements
+        rows, proposer = step_rows.size, self._choose_proposer(step_rows)
 
         # 1. The window of positions that the step sees.
         ahead = self.depth + 1  # tokens by which each step that was launched may advance a row
@@ -364,36 +377,25 @@ class RunningBatch:
         step = StepRows(self._sizes[rows], rows, rows, sampled=sampled, unread=unread)
         self._reader.read_prompts(sequences, prompts, cache, wanted=self.policy.wants_prompts(step))
 
-    def _combine_requirements(self) -> BatchRequirements:
-        """Load the sequences of the rows into the sampling state, and combine their requirements."""
-        self.sampling.load_texts(self.rows)
-        self._requirements = BatchRequirements(
-            self.sampling.kind(self.rows),
-            sum(sequence.request.params.speculate for sequence in self.rows),
-            any(not sequence.request.params.greedy for sequence in self.rows),
-            any(sequence.request.keeps or sequence.request.params.logprobs is not None for sequence in self.rows),
-            any(sequence.request.adapter is not None for sequence in self.rows),
-        )
+    @property
+    def requirements(self) -> BatchRequirements:
+        """What the sequences of the rows require together, of which the first call loads them into the sampler."""
+        if self._requirements is None:
+            self.sampling.load_texts(self.rows)
+            self._requirements = BatchRequirements(
+                self.sampling.kind(self.rows),
+                sum(sequence.request.params.speculate for sequence in self.rows),
+                any(not sequence.request.params.greedy for sequence in self.rows),
+                any(sequence.request.keeps or sequence.request.params.logprobs is not None for sequence in self.rows),
+                any(sequence.request.adapter is not None for sequence in self.rows),
+            )
         return self._requirements
 
-    def _choose_proposer(self, requirements: BatchRequirements, prompt_tokens: int) -> Proposer:
+    def _choose_proposer(self, rows: StepRows) -> Proposer:
         """Return the proposer of the next step."""
-        if not requirements.speculate:
+        if not rows.drafting:
             return self._undrafted
-        match = None
-        if self._knows_matches:  # a CPU's step is read before the next one, so all tokens are known
-            match = any(row.request.params.speculate and row.repeats.has_match(row.tokens) for row in self.rows)
-        step = StepRows(
-            self._sizes[len(self.rows)],
-            len(self.rows),
-            requirements.speculate,
-            prompt_tokens=prompt_tokens,
-            cached=sum(len(sequence.tokens) for sequence in self.rows),
-            match=match,
-            sampled=requirements.sampled,
-            unread=sum(len(row.tokens) - 1 - row.unread_from for row in self.rows if row.unread_from is not None),
-        )
-        proposer = self.policy.choose(step)
+        proposer = self.policy.choose(rows)
         # A dense cache is read in all rows or in none: one more step without drafts, and no row is up to date.
         behind = {row.unread_from is not None for row in self.rows}
         mixed = len(behind) > 1 and isinstance(self.caches, DenseRows)

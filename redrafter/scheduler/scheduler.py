@@ -389,18 +389,8 @@ class Scheduler:
             sequence.sink(sequence, delta)
         self.running_set.end_together(ended)
         self.running_set.end_together(failed, keep=False)
-        if accepted and step.proposer is not None:
-            self.batch.policy.record(
-                DraftedStep(
-                    size=step.size,
-                    rows=len(step.sequences),
-                    proposer=step.proposer,
-                    accepted=accepted,
-                    levels=levels,
-                    copied=copied,
-                    sampled=any(not sequence.request.params.greedy for sequence in step.sequences),
-                )
-            )
+        if accepted and step.proposer is not None and step.rows is not None:
+            self.batch.policy.record(DraftedStep(step.rows, step.proposer, accepted, levels, copied))
 
 
 def check_paged(models: Models) -> None:

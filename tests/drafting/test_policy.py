@@ -65,9 +65,9 @@ def choose(chosen: CostPolicy, size: int = 1, cached: int = 0, more: int = 0):
     return chosen.choose(StepRows(size, size, size, more, cached))
 
 
-def record(chosen: DraftPolicy, proposer, accepted: int, copied: int = 0, size: int = 1) -> None:
-    rows = [accepted] + [0] * (size - 1)
-    chosen.record(DraftedStep(size, size, proposer, rows, [proposer.depth] * size, copied))
+def record(chosen: DraftPolicy, proposer, accepted: int, copied: int = 0, size: int = 1, cached: int = 0) -> None:
+    rows = StepRows(size, size, size, cached=cached)
+    chosen.record(DraftedStep(rows, proposer, [accepted] + [0] * (size - 1), [proposer.depth] * size, copied))
 
 
 def steps(chosen: CostPolicy, count: int, accepted: float, size: int = 1, cached: int = 0) -> list[int]:
@@ -77,7 +77,9 @@ def steps(chosen: CostPolicy, count: int, accepted: float, size: int = 1, cached
         proposer = choose(chosen, size, cached)
         depths.append(proposer.depth)
         if proposer.depth:
-            record(chosen, proposer, sum(dice.random() < accepted for _ in range(size * proposer.depth)), 0, size)
+            record(
+                chosen, proposer, sum(dice.random() < accepted for _ in range(size * proposer.depth)), 0, size, cached
+            )
     return depths
 
 
@@ -305,6 +307,19 @@ def test_rows_that_end_one_by_one_lose_one_budget_and_not_one_at_each_batch_size
     assert history.budget_for(64).allows_drafts(64, 1.0, pays=True), "many rows share steps whose drafts cost otherwise"
 
 
+def test_a_step_is_charged_by_its_own_cached_tokens_though_the_next_is_chosen():
+    depths: dict[int, list[int]] = {0: [], 10_000: []}
+    for ahead, taken in depths.items():  # tokens of the step that a GPU launches before it records this one
+        chosen = choice(StepCosts(FLAT, ((1, 0.4),)), search(1, 2, 3), reading=0.001)
+        for _ in range(100):
+            proposer = choose(chosen)
+            chosen.choose(StepRows(1, 1, 1, cached=ahead, sampled=True))
+            taken.append(proposer.depth)
+            if proposer.depth:
+                record(chosen, proposer, accepted=0)
+    assert depths[0] == depths[10_000]
+
+
 def test_a_step_counts_among_steps_of_its_own_sampling_though_the_next_is_chosen():
     histories = {sampled: AcceptanceHistory() for sampled in (False, True)}
     tree = search(1, 3, 4)
@@ -312,7 +327,7 @@ def test_a_step_counts_among_steps_of_its_own_sampling_though_the_next_is_chosen
     assert drafting.choose(StepRows(1, 1, 1)) is tree
     drafting.choose(StepRows(1, 1, 1, sampled=True))  # as on a GPU, where steps are launched ahead
     before = [histories[sampled].search.value for sampled in (False, True)]
-    drafting.record(DraftedStep(1, 1, tree, [0], [3]))
+    drafting.record(DraftedStep(StepRows(1, 1, 1), tree, [0], [3]))
     after = [histories[sampled].search.value for sampled in (False, True)]
     assert after[0] < before[0]
     assert after[1] == before[1]

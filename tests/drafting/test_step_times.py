@@ -161,7 +161,9 @@ def test_drafts_lose_a_bounded_part_of_the_time_whatever_they_cost():
             time, tokens = time + costs.time_of(proposer, rows), tokens + rows
             if proposer.depth:
                 accepted = sum(dice.random() < right for _ in range(2 * rows))
-                chosen.record(DraftedStep(rows, rows, proposer, [accepted] + [0] * (rows - 1), [2] * rows))
+                chosen.record(
+                    DraftedStep(StepRows(rows, rows, rows), proposer, [accepted] + [0] * (rows - 1), [2] * rows)
+                )
                 tokens += accepted
         lost = time - tokens / rows
         assert lost <= ALLOWED + ALLOWED_SHARE * 400 + cost + 0.5, (trial, cost, right, rows)
@@ -178,7 +180,7 @@ def test_a_first_call_whose_drafts_are_all_rejected_is_hardly_slower_than_withou
         seconds.append(cost if chosen.depth else 1.0)
         times.correct(rows, chosen, seconds[-1])
         if chosen.depth:
-            policy.record(DraftedStep(rows, rows, chosen, [0] * rows, [4] * rows))
+            policy.record(DraftedStep(StepRows(rows, rows, rows, match=True), chosen, [0] * rows, [4] * rows))
     calls = [tokens / sum(seconds[call * tokens : (call + 1) * tokens]) for call in range(3)]
     assert max(seconds) == cost, "only a drafted step shows what drafts cost"
     assert min(calls) > 0.975, calls

@@ -59,7 +59,8 @@ class Engine:
         left, time, drafted = torch.full((rows,), NEW_TOKENS), 0.0, list[bool]()
         while len(left):
             size = bucket(len(left))
-            proposer = policy.choose(StepRows(size, len(left), len(left), sampled=True))
+            chosen = StepRows(size, len(left), len(left), sampled=True)
+            proposer = policy.choose(chosen)
             seconds = self.true(proposer, size)
             if self.times.due(size, proposer, sampled=True):
                 self.times.correct(size, proposer, seconds, sampled=True)
@@ -68,7 +69,7 @@ class Engine:
             if proposer.depth:
                 accepted = drafts(proposer, len(left), *DRAFTERS[drafter], dice)
                 levels = [proposer.depth] * len(left)
-                policy.record(DraftedStep(size, len(left), proposer, accepted.tolist(), levels, sampled=True))
+                policy.record(DraftedStep(chosen, proposer, accepted.tolist(), levels))
             left = left - 1 - accepted
             left = left[left > 0]
         return NEW_TOKENS * self.true(PLAIN, bucket(rows)) / time, drafted

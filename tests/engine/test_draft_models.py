@@ -85,7 +85,7 @@ class Lengths:
 
     def after(self, accepted: int, drafted: int, count: int = 40) -> int:
         for _ in range(count):
-            self.policy.record(DraftedStep(1, 1, self.by_length[drafted], [accepted], [drafted]))
+            self.policy.record(DraftedStep(StepRows(1, 1, 1), self.by_length[drafted], [accepted], [drafted]))
         return self.chosen()
 
 
