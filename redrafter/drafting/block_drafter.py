@@ -343,8 +343,16 @@ class BlockProposer(SearchProposer[BlockContext]):
             hidden: What `BlockDrafter.open_block` reads of their hidden states.
             context: What `read_context` returned.
         """
-        fill = _fill_compiled if self.compiled else _fill
-        return fill(self.drafter, self.target.embedding, state.pending, hidden, context, self.positions)
+        drafter, table, pending, (length, layers) = self.drafter, self.target.embedding, state.pending, context
+        if callable(layers):
+            return drafter.fill(drafter.open_block(pending, hidden, table)[:, : self.positions], length, layers)
+        fill = _fill_paged
+        if self.compiled:
+            fill = _compiled_fill()
+            mark_dynamic((pending, hidden, length, layers[0].length, layers[0].table), 0)
+        return fill(
+            drafter, table, pending, hidden, length, layers, rope_of(drafter.config, length.device), self.positions
+        )
 
     def read_layer(self, cache: KVCache, length: Tensor, layer: int) -> LayerContext:
         """Return the entries that a layer attends to, of rows with `length` `[B]` int64 committed tokens."""
@@ -355,17 +363,6 @@ class BlockProposer(SearchProposer[BlockContext]):
             position = position + (length - size)[:, None]
         part = slice(layer * heads, (layer + 1) * heads)
         return LayerContext(*cache.read_drafter_layer(position.clamp(min=0), part), position)
-
-
-def _fill(
-    drafter: BlockDrafter, table: nn.Module, pending: Tensor, hidden: Tensor, context: BlockContext, size: int
-) -> Tensor:
-    """Fill the first `size` positions of a block of each row."""
-    length, layers = context
-    if callable(layers):
-        return drafter.fill(drafter.open_block(pending, hidden, table)[:, :size], length, layers)
-    rope = rope_of(drafter.config, length.device)
-    return _fill_paged(drafter, table, pending, hidden, length, layers, rope, size)
 
 
 def _fill_paged(
@@ -401,18 +398,6 @@ def _compiled_fill() -> Callable[..., Tensor]:
 
     inductor: Any = partial(compile_fx, config_patches=COMPILE_OPTIONS)
     return torch.compile(_fill_paged, fullgraph=True, backend=LayerCompiler(CUTS, inductor))
-
-
-def _fill_compiled(
-    drafter: BlockDrafter, table: nn.Module, pending: Tensor, hidden: Tensor, context: BlockContext, size: int
-) -> Tensor:
-    """Fill a block of each row as `_fill` does, compiled for any number of rows where entries are in a paged cache."""
-    length, layers = context
-    if callable(layers):
-        return _fill(drafter, table, pending, hidden, context, size)
-    mark_dynamic(*((x, 0) for x in (pending, hidden, length, layers[0].length, layers[0].table)))
-    rope = rope_of(drafter.config, length.device)
-    return _compiled_fill()(drafter, table, pending, hidden, length, layers, rope, size)
 
 
 def _remember(

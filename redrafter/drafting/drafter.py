@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -353,15 +353,28 @@ class RecurrentProposer(SearchProposer[ContextWindow | None]):
         """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""
         drafter, carried = self.drafter, None  # [B, w, D], the recurrent state of each beam
         start = drafter.begin(drafter.fuse_hidden(state.hidden)[:, None])
-        advance = _advance_compiled if self.compiled else _advance
+        advance = compile_once(_advance) if self.compiled else _advance
         windows: list[ContextWindow | None] = [context] * self.depth
         if context is not None:
             steps = torch.arange(self.depth, device=context.length.device)
             windows = [context._replace(length=length) for length in context.length + steps[:, None]]
+        if self.compiled:
+            mark_dynamic(start, 0)
+        if self.compiled and context is not None:
+            mark_dynamic((context.keys, context.bias), 0, 3)
+            mark_dynamic((context.values,), 0, 2)
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor | PartOfScores:
             nonlocal carried
-            logits, carried = advance(drafter, self.target.embedding, tokens, sources, carried, start, windows[k])
+            window = windows[k]
+            if carried is not None and carried.shape[1] != tokens.shape[1]:
+                # Only the second step continues another number of beams, one: copying it for each beam avoids another
+                # compilation.
+                carried = carried.repeat(1, tokens.shape[1], 1)
+            if self.compiled:
+                mark_dynamic((tokens, sources, carried), 0, 1)
+                mark_dynamic((window and window.length,), 0)
+            logits, carried = advance(drafter, self.target.embedding, tokens, sources, carried, start, window)
             return drafter.draft_scores(logits, sampler, noise, k)
 
         return expand
@@ -407,18 +420,3 @@ def _remember(
 
 
 RecurrentDrafter.proposer_class = RecurrentProposer
-
-
-def _advance_compiled(drafter: RecurrentDrafter, embedding: nn.Module, *inputs: Any) -> tuple[Tensor, Tensor]:
-    """Make the step of `_advance`, for the same arguments, compiled for any number of rows and beams."""
-    tokens, sources, carried, start, window = inputs
-    if carried is not None and carried.shape[1] != tokens.shape[1]:
-        # Only the second step continues another number of beams, one: copying it for each beam avoids another
-        # compilation.
-        carried = carried.repeat(1, tokens.shape[1], 1)
-    pairs = () if window is None else ((window.keys, 3), (window.values, 2), (window.bias, 3))
-    by_row = (*start, *(window or ()), tokens, sources, carried)
-    by_beam = ((x, 1) for x in (tokens, sources, carried))
-    mark_dynamic(*((x, 0) for x in by_row), *by_beam, *pairs)
-    made: tuple[Tensor, Tensor] = compile_once(_advance)(drafter, embedding, tokens, sources, carried, start, window)
-    return made

@@ -1,7 +1,7 @@
 """The base class of all drafters, which loads a checkpoint whole or not at all, and a product that they share."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -294,7 +294,7 @@ def for_any_tokens(compute: Callable[..., Any]) -> Callable[..., Any]:
         single = len(by_token[0]) == 1
         # Ids and positions may be views of a larger buffer, whose strides a compilation would depend on.
         given = [torch.cat([x, x]) if single else x.contiguous() if x.dim() == 1 else x for x in by_token]
-        mark_dynamic(*((x, 0) for x in given))
+        mark_dynamic(given, 0)
         made = compute(*given)
         if not single:
             return made
@@ -337,8 +337,8 @@ def compile_once(function: Callable[..., Any], **options: Any) -> Callable[..., 
     return torch.compile(function, options=options or None)
 
 
-def mark_dynamic(*sizes: tuple[Tensor | None, int]) -> None:
-    """Mark sizes, each a tensor and one of its dimensions, that vary from call to call of a compiled function."""
-    for x, dim in sizes:
+def mark_dynamic(tensors: Iterable[Tensor | None], *dims: int) -> None:
+    """Mark dimensions of tensors whose sizes vary from call to call of a compiled function; None has no sizes."""
+    for x in tensors:
         if x is not None:
-            torch._dynamo.maybe_mark_dynamic(x, dim)
+            torch._dynamo.maybe_mark_dynamic(x, dims)

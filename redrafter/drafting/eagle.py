@@ -360,18 +360,23 @@ class EagleProposer(SearchProposer):
         """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""
         head, table = self.drafter, self.target.embedding
         head.midlayer.self_attn.find_frequencies(state.hidden.device)
-        fuse: Callable[..., Tensor] = EagleDrafter.fuse_hidden
-        advance: Callable[..., tuple[Tensor, Tensor, Any]] = _advance
-        if self.compiled and isinstance(context, PagedPast):
-            mark_dynamic((state.hidden, 0))
-            fuse, advance = compile_once(fuse, combo_kernels=True), _advance_compiled
+        functions: tuple[Callable[..., Any], ...] = EagleDrafter.fuse_hidden, _advance
+        compiled = self.compiled and isinstance(context, PagedPast)
+        if compiled:
+            mark_dynamic((state.hidden, context.length, context.entries.length, context.entries.table), 0)
+        fuse, advance = (compile_once(f, combo_kernels=True) if compiled else f for f in functions)
         carried = fuse(head, state.hidden)[:, None]  # [B, w, D], the hidden state that each beam reads
         path: Any = None  # the drafts of each beam
         position = context.length - 1 + torch.arange(self.depth, device=context.length.device)[:, None]  # [K, B]
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor | PartOfScores:
             nonlocal carried, path
-            logits, carried, path = advance(head, table, tokens, sources, carried, position[k, :, None], path, context)
+            before = position[k, :, None]
+            if compiled:
+                mark_dynamic((tokens, sources, carried), 0, 1)
+                mark_dynamic((before,), 0)
+                mark_dynamic((path,), 0, 1, 2)
+            logits, carried, path = advance(head, table, tokens, sources, carried, before, path, context)
             return head.draft_scores(logits, sampler, noise, k)
 
         return expand
@@ -421,13 +426,3 @@ def _finish(
     head: EagleDrafter, embedding: nn.Module, ids: Tensor, positions: Tensor, carried: Tensor
 ) -> tuple[Tensor, Tensor]:
     return head.finish(head.embed(ids, embedding), carried, (positions - 1).clamp(min=0))
-
-
-def _advance_compiled(head: EagleDrafter, table: nn.Module, *inputs: Any) -> tuple[Tensor, Tensor, Any]:
-    """Make the step of `_advance`, for the same arguments, compiled for any number of rows and beams."""
-    tokens, sources, carried, position, path, past = inputs
-    by_row = tokens, sources, carried, position, path, past.length, past.entries.length, past.entries.table
-    by_beam = ((x, 1) for x in (tokens, sources, carried, path))
-    mark_dynamic(*((x, 0) for x in by_row), *by_beam, (path, 2))
-    made: tuple[Tensor, Tensor, Any] = compile_once(_advance, combo_kernels=True)(head, table, *inputs)
-    return made

@@ -248,7 +248,7 @@ class MTPProposer(SearchProposer):
     def _advance(self, cache: KVCache, length: Tensor) -> Callable[[int, Tensor, Tensor, Tensor | None], Tensor]:
         """Return a function of level, tokens `[B, w]`, carried `[B, w, D]` and seen entries that makes new entries."""
         layer, table, count = self.drafter, self.target.embedding, len(length)
-        step = _step_compiled if self.compiled and layer.is_compilable else _step
+        step = partial(_run_compiled, layer, _step_passing_on, _step) if self.compiled else partial(_step, layer)
         levels = torch.arange(self.depth, device=length.device)
         position = length - 1 + levels[:, None]  # [K, B]
         entries = PagedEntries.of_nearest(cache, length, PAST, self.searched)
@@ -262,7 +262,13 @@ class MTPProposer(SearchProposer):
             else:
                 rows = entries.rows(seen, levels[k].expand(count, seen.shape[2]))
             own = position[k][:, None].expand_as(tokens)
-            return step(layer, table, tokens, carried, own, Past(entries, rows, 1 + PAST))
+            # As one row, so that a compiled function serves any number of rows and beams.
+            by_token = tokens.reshape(1, -1), carried.reshape(1, -1, carried.shape[-1]), own.reshape(1, -1)
+            if self.compiled:
+                mark_dynamic(by_token, 1)
+                mark_dynamic(rows, 0)
+            made: Tensor = step(table, *by_token, Past(entries, rows, 1 + PAST))
+            return made.view_as(carried)
 
         return advance
 
@@ -271,18 +277,18 @@ MTPDrafter.proposer_class = MTPProposer
 
 
 def _step(layer: MTPDrafter, table: nn.Module, tokens: Tensor, carried: Tensor, position: Tensor, past: Past) -> Tensor:
-    """Compute entries of w beams of each row.
+    """Compute entries of w beams of each of B rows, one row after another.
 
     Args:
         layer: The MTP layer.
         table: The target's embedding table.
-        tokens: Last token of each beam, `[B, w]` int64.
-        carried: The hidden state before it, `[B, w, D]`.
-        position: The position of that, `[B, w]` int64.
+        tokens: Last token of each beam, `[1, B w]` int64.
+        carried: The hidden state before it, `[1, B w, D]`.
+        position: The position of that, `[1, B w]` int64.
         past: Where entries are, and which of them the beams see.
 
     Returns:
-        What `MTPDrafter.step` returns, `[B, w, D]`.
+        What `MTPDrafter.step` returns, `[1, B w, D]`.
     """
     inputs = layer.join(layer.embed(tokens, position, table), carried)
     return layer.step(inputs, position.clamp(min=0), past)
@@ -322,13 +328,3 @@ def _run_compiled(
                 raise
             layer.leave_uncompiled(first_line(error))
     return uncompiled(layer, *arguments)
-
-
-def _step_compiled(
-    layer: MTPDrafter, table: nn.Module, tokens: Tensor, carried: Tensor, position: Tensor, past: Past
-) -> Tensor:
-    """Compute `_step`, compiled for any number of rows and beams."""
-    by_token = tokens.reshape(1, -1), carried.reshape(1, -1, carried.shape[-1]), position.reshape(1, -1)
-    mark_dynamic(*((x, 1) for x in by_token), *((x, 0) for x in past.rows))
-    made: Tensor = _run_compiled(layer, _step_passing_on, _step, table, *by_token, past)
-    return made.view(*tokens.shape, -1)
