@@ -23,6 +23,7 @@ from redrafter.files.checkpoint_kind import read_json
 from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE, read_file_headers
 from redrafter.files.stored_tensors import map_tensor
 from redrafter.model.forward_batch import decoder_stack
+from redrafter.model.linear_layers import multiply_blocks
 from redrafter.model.patch import MODEL_ERRORS
 from redrafter.model.target import Target
 
@@ -176,13 +177,10 @@ def _join_experts(tensors: Mapping[str, Tensor], expected: Iterable[str]) -> dic
 def _widen_blocks(tensors: dict[str, Tensor]) -> None:
     """Multiply weights in FP8 by the scales of their blocks, as DeepSeek-V3 stores them, in place, without scales."""
     for scales in [name for name in tensors if name.endswith(".weight_scale_inv")]:
-        scale, name = tensors.pop(scales).float(), scales.removesuffix("_scale_inv")
-        weight = tensors[name].float()
-        # The last blocks of both dimensions may be cut; all blocks are of one power of two.
-        sizes = [1 << ((size - 1) // count).bit_length() for size, count in zip(weight.shape, scale.shape, strict=True)]
-        for dim, size in enumerate(sizes):
-            scale = scale.repeat_interleave(size, dim=dim).narrow(dim, 0, weight.shape[dim])
-        tensors[name] = (weight * scale).bfloat16()
+        scale, name = tensors.pop(scales), scales.removesuffix("_scale_inv")
+        counts = zip(tensors[name].shape, scale.shape, strict=True)
+        block = [1 << ((size - 1) // count).bit_length() for size, count in counts]  # powers of two
+        tensors[name] = multiply_blocks(tensors[name], scale, block).bfloat16()
 
 
 def _files_by_tensor(name: str, revision: str | None) -> dict[str, str]:

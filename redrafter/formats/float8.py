@@ -18,6 +18,7 @@ from redrafter.errors import CheckpointError, UnsupportedError, first_line
 from redrafter.files.checkpoint_kind import read_json
 from redrafter.files.dtype_names import dtype_name
 from redrafter.formats.tensors import StoredTensor, Tensors, empty
+from redrafter.model.linear_layers import multiply_blocks
 
 _KEYS = ("quantization_config", "compression_config")  # of config.json; the second is older
 _MODELOPT_FILE = "hf_quant_config.json"
@@ -111,7 +112,6 @@ def _scaled(
         scales = scale.read().float().view(math.ceil(rows / shared[0]), -1)
         if not scales.isfinite().all():
             raise CheckpointError(f"{directory} has numbers that are not finite in {scale.name}")
-        wide = scales[torch.arange(rows) // shared[0]][:, torch.arange(columns) // shared[1]]
-        return (weight.read().float() * wide).to(dtype)
+        return multiply_blocks(weight.read(), scales, shared).to(dtype)
 
     return StoredTensor(weight.name, empty(weight.shape, dtype), dequantize)

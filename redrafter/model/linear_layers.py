@@ -28,6 +28,18 @@ from redrafter.model.patch import ModelPatch, Running, find_places, has_hooks
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
+def multiply_blocks(weight: Tensor, scale: Tensor, block: Sequence[int]) -> Tensor:
+    """Return a weight `[M, N]` multiplied by the scales of its blocks, float32; the last blocks may be cut.
+
+    Args:
+        weight: The weight, in FP8.
+        scale: The scale of each block, `[ceil(M / block[0]), ceil(N / block[1])]`.
+        block: Rows and columns of a block.
+    """
+    rows, columns = (torch.arange(count) // size for count, size in zip(weight.shape, block, strict=True))
+    return weight.float() * scale.float()[rows][:, columns]
+
+
 class Float8Linear(nn.Linear):
     """A linear layer whose weight is FP8, with a scale for each output feature, and whose inputs are rounded to FP8.
 
