@@ -154,11 +154,11 @@ class PagedCache(KVCache):
             self.pool.layer_pools,
             windows,
             TokenRows(
-                length=_flatten_with_spare(length),
+                length=flatten_with_spare(length),
                 starts=row_starts,
-                depth=_flatten_with_spare(tree.depth),
-                ancestors=_flatten_with_spare(tree.ancestors),
-                table=_flatten_with_spare(self.table),
+                depth=flatten_with_spare(tree.depth),
+                ancestors=flatten_with_spare(tree.ancestors),
+                table=flatten_with_spare(self.table),
                 chunk_starts=chunk_starts,
                 chunk_lengths=chunk_lengths,
                 chunk_table=chunk_table,
@@ -232,7 +232,7 @@ def _free_memory(device: torch.device, ranks: Ranks) -> int:
     return psutil.virtual_memory().available // ranks.size  # ranks on a CPU share its memory
 
 
-def _flatten_with_spare(x: Tensor) -> Tensor:
+def flatten_with_spare(x: Tensor) -> Tensor:
     """Return a flat copy with one more entry at its end, as `TokenRows` requires; nothing reads its value."""
     return torch.cat([x.flatten(), x.new_empty(1)])
 

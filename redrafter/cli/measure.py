@@ -28,7 +28,7 @@ from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
 from redrafter.cli.measure_options import BenchOptions, CompareOptions, EvaluateOptions, MeasureOptions, Search
 from redrafter.data.suites import read_suite
 from redrafter.drafting.proposer import SearchProposer
-from redrafter.drafting.text_drafters import ReplayableDrafter, require
+from redrafter.drafting.text_drafters import require
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import write_atomically
@@ -184,7 +184,7 @@ def evaluate_pair(pair: Pair, options: EvaluateOptions, records: Records) -> lis
     engine, target = pair.engine, pair.engine.target
     assert isinstance(engine, ReDrafter)
     assert isinstance(engine.proposer, SearchProposer)
-    drafter, search = require(ReplayableDrafter, engine.drafter), Search(engine.proposer.beams, engine.proposer.depth)
+    drafter, search = require(engine.drafter, "evaluate"), Search(engine.proposer.beams, engine.proposer.depth)
     for beams, depth in options.shapes or (search,):
         check_beams(engine.drafter.config, beams)
         engine.drafter.check_search(target, depth)

@@ -32,7 +32,7 @@ from redrafter.files.stored_tensors import read_directory
 from redrafter.kernels.cache_format import read_slots
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
-from redrafter.tree.token_tree import Tree
+from redrafter.tree.beam_search import Expand
 
 LEFT_OUT = 100.0  # distance of the scores of ids in other clusters below the lowest score of the chosen ones
 
@@ -221,7 +221,7 @@ class AssistantDrafter(DrafterModel):
 
 
 @dataclass(frozen=True)
-class AssistantProposer(SearchProposer):
+class AssistantProposer(SearchProposer[dict[str, Shared]]):
     """Drafts with an assistant; the attributes are those of `SearchProposer`."""
 
     drafter: AssistantDrafter
@@ -231,24 +231,22 @@ class AssistantProposer(SearchProposer):
         """The number of the target's layer that each kind of layers attends to."""
         return self.drafter.layers_shared(self.target)
 
-    def propose(
-        self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
-    ) -> Tree:
-        """Draft a tree by beam search; see `Proposer.propose`."""
-        shared, carried = self.read_shared(cache, state.length), state.hidden[:, None]
+    def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: dict[str, Shared]) -> Expand:
+        """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""
+        carried = state.hidden[:, None]
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
             nonlocal carried
             carried = of_beams(carried, sources) if k else carried
             embedding = self.target.embedding(tokens)
-            logits, carried = self.drafter.step(embedding, carried, state.length, shared)
+            logits, carried = self.drafter.step(embedding, carried, state.length, context)
             return sampler.draft_scores(logits, noise, k, None)
 
-        return self.grow(state, sampler, expand)
+        return expand
 
-    def read_shared(self, cache: KVCache, length: Tensor) -> dict[str, Shared]:
-        """Return the target's entries that the assistant attends to, of `length` `[B]` int64 committed tokens."""
-        shared, window = {}, self.drafter.assistant.model.config.sliding_window
+    def read_context(self, state: State, cache: KVCache) -> dict[str, Shared]:
+        """Return the target's entries of committed tokens that each kind of layers attends to."""
+        shared, window, length = {}, self.drafter.assistant.model.config.sliding_window, state.length
         for kind, layer in self.layers_shared.items():
             # One more than the window, as the pending token is counted in it but not cached.
             size = min(window + 1, cache.window) if kind == "sliding_attention" else cache.window

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.anchor_attention import SeenRanges, can_fuse
 from redrafter.drafting.decoder_parts import Sines, rope_of
-from redrafter.drafting.dflash_config import BlockConfig
+from redrafter.drafting.dflash_config import DFlashConfig
 from redrafter.drafting.dflash_layers import (
     BlockLayer,
     BlockPlace,
@@ -71,7 +71,7 @@ class BlockDrafter(TrainableDrafter):
         norm: The norm after them.
     """
 
-    config: BlockConfig
+    config: DFlashConfig
     layers: nn.ModuleList
     norm: nn.RMSNorm
 

@@ -13,8 +13,9 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
+from redrafter.drafting.decoder_parts import Sines, normalise, rotate
 from redrafter.drafting.drafter_config import DrafterConfig
 
 ROPE_THETA = 10_000.0
@@ -86,9 +87,9 @@ class ContextAttention(nn.Module):
             embedding: The target's embeddings of the tokens, `[..., D]`.
             position: Their positions, `[...]` int64.
         """
-        joined = torch.cat([_norm(hidden, self.eps), _norm(embedding, self.eps)], dim=-1)  # [..., 2D]
+        joined = torch.cat([normalise(hidden, self.eps), normalise(embedding, self.eps)], dim=-1)  # [..., 2D]
         key, value = (torch.unflatten(x, -1, (-1, self.size)) for x in (self.key(joined), self.value(joined)))
-        return _rotate(_norm(key, self.eps), position), value
+        return _rotate(normalise(key, self.eps), position), value
 
     def forward(self, state: Tensor, window: ContextWindow) -> Tensor:
         """Attend from recurrent states to the committed tokens, and return the attended values, `[B, w, D]`.
@@ -130,8 +131,8 @@ class ContextAttention(nn.Module):
 
     def _queries(self, state: Tensor, position: Tensor) -> Tensor:
         """Return the queries of states `[..., D]` at positions that broadcast to `[...]`, `[..., h, d]`."""
-        query = torch.unflatten(self.query(_norm(state, self.eps)), -1, (-1, self.size))
-        return _rotate(_norm(query, self.eps) * self.scale, position)
+        query = torch.unflatten(self.query(normalise(state, self.eps)), -1, (-1, self.size))
+        return _rotate(normalise(query, self.eps) * self.scale, position)
 
 
 class PackedContext:
@@ -201,16 +202,8 @@ def packed_mask(segment: Tensor | None, rows: int, length: int, window: int, dev
     return pad(visible[:, :, :-1], (1, 0), value=True)
 
 
-def _norm(x: Tensor, eps: float) -> Tensor:
-    """RMS-normalise the last dimension, without a weight, which the following product can absorb."""
-    return rms_norm(x, x.shape[-1:], eps=eps)
-
-
 def _rotate(x: Tensor, position: Tensor) -> Tensor:
     """Rotate heads `[..., h, d]` by positions that broadcast to `[...]`, and return them in their dtype."""
     size = x.shape[-1]
     frequency = ROPE_THETA ** (torch.arange(0, size, 2, device=x.device) / -size)  # [d / 2]
-    angle = (position[..., None] * frequency)[..., None, :]  # [..., 1, d / 2]
-    cosine, sine = angle.cos(), angle.sin()
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).to(x.dtype)
+    return rotate(x, Sines.at(position, frequency, 1.0))

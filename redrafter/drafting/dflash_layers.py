@@ -13,7 +13,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from redrafter.drafting.anchor_attention import attend_ranges
 from redrafter.drafting.context_attention import BACKENDS
 from redrafter.drafting.decoder_parts import AttentionProducts, GatedMLP, RMSNorm, Sines
-from redrafter.drafting.dflash_config import BlockConfig, DFlashConfig
+from redrafter.drafting.dflash_config import DFlashConfig
 from redrafter.drafting.paged_entries import PagedEntries
 from redrafter.kernels.attention_inputs import TokenRows
 
@@ -83,7 +83,7 @@ ReadLayer: TypeAlias = Callable[[int], AnyContext]
 class BlockAttention(AttentionProducts):
     """Attention of a block's positions to the committed tokens and to each other."""
 
-    def __init__(self, config: BlockConfig, layer: int):
+    def __init__(self, config: DFlashConfig, layer: int):
         super().__init__(config.hidden_size, config, normed=True)
         self.window = config.sliding_window if layer in config.sliding_layers else None
         self.sees_later = config.sees_later(layer)
@@ -181,7 +181,7 @@ class Convolution(nn.Module):
     A tap's weight is a constant of each channel plus a term computed from the sublayer's input for each group of them.
     """
 
-    def __init__(self, config: BlockConfig):
+    def __init__(self, config: DFlashConfig):
         super().__init__()
         assert config.conv_kernel_size is not None
         assert config.conv_group_size is not None
@@ -208,7 +208,7 @@ class Convolution(nn.Module):
 class BlockLayer(nn.Module):
     """A decoder layer."""
 
-    def __init__(self, config: BlockConfig, layer: int):
+    def __init__(self, config: DFlashConfig, layer: int):
         super().__init__()
         width, eps, convolved = config.hidden_size, config.rms_norm_eps, config.conv_kernel_size is not None
         self.input_layernorm = RMSNorm(width, eps)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -292,7 +292,7 @@ class EagleDrafter(TrainableDrafter):
         return {"the drafter's states": positions * (entries + layer), "its attention to the texts": positions * scores}
 
     def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> ReadAt:
-        """Return a function of the entries before positions of texts; see `ReplayableDrafter.read_texts`."""
+        """Return a function of the entries before positions of texts; see `TrainableDrafter.read_texts`."""
         if self.embed_tokens is not None:
             embedding = self.embed_tokens(tokens)
         return self.read_past(embedding, self.fuse_hidden(hidden), torch.full_like(tokens[:, 0], tokens.shape[1])).at
@@ -342,11 +342,7 @@ class EagleProposer(SearchProposer):
     """
 
     drafter: EagleDrafter
-
-    @cached_property
-    def scratch_slots(self) -> int:
-        """Slots after a row's committed tokens that a step writes to: verification, or before it the search."""
-        return max(self.nodes, self.searched)
+    stores_drafts = True
 
     def read_context(self, state: State, cache: KVCache) -> PastEntries | PagedPast:
         """Return the entries of the rows' committed tokens."""
@@ -361,10 +357,11 @@ class EagleProposer(SearchProposer):
         head, table = self.drafter, self.target.embedding
         head.midlayer.self_attn.find_frequencies(state.hidden.device)
         functions: tuple[Callable[..., Any], ...] = EagleDrafter.fuse_hidden, _advance
-        compiled = self.compiled and isinstance(context, PagedPast)
-        if compiled:
+        compiled = False
+        if self.compiled and isinstance(context, PagedPast):
+            compiled, functions = True, tuple(compile_once(f, combo_kernels=True) for f in functions)
             mark_dynamic((state.hidden, context.length, context.entries.length, context.entries.table), 0)
-        fuse, advance = (compile_once(f, combo_kernels=True) if compiled else f for f in functions)
+        fuse, advance = functions
         carried = fuse(head, state.hidden)[:, None]  # [B, w, D], the hidden state that each beam reads
         path: Any = None  # the drafts of each beam
         position = context.length - 1 + torch.arange(self.depth, device=context.length.device)[:, None]  # [K, B]

@@ -8,7 +8,7 @@ the token after it, and predicts the token after that one (Gloeckle et al. 2024,
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from redrafter.model.patch import MODEL_ERRORS
 from redrafter.model.target import Target
 from redrafter.parallel.local_shards import GatheredLinear
 from redrafter.sampling.sampler import Sampler
-from redrafter.tree.token_tree import Tree
+from redrafter.tree.beam_search import Expand
 
 PAST = 1024  # entries of the text that a draft attends to, the nearest ones; bounds what a step reads of the cache
 
@@ -207,7 +207,7 @@ class MTPDrafter(DrafterModel):
 
 
 @dataclass(frozen=True)
-class MTPProposer(SearchProposer):
+class MTPProposer(SearchProposer[PagedEntries]):
     """Drafts with an MTP layer; the attributes are those of `SearchProposer`.
 
     Keys and values of committed tokens are in the target's cache. Those of drafts live as long as the search, in the
@@ -215,27 +215,41 @@ class MTPProposer(SearchProposer):
     """
 
     drafter: MTPDrafter
+    stores_drafts = True
 
-    @cached_property
-    def scratch_slots(self) -> int:
-        """Slots after a row's committed tokens that a step writes to: those of nodes, and of all that was searched."""
-        return max(self.nodes, self.searched)
+    def read_context(self, state: State, cache: KVCache) -> PagedEntries:
+        """Return the entries of the rows' nearest committed tokens."""
+        return PagedEntries.of_nearest(cache, state.length, PAST, self.searched)
 
-    def propose(
-        self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
-    ) -> Tree:
-        """Draft a tree by beam search; see `Proposer.propose`."""
-        head, rows, carried = self.target.head, len(state.length), state.hidden[:, None]  # [B, w, D], of each beam
-        advance = self._advance(cache, state.length)
+    def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: PagedEntries) -> Expand:
+        """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""
+        layer, head, table, length = self.drafter, self.target.head, self.target.embedding, state.length
+        step = partial(_run_compiled, layer, _step_passing_on, _step) if self.compiled else partial(_step, layer)
+        count, levels = len(length), torch.arange(self.depth, device=length.device)
+        position = length - 1 + levels[:, None]  # [K, B]
+        carried = state.hidden[:, None]  # [B, w, D], of each beam
         seen: Tensor | None = None  # [B, w, n + w], entries of each beam; None in a chain, which sees all
+        # A chain sees all drafts before, as it sees committed tokens.
+        one = torch.ones(count, 1, 1, dtype=torch.bool, device=length.device)
+        chain, lengths = context.rows(one, levels[:1].expand(count, 1)), context.length + levels[:, None]
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
             nonlocal carried, seen
             if self.beams > 1:
                 if seen is not None:
                     carried, seen = of_beams(carried, sources), of_beams(seen, sources)
-                seen = with_themselves(seen, rows, tokens.shape[1], carried.device)
-            carried = advance(k, tokens, carried, seen)
+                seen = with_themselves(seen, count, tokens.shape[1], carried.device)
+                rows = context.rows(seen, levels[k].expand(count, seen.shape[2]))
+            else:
+                rows = chain._replace(length=lengths[k])
+            # As one row, so that a compiled function serves any number of rows and beams.
+            own = position[k][:, None].expand_as(tokens)
+            by_token = tokens.reshape(1, -1), carried.reshape(1, -1, carried.shape[-1]), own.reshape(1, -1)
+            if self.compiled:
+                mark_dynamic(by_token, 1)
+                mark_dynamic(rows, 0)
+            made: Tensor = step(table, *by_token, Past(context, rows, 1 + PAST))
+            carried = made.view_as(carried)
             # Not by a call of the head, which may have hooks while another thread uses the target.
             if isinstance(head, GatheredLinear):  # ranks share it
                 logits = GatheredLinear.forward(head, carried)
@@ -243,34 +257,7 @@ class MTPProposer(SearchProposer):
                 logits = linear(carried, head.weight, head.bias)
             return sampler.draft_scores(logits, noise, k, None)
 
-        return self.grow(state, sampler, expand)
-
-    def _advance(self, cache: KVCache, length: Tensor) -> Callable[[int, Tensor, Tensor, Tensor | None], Tensor]:
-        """Return a function of level, tokens `[B, w]`, carried `[B, w, D]` and seen entries that makes new entries."""
-        layer, table, count = self.drafter, self.target.embedding, len(length)
-        step = partial(_run_compiled, layer, _step_passing_on, _step) if self.compiled else partial(_step, layer)
-        levels = torch.arange(self.depth, device=length.device)
-        position = length - 1 + levels[:, None]  # [K, B]
-        entries = PagedEntries.of_nearest(cache, length, PAST, self.searched)
-        # A chain sees all drafts before, as it sees committed tokens.
-        one = torch.ones(count, 1, 1, dtype=torch.bool, device=length.device)
-        chain, lengths = entries.rows(one, levels[:1].expand(count, 1)), entries.length + levels[:, None]
-
-        def advance(k: int, tokens: Tensor, carried: Tensor, seen: Tensor | None) -> Tensor:
-            if seen is None:
-                rows = chain._replace(length=lengths[k])
-            else:
-                rows = entries.rows(seen, levels[k].expand(count, seen.shape[2]))
-            own = position[k][:, None].expand_as(tokens)
-            # As one row, so that a compiled function serves any number of rows and beams.
-            by_token = tokens.reshape(1, -1), carried.reshape(1, -1, carried.shape[-1]), own.reshape(1, -1)
-            if self.compiled:
-                mark_dynamic(by_token, 1)
-                mark_dynamic(rows, 0)
-            made: Tensor = step(table, *by_token, Past(entries, rows, 1 + PAST))
-            return made.view_as(carried)
-
-        return advance
+        return expand
 
 
 MTPDrafter.proposer_class = MTPProposer

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from redrafter.attention.tree_attention import tree_attention
 from redrafter.cache.kv_cache import KVCache
-from redrafter.cache.paged import PagedCache
+from redrafter.cache.paged import PagedCache, flatten_with_spare
 from redrafter.kernels.attention_inputs import TokenRows
 from redrafter.kernels.block_size import BLOCK_SIZE
 
@@ -42,7 +42,7 @@ class PagedEntries(NamedTuple):
     def from_cache(cls, cache: KVCache, length: Tensor, first: int = 1, *, sees_later: bool = False) -> "PagedEntries":
         """Return the entries of rows with `length` `[B]` int64 committed tokens."""
         keys, values = (store[None] for store in cache.stores(-1)[:2])
-        return cls(keys, values, _with_spare(length), _with_spare(cache.table.flatten()), first, sees_later)
+        return cls(keys, values, flatten_with_spare(length), flatten_with_spare(cache.table), first, sees_later)
 
     @classmethod
     def of_nearest(cls, cache: KVCache, length: Tensor, reach: int, room: int) -> "PagedEntries":
@@ -57,8 +57,8 @@ class PagedEntries(NamedTuple):
         # The first token of the first block is further back, so that one without an entry is hidden in no other place.
         first = (length - reach - 1).clamp(min=0) // BLOCK_SIZE  # [B]
         index = (first[:, None] + torch.arange(blocks)).clamp(max=table.shape[1] - 1)
-        near = table.gather(1, index).flatten()
-        return whole._replace(length=_with_spare(length - first * BLOCK_SIZE), table=_with_spare(near))
+        near = table.gather(1, index)
+        return whole._replace(length=flatten_with_spare(length - first * BLOCK_SIZE), table=flatten_with_spare(near))
 
     def rows(self, seen: Tensor, depth: Tensor | None = None) -> TokenRows:
         """Return new nodes of each row as attention takes them. Layers and levels may share the result.
@@ -70,9 +70,9 @@ class PagedEntries(NamedTuple):
         rows, beams, nodes = seen.shape
         starts = torch.arange(rows + 1, device=seen.device) * beams
         # Without a window the kernel reads its size alone, so it is not filled.
-        depths = starts.new_empty(rows * nodes + 1) if depth is None else _with_spare(depth.flatten())
+        depths = starts.new_empty(rows * nodes + 1) if depth is None else flatten_with_spare(depth)
         no_chunks = self.length[:2]  # of prompts: their number, 0, follows from the shape, and nothing is read
-        ancestors = _with_spare(seen.flatten())
+        ancestors = flatten_with_spare(seen)
         return TokenRows(self.length, starts, depths, ancestors, self.table, no_chunks, no_chunks, self.table)
 
     def attend(
@@ -144,8 +144,3 @@ def with_themselves(path: Tensor | None, rows: int, beams: int, device: torch.de
     own = torch.arange(earlier + beams, device=device) == earlier + torch.arange(beams, device=device)[:, None]
     # Padded and not concatenated, as a compiler then computes all of it in one kernel.
     return own.expand(rows, -1, -1) if path is None else pad(path, (0, beams)) | own
-
-
-def _with_spare(x: Tensor) -> Tensor:
-    """Return `[N]` with one more entry at its end, which `TokenRows` explains; nothing reads its value."""
-    return torch.cat([x, x.new_empty(1)])

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Generic, Protocol
+from typing import Any, ClassVar, Generic, Protocol
 
 from torch import Tensor, nn
 from typing_extensions import TypeVar  # which has a default, as that of `typing` does from Python 3.13 on
@@ -173,7 +173,10 @@ class SearchProposer(Generic[Context]):
         nodes: N, most nodes of a row's tree, the pending token included.
         shared_nodes: Nodes that all rows of a step share, the likeliest ones; None for N in each row.
         compiled: Whether to run the drafter's step through torch.compile, which takes some seconds at its first use.
+        stores_drafts: Whether the search stores entries of drafts in the slots after the committed tokens.
     """
+
+    stores_drafts: ClassVar[bool] = False
 
     drafter: PricedDrafter
     target: Target
@@ -187,8 +190,8 @@ class SearchProposer(Generic[Context]):
 
     @cached_property
     def scratch_slots(self) -> int:
-        """Slots after a row's committed tokens that a step writes to."""
-        return self.nodes
+        """Slots after a row's committed tokens that a step writes to: verification, or before it the search."""
+        return max(self.nodes, self.searched if self.stores_drafts else 0)
 
     @property
     def searched(self) -> int:

@@ -1,7 +1,7 @@
-"""Interfaces of drafters that are evaluated on given texts, or trained on them."""
+"""The interface of drafters that are evaluated on given texts and trained on them."""
 
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
@@ -33,13 +33,17 @@ class GivenTexts(NamedTuple):
 
 
 ReadAt: TypeAlias = Callable[[Tensor, Tensor], object]
-"""Returns what a drafter reads of texts at positions, for the arguments that `ReplayableDrafter.read_texts` names."""
+"""Returns what a drafter reads of texts at positions, for the arguments that `TrainableDrafter.read_texts` names."""
 
 
-class ReplayableDrafter(DrafterModel):
-    """A drafter that drafts from many positions of a given sequence at once, as `redrafter evaluate` measures it."""
+class TrainableDrafter(DrafterModel):
+    """A drafter that drafts from many positions of given texts at once, as `redrafter evaluate` and `train` need it.
 
-    command: ClassVar[str] = "evaluate"  # the command that needs this interface
+    Attributes:
+        lm_head: The product whose logits are compared with the target's; None for the target's own head.
+    """
+
+    lm_head: nn.Linear | None
 
     def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> ReadAt | None:
         """Read whole texts, in order to draft from many of their positions at once.
@@ -61,17 +65,6 @@ class ReplayableDrafter(DrafterModel):
         The search has `beams` beams; its scores over the vocabulary are not counted.
         """
         raise NotImplementedError
-
-
-class TrainableDrafter(ReplayableDrafter):
-    """A drafter that `redrafter train` trains, and validates as `redrafter evaluate` does.
-
-    Attributes:
-        lm_head: The product whose logits are compared with the target's; None for the target's own head.
-    """
-
-    command = "train"
-    lm_head: nn.Linear | None
 
     def check_unroll(self, steps: int) -> None:
         """Raise `ArgumentError` or `UnsupportedError` if it cannot be trained for `steps` draft steps."""
@@ -102,14 +95,11 @@ class TrainableDrafter(ReplayableDrafter):
         raise NotImplementedError
 
 
-TextDrafter = TypeVar("TextDrafter", bound=ReplayableDrafter)
-
-
-def require(interface: type[TextDrafter], drafter: DrafterModel) -> TextDrafter:
-    """Return a drafter that implements an interface; raise `UnsupportedError` for any other."""
-    if isinstance(drafter, interface):
+def require(drafter: DrafterModel, command: str) -> TrainableDrafter:
+    """Return a drafter that drafts over given texts, as a command needs it; raise `UnsupportedError` for any other."""
+    if isinstance(drafter, TrainableDrafter):
         return drafter
     raise UnsupportedError(
-        f"`redrafter {interface.command}` cannot draft over given texts with this drafter, of the kind "
+        f"`redrafter {command}` cannot draft over given texts with this drafter, of the kind "
         f"{drafter.config.kind}; `redrafter bench` measures its tokens per step"
     )

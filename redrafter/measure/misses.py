@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from redrafter.drafting.text_drafters import ReplayableDrafter
+from redrafter.drafting.text_drafters import TrainableDrafter
 from redrafter.measure.decode import Texts
 from redrafter.measure.replay import (
     Positions,
@@ -69,7 +69,7 @@ class Step(NamedTuple):
 
 
 def explain(
-    drafter: ReplayableDrafter, target: Target, texts: Texts, shape: TreeShape, categories: Mapping[str, int]
+    drafter: TrainableDrafter, target: Target, texts: Texts, shape: TreeShape, categories: Mapping[str, int]
 ) -> dict[str, Any]:
     """Explain the acceptance of a tree on texts, as JSON has it; `categories` counts the texts of each, in order.
 
@@ -139,7 +139,7 @@ def mean_margin(sums: Sequence[float], counts: Sequence[float]) -> float | None:
 
 
 @torch.inference_mode()
-def trace_steps(drafter: ReplayableDrafter, target: Target, texts: Texts, shape: TreeShape) -> list[Step]:
+def trace_steps(drafter: TrainableDrafter, target: Target, texts: Texts, shape: TreeShape) -> list[Step]:
     """Return the steps that `replay` counts, with the data that classify the first missed draft of each.
 
     The drafter must be in eval mode, on the target's device and in its dtype.
@@ -183,7 +183,7 @@ def base_probabilities(target: Target, texts: Texts) -> list[Tensor]:
     return [found[index] for index in range(len(texts.tokens))]
 
 
-def _ranks(drafter: ReplayableDrafter, target: Target, at: Positions) -> Tensor:
+def _ranks(drafter: TrainableDrafter, target: Target, at: Positions) -> Tensor:
     """Rank the text's own tokens in the drafter's scores during search, `[A, K]` int64: the number of higher scores.
 
     -1 marks tokens outside the drafter's vocabulary and positions past the end of the text.

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from redrafter.drafting.proposer import State
-from redrafter.drafting.text_drafters import ReplayableDrafter
+from redrafter.drafting.text_drafters import TrainableDrafter
 from redrafter.measure.decode import Texts, write_texts
 from redrafter.model.target import Target
 from redrafter.model.teacher import Teacher
@@ -58,7 +58,7 @@ class Positions:
     context: Any  # context that the drafter attends to; None for drafters without it
 
 
-def count_accepted(drafter: ReplayableDrafter, target: Target, at: Positions, shapes: Sequence[TreeShape]) -> Tensor:
+def count_accepted(drafter: TrainableDrafter, target: Target, at: Positions, shapes: Sequence[TreeShape]) -> Tensor:
     """Count accepted and verified drafts at A positions, `[2, A, shapes]` int64.
 
     The drafter must be in eval mode. The depth K of the positions is the maximum over the shapes.
@@ -125,7 +125,7 @@ def group_texts(texts: Texts, vocabulary: int) -> Iterator[list[int]]:
 
 
 def read_positions(
-    drafter: ReplayableDrafter, target: Target, texts: Texts, group: list[int], shapes: Sequence[TreeShape]
+    drafter: TrainableDrafter, target: Target, texts: Texts, group: list[int], shapes: Sequence[TreeShape]
 ) -> Iterator[Positions]:
     """Run the base on a group of texts, and yield their pending positions, text by text.
 
@@ -172,7 +172,7 @@ def read_positions(
 
 
 def measure_positions(
-    drafter: ReplayableDrafter,
+    drafter: TrainableDrafter,
     target: Target,
     texts: Texts,
     shapes: Sequence[TreeShape],
@@ -250,11 +250,11 @@ class ValidationTexts:
             )
         return self._sampled[seed]
 
-    def measure(self, drafter: ReplayableDrafter, shape: TreeShape, seed: int | None = None) -> ReplayStats:
+    def measure(self, drafter: TrainableDrafter, shape: TreeShape, seed: int | None = None) -> ReplayStats:
         """Replay the greedy texts with a copy of a drafter in the base's dtype; with a seed, the sampled ones."""
         return self.measure_all(drafter, [shape], self.texts if seed is None else self.sampled(seed))[0]
 
-    def measure_all(self, drafter: ReplayableDrafter, shapes: Sequence[TreeShape], texts: Texts) -> list[ReplayStats]:
+    def measure_all(self, drafter: TrainableDrafter, shapes: Sequence[TreeShape], texts: Texts) -> list[ReplayStats]:
         """Replay some texts for each shape with a copy of a drafter in the base's dtype."""
         model = self.target.model
         # A float32 drafter in training is measured in the base's dtype, in which it is served.
@@ -265,7 +265,7 @@ class ValidationTexts:
 
 @torch.inference_mode()
 def replay(
-    drafter: ReplayableDrafter, target: Target, texts: Texts, shapes: Sequence[TreeShape]
+    drafter: TrainableDrafter, target: Target, texts: Texts, shapes: Sequence[TreeShape]
 ) -> list[list[ReplayStats]]:
     """Compute the statistics that `generate` would report on texts that the base generated.
 

@@ -90,7 +90,7 @@ class TrainingIdentity:
 
 def load_drafter(folder: str | Path) -> TrainableDrafter:
     """Load a drafter in float32 for training; raise `UnsupportedError` if its type cannot be trained."""
-    return require(TrainableDrafter, open_drafter_model(folder)).float()
+    return require(open_drafter_model(folder), "train").float()
 
 
 @dataclass(frozen=True)

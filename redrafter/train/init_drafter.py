@@ -68,7 +68,7 @@ def new_drafter(
     # The seed determines the weights without affecting the caller's random state.
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(config.seed)
-        drafter = require(TrainableDrafter, make_drafter(drafter_config)).float()
+        drafter = require(make_drafter(drafter_config), "train").float()
         for module in drafter.modules():
             if isinstance(module, nn.Linear):
                 module.reset_parameters()

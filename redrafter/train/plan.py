@@ -166,7 +166,7 @@ def build_without_weights(config: TrainConfig) -> tuple[PreTrainedModel, Trainab
         except Exception as error:
             raise load_error("drafter", config.drafter, error) from error
     with torch.device("meta"):
-        drafter = require(TrainableDrafter, make_drafter(form)).float()
+        drafter = require(make_drafter(form), "train").float()
     drafter.check_unroll(config.draft_len)
     return base, drafter
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from redrafter.drafting.drafter_config import MEASURED_NODES
-from redrafter.drafting.text_drafters import ReplayableDrafter
+from redrafter.drafting.text_drafters import TrainableDrafter
 from redrafter.measure.replay import ReplayStats, ValidationTexts
 from redrafter.tree.sizes import TreeShape
 
@@ -12,7 +12,7 @@ WIDTHS = (3, 4, 5, 8)  # candidate widths for a trained drafter's default tree
 TIE = 0.01
 
 
-def candidates(drafter: ReplayableDrafter, draft_len: int) -> list[TreeShape]:
+def candidates(drafter: TrainableDrafter, draft_len: int) -> list[TreeShape]:
     """Return the trees to compare for a drafter that was trained for `draft_len` steps: up to twice as deep."""
     widths = [width for width in WIDTHS if width <= drafter.config.num_draft_ids]
     deepest = max(2 * draft_len, 2)
@@ -32,7 +32,7 @@ def best_tree(tokens_per_step: Mapping[TreeShape, tuple[float, float]]) -> TreeS
 
 
 def choose_tree(
-    drafter: ReplayableDrafter, texts: ValidationTexts, draft_len: int, seed: int
+    drafter: TrainableDrafter, texts: ValidationTexts, draft_len: int, seed: int
 ) -> tuple[dict[str, ReplayStats], str]:
     """Set the search defaults in a drafter's config to the tree with the most tokens per step on validation texts.
 

@@ -16,7 +16,7 @@ from helpers.models import HIDDEN, VOCAB, tiny_drafter, tiny_model, uneven_batch
 from redrafter import ArgumentError, CheckpointError, DrafterConfig, RecurrentDrafter, ReDrafter, drafting
 from redrafter.cli import main as command
 from redrafter.drafting.drafter_types import open_drafter_model, register_drafter
-from redrafter.drafting.text_drafters import TrainableDrafter, require
+from redrafter.drafting.text_drafters import require
 from redrafter.errors import UnsupportedError
 from redrafter.files.drafter_kinds import declared_kinds, drafter_kinds
 
@@ -87,7 +87,7 @@ def test_a_drafter_of_another_package_is_merged_with_its_base(place, tmp_path, l
 
 def test_what_a_drafter_of_another_package_lacks_is_refused_by_its_kind(place):
     with pytest.raises(UnsupportedError, match=r"`redrafter train` cannot .* of the kind bigram"):
-        require(TrainableDrafter, open_drafter_model(place))
+        require(open_drafter_model(place), "train")
 
 
 def test_a_drafter_of_a_removed_form_is_refused_by_name(tmp_path, capsys):

@@ -19,6 +19,7 @@ from helpers.recurrent import recurrent_model
 from helpers.searches import checked_searches
 from redrafter.checkpoints.mtp import load_mtp
 from redrafter.drafting.mtp import MTPDrafter, MTPProposer
+from redrafter.drafting.mtp_attention import Past
 from redrafter.model.target import Target
 
 
@@ -259,4 +260,7 @@ def checked_layers(tensors: dict[str, Tensor] | None = None, form: Form | None =
             # Recurrent states of a base are summed in another order than in a whole text: 1e-3 of a hidden state.
             torch.testing.assert_close(found, expected[level], atol=2e-2, rtol=1e-3)
 
-    return checked_searches(MTPProposer, MTPDrafter, "step", check)
+    def keep(kept: list[Tensor], result: Tensor, _: Tensor, position: Tensor, past: Past) -> None:
+        kept.append(result[0].unflatten(0, (len(past.rows.starts) - 1, -1)))  # [B, w, D]
+
+    return checked_searches(MTPProposer, MTPDrafter, "step", check, keep)
