@@ -126,7 +126,7 @@ def test_a_draft_model_elsewhere_is_refused(monkeypatch):
 
 
 def test_nobody_is_put_back_where_that_is_promised(engine):
-    served = scheduler(engine, blocks=14, guaranteed_no_evict=True)
+    served = scheduler(engine, blocks=8, guaranteed_no_evict=True)
     run_as_alone(served, random_sequences(12, longest=30, max_new_tokens=30))
     assert served.running_set.preempted == 0
 
