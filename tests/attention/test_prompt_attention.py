@@ -21,10 +21,12 @@ from helpers.models import (
     with_tree,
 )
 from helpers.steps import read_prompts, verify
+from redrafter import ReDrafter
 from redrafter.attention.prompt_attention import Piece, cut_prompts
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.kernels.attention_inputs import TOKEN_MULTIPLE
 from redrafter.model.target import Target
+from redrafter.tree.sizes import TreeShape
 from redrafter.tree.token_tree import chain
 
 LENGTHS = torch.tensor([40, 13, 29])
@@ -156,7 +158,7 @@ def test_a_prompt_of_many_chunks_is_read_as_one(masked, max_tokens):
 def test_a_model_with_attention_of_its_own_is_read_with_masks(attention):
     model = tiny_model("llama")
     model.set_attn_implementation(attention)
-    engine = with_tree(own_attention(model), tiny_drafter(), 4, 3)
+    engine = ReDrafter(Target(own_attention(model)), tiny_drafter(), TreeShape(4, 3))
     assert not engine.target.prompt_reader.reads_without_masks(engine.target.new_cache(1))
     assert "cannot be replaced" in engine.target.paged.reason
     same_as_model(engine, *uneven_batch(), max_new_tokens=12)

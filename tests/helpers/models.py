@@ -251,11 +251,11 @@ def paged(engine: Engine, blocks: int = 200, host_blocks: int = 0) -> Engine:
     return engine
 
 
-def check_texts(*engines: Engine, rows: int = 4, longest: int = 11) -> None:
+def check_texts(*engines: Engine, rows: int = 4, longest: int = 11, new_tokens: int = 14) -> None:
     """Fail unless engines of one model write what `model.generate` does, and draw the same with drafts as without."""
     ids, mask = uneven_batch(rows, longest)
     greedy, sampled = {"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 3}
-    new = {"max_new_tokens": 14, "min_new_tokens": 14}
+    new = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
     drawn = engines[0].generate(ids, mask, speculate=False, **sampled, **new)
     expected = engines[0].model.generate(ids, attention_mask=mask, **greedy, **new)
     for engine in engines:

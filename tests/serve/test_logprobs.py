@@ -13,6 +13,7 @@ pytest.importorskip("fastapi")
 from helpers.serving import Program
 from helpers.tokenizers import TEXTS, byte_level, sentencepiece_like
 from redrafter.scheduler.sequence import SequenceDelta
+from redrafter.serve.answers.choice import ChoiceContext
 from redrafter.serve.answers.formats import ChatChoice, CompletionChoice
 from redrafter.serve.protocol.requests import ChatRequest, CompletionRequest
 
@@ -32,7 +33,7 @@ def told_bytes(token: str) -> bytes:
 def lines_of(kind: type, tokenizer: Any, ids: list[int], body: dict[str, Any]) -> tuple[str, Any]:
     """The text and the `logprobs` field of an answer that is streamed token by token."""
     request = (CompletionRequest if kind is CompletionChoice else ChatRequest).model_validate(body)
-    whole, streamed = (kind([1], request, tokenizer) for _ in range(2))
+    whole, streamed = (kind([1], request, ChoiceContext(tokenizer)) for _ in range(2))
     likeliest = {token: -2.0 for token in range(len(tokenizer))}
     deltas = [SequenceDelta([token], logprobs=[(-1.0, likeliest)]) for token in ids]
     deltas.append(SequenceDelta([], finish="length", logprobs=[]))
