@@ -126,6 +126,8 @@ IMAGES = Feature(
 
 # What drafts, and how drafts are accepted.
 
+OWN_DRAFTS = Feature("drafts of a text's own")
+
 ASSISTANT = Feature(
     "an assistant",
     "give another drafter",

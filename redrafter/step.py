@@ -96,6 +96,8 @@ def step(
     batch = ForwardBatch(tree, state.length, cache, inputs=state.inputs, chunks=chunks, flat_outputs=flat)
     verified = target.verify(batch)  # logits [B, N, V] and hidden states [B, N, F]; [1, T, ...] if flat
     logits = scores = verified.logits
+    if target.logits_reader is not None:
+        target.logits_reader.read_step(state, tree, logits)  # later steps may draft from them
 
     # 4. Process. Processors change the scores at every node, after that node's own prefix.
     if not flat:

@@ -14,6 +14,7 @@ from redrafter.checkpoints.mtp import holds_mtp, load_mtp
 from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel, check_draft_ids
 from redrafter.drafting.drafter_types import open_drafter_model
+from redrafter.drafting.recycled import RecycledConfig, RecycledTokens
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError, warn
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, check_config, wrong_kind_error
 from redrafter.model.linear_layers import quantize_linears
@@ -39,9 +40,8 @@ def load_drafter(
     """Place the drafter of a target on the target's device, in the target's dtype.
 
     Args:
-        model: Source of the target. Must name a merged checkpoint, or one with an MTP layer, where
-            `drafter` is None.
-        drafter: The drafter; None for the one inside the target's checkpoint.
+        model: Source of the target.
+        drafter: The drafter; None for the one inside the target's checkpoint, or else a table of recycled tokens.
         target: The target to draft for.
         revision: Revision of the merged checkpoint on the hub.
         quantization: "fp8", or None for the stored weights.
@@ -51,15 +51,15 @@ def load_drafter(
         The drafter in evaluation mode, and the merged checkpoint's defaults, which are empty for a separate drafter.
     """
     defaults = Defaults()
-    if drafter is None:
-        if not isinstance(model, str | Path):
-            raise ArgumentError("a loaded model comes without a drafter: pass drafter=")
+    if drafter is None and isinstance(model, str | Path):
         file = find_file(str(model), SHAPE_FILE, revision)
         if file is not None:
             defaults = Defaults.from_file(file)
             drafter = open_drafter_model(model, subfolder=DRAFTER_FOLDER, revision=revision)
-        elif (drafter := load_mtp(str(model), target, revision)) is None:
-            raise no_drafter_error(str(model))
+        else:
+            drafter = load_mtp(str(model), target, revision)
+    if drafter is None:
+        return new_table(target).placed(target), defaults
     check_fits_target(drafter, target)
     if base_embedding:
         drafter.share_embedding()
@@ -70,6 +70,17 @@ def load_drafter(
     if quantization is not None:
         quantize_linears(module, keep=(module.unquantized,))
     return module, defaults
+
+
+def new_table(target: Target) -> RecycledTokens:
+    """Return an empty table of the tokens that a target finds likely, which drafts without training."""
+    config = RecycledConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        base_model=target.model.config.name_or_path or target.name,
+        base_embedding_norms=embedding_norms(target.embedding.weight),
+    )
+    return RecycledTokens(config)
 
 
 def check_pair(model: str | Path | PreTrainedModel, drafter: DrafterModel | None, load: Mapping[str, Any]) -> None:
@@ -88,8 +99,8 @@ def check_pair(model: str | Path | PreTrainedModel, drafter: DrafterModel | None
         return
     if drafter is None:
         check_config(Path(model))
-        if Path(model).exists() and not holds_drafter(str(model)):
-            raise wrong_kind_error(Path(model), "model") or no_drafter_error(str(model))
+        if Path(model).exists() and not holds_drafter(str(model)) and (error := wrong_kind_error(Path(model), "model")):
+            raise error
         return
     config = config_to_load(model, load).get_text_config(decoder=True)
     if hasattr(config, "hidden_size") and hasattr(config, "vocab_size"):

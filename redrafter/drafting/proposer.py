@@ -187,6 +187,7 @@ class SearchProposer(Generic[Context]):
     compiled: bool = False
 
     model = without_text = None  # a drafter's entries are stored in the target's cache
+    least_score: float | None = None  # log-probability below which no draft is kept, as in `beam_search`
 
     @cached_property
     def scratch_slots(self) -> int:
@@ -255,4 +256,5 @@ class SearchProposer(Generic[Context]):
             # Each row needs a node at least, its root.
             shared=None if self.shared_nodes is None else max(self.shared_nodes, len(limits)),
             should_stop=should_stop,
+            least=self.least_score,
         )

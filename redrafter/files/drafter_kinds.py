@@ -46,6 +46,7 @@ _BUILT_IN = (
     DrafterKind("recurrent drafter", ("redrafter",), "redrafter.drafting.drafter", "RecurrentDrafter"),
     DrafterKind("EAGLE-3 head", ("redrafter_eagle3",), "redrafter.drafting.eagle", "EagleDrafter"),
     DrafterKind("DFlash drafter", ("redrafter_dflash",), "redrafter.drafting.dflash", "DFlashDrafter"),
+    DrafterKind("table of recycled tokens", ("redrafter_recycled",), "redrafter.drafting.recycled", "RecycledTokens"),
     DrafterKind("MTP layer", ("redrafter_mtp",), "redrafter.drafting.mtp", "MTPDrafter"),
     DrafterKind(
         "assistant",

@@ -11,6 +11,7 @@ head, in addition to the last hidden state (Li et al. 2025, arXiv 2503.01840).
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ class ForwardBatch:
             out. `IMAGES`: offset from the slots of the row's tokens to their positions, as an image has other numbers
             of positions than tokens. `ROPE_BY_LENGTH`: minimum sequence length that selects RoPE frequencies; without
             it, the length up to each token. `ADAPTERS`: slot of the row's adapter, 0 for none.
+            `OWN_DRAFTS`: number of the texts that share recycled drafts, 0 for most.
         chunks: Chunks of prompts that are read in addition to the trees, on a paged cache; None for none.
         pieces: For chains that are parts of prompts, the tokens read of each row that continues; its recurrent states
             are then those after them. None for a tree, whose path is committed later.
@@ -104,6 +106,23 @@ class ForwardOutput:
     logits: Tensor
     hidden: Tensor
     chunk_ends: ChunkEnds | None = None
+
+
+class LogitsReader(Protocol):
+    """Stores what later steps draft from: texts of prompts, and the logits of each step. Rows are the step's state."""
+
+    def read_step(self, rows: Any, tree: Tree, logits: Tensor) -> None:
+        """Read a step.
+
+        Args:
+            rows: The rows before the step.
+            tree: The verified tree.
+            logits: The target's logits at its nodes, `[B, N, V]`, or at the T verified ones of a ragged tree, `[1, T,
+                V]`.
+        """
+
+    def read_prompts(self, rows: Any, width: int) -> None:
+        """Read the texts of new rows, of at most `width` committed tokens each."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,14 @@ from redrafter.features import (
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.home import keep_kernels
 from redrafter.model.batch_invariance import RowByRow, check_products, check_rows, small_pool, support_of
-from redrafter.model.forward_batch import DrafterLayer, ForwardBatch, ForwardOutput, Prompts, decoder_layers
+from redrafter.model.forward_batch import (
+    DrafterLayer,
+    ForwardBatch,
+    ForwardOutput,
+    LogitsReader,
+    Prompts,
+    decoder_layers,
+)
 from redrafter.model.images import ImageReader, image_arguments, token_type_arguments
 from redrafter.model.linear_layers import has_float8_layers, is_quantized, warn_of_rounding
 from redrafter.model.lora import AdapterSlots
@@ -67,6 +74,7 @@ class Target(BoundModel):
         prompt_reader: Reads prompts into the cache.
         reread_from: Committed tokens at which rows are read again, as the model's rope switches; None for never.
         image_inputs: `image_arguments`, and the names of the token-type arguments that go with them.
+        logits_reader: Reads the logits of each step, which later steps may draft from; None for no reader.
     """
 
     @name_model_in_errors
@@ -108,6 +116,7 @@ class Target(BoundModel):
         self.vocab_size = self.config.vocab_size
         self._changes = self._replacements = 0  # of weights or code, and those of addresses or code among them
         self._drafter_shapes = tuple[LayerShape, ...]()
+        self.logits_reader: LogitsReader | None = None
         self.image_arguments = image_arguments(model)
         self.image_inputs = self.image_arguments | token_type_arguments(model)
         check_autocast(self.device)

@@ -21,7 +21,7 @@ from redrafter.cache.to_device import to_device
 from redrafter.drafting.policy import StepRows
 from redrafter.drafting.proposer import Proposer, State
 from redrafter.errors import first_line, warn
-from redrafter.features import ADAPTERS, IMAGES
+from redrafter.features import ADAPTERS, IMAGES, OWN_DRAFTS
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
@@ -197,7 +197,7 @@ def new_state(target: Target, rows: int, width: int) -> State:
         tokens = torch.zeros(rows, width, dtype=torch.long)
         length = torch.zeros(rows, dtype=torch.long)
         hidden = torch.zeros(rows, target.feature_size, dtype=target.dtype)
-        features = (ADAPTERS, IMAGES) if target.images.support.ok else (ADAPTERS,)
+        features = (ADAPTERS, OWN_DRAFTS, IMAGES) if target.images.support.ok else (ADAPTERS, OWN_DRAFTS)
         inputs = {feature: torch.zeros_like(length) for feature in features}
         active = torch.zeros(rows, dtype=torch.bool)
         return State(tokens=tokens, length=length, hidden=hidden, active=active, inputs=inputs)

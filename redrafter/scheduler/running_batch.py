@@ -230,6 +230,8 @@ class RunningBatch:
         state.length[rows], state.hidden[rows], state.active[rows] = read.lengths, read.hidden, True
         for feature, buffer in state.inputs.items():
             buffer[rows] = to_device([sequence.inputs[feature] for sequence in sequences], buffer.device, torch.long)
+        if self.target.logits_reader is not None:
+            self.target.logits_reader.read_prompts(state.at(rows), read.tokens.shape[1])
         self.sampling.write(first, sequences)
         self.caches.add(first, sequences, read.caches, read.rows)
 
@@ -292,14 +294,16 @@ class RunningBatch:
         step = self.prepare_step(rows, prompts)
         # A step that also reads prompts, or pays for what only first ones pay for on a GPU, is not timed.
         timed = self.rows and not prompts.chunks and (step.ran or self.target.device.type == "cpu")
-        times, kind = self.policy.times if timed else None, (rows.size, step.proposer)
+        times = self.policy.times if timed else None
         timer = correct = None
-        if times is not None and times.due(*kind, sampled=rows.sampled):
-            correct = partial(times.correct, *kind, cached=rows.cached, sampled=rows.sampled)
+        if times is not None and times.due(rows.size, step.proposer, sampled=rows.sampled):
             timer = Timer(self.target.device, times.clock)
         packed = step.replay()
-        if timer is not None:
+        if times is not None and timer is not None:
             timer.stop()
+            # Where the proposer may leave out unlikely drafts, it may have found none.
+            proposer = step.proposer if step.output.levels else self._undrafted
+            correct = partial(times.correct, rows.size, proposer, cached=rows.cached, sampled=rows.sampled)
         needs = self.requirements.logits
         draws = LaunchedStep.from_output(tuple(self.rows), step.output, packed, step.proposer, rows, needs_logits=needs)
         return LaunchedForward(draws, timer, correct), step.output

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
+from hashlib import blake2b
 from itertools import pairwise, zip_longest
 from typing import Literal
 
@@ -12,7 +14,7 @@ from redrafter.cache.block_manager import BlockTable
 from redrafter.drafting.prompt_lookup import Repeats
 from redrafter.drafting.vocabulary_map import DraftText
 from redrafter.errors import ArgumentError, NotFiniteError
-from redrafter.features import ADAPTERS, IMAGES, Feature
+from redrafter.features import ADAPTERS, IMAGES, OWN_DRAFTS, Feature
 from redrafter.grammar.grammar import GuidedText
 from redrafter.scheduler.logprobs import PromptScore
 from redrafter.scheduler.request import GenerationRequest
@@ -228,7 +230,20 @@ class TokenSequence:
     def inputs(self) -> dict[Feature, int]:
         """The numbers that features read in its row of a forward, as entries of `ForwardBatch.inputs`."""
         adapter = self.request.adapter
-        return {ADAPTERS: 0 if adapter is None else adapter.slot, IMAGES: self.position_shift}
+        slot = 0 if adapter is None else adapter.slot
+        return {ADAPTERS: slot, IMAGES: self.position_shift, OWN_DRAFTS: self._sharing}
+
+    @cached_property
+    def _sharing(self) -> int:
+        """The number of the texts that share recycled drafts with this one, equal on all ranks; 0 for most texts.
+
+        A salt keeps what others wrote out of the timing of a text, and an adapter writes other tokens.
+        """
+        request = self.request
+        if request.cache_salt is None and request.adapter is None:
+            return 0
+        named = repr((request.cache_salt, request.adapter and request.adapter.number)).encode()
+        return int.from_bytes(blake2b(named, digest_size=8).digest(), "little") >> 2
 
     @property
     def needs_scores(self) -> bool:

@@ -60,11 +60,29 @@ class PartOfScores(NamedTuple):
         return score, pair // (size * width), token if ids is None else ids[token]
 
 
-Expand = Callable[[int, Tensor, Tensor], Tensor | PartOfScores]
+class Candidates(NamedTuple):
+    """Scores of a few tokens that may follow each beam.
+
+    Attributes:
+        scores: Unnormalised log-probabilities, `[B, w, C]`.
+        tokens: The tokens, of which those of a beam are different, `[B, w, C]` int64.
+    """
+
+    scores: Tensor
+    tokens: Tensor
+
+    def best(self, total: Tensor, width: int, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Select the best pairs, with the arguments and result of `top_continuations`; `width` is at most C."""
+        score, source, candidate = top_continuations(self.scores, total, width, None)
+        token = self.tokens.flatten(1).gather(1, source * self.tokens.shape[-1] + candidate)
+        return score, source, token if ids is None else ids[token]
+
+
+Expand = Callable[[int, Tensor, Tensor], Tensor | PartOfScores | Candidates]
 """Scores the next tokens of every beam: `expand(k, tokens [B, w], sources [B, w]) -> scores [B, w, V']`.
 
 `k` is the search step, `tokens` the last token of each beam, and `sources` the beam of the previous step that each one
-continues. The scores are unnormalised log-probabilities, of all ids or of a rank's part of the ids.
+continues. The scores are unnormalised log-probabilities, of all ids, of a rank's part of the ids, or of a few tokens.
 """
 
 
@@ -79,6 +97,7 @@ def beam_search(
     limits: Tensor | None = None,
     shared: int | None = None,
     should_stop: Callable[[Tensor], bool] | None = None,
+    least: float | None = None,
 ) -> Tree:
     """Search `depth` steps with `beams` beams and return the best `nodes` candidates as a tree.
 
@@ -94,6 +113,7 @@ def beam_search(
             nodes that are kept.
         should_stop: Called after each search step with the beams' cumulative log-probabilities `[B, W]`; the search
             ends where it returns true. None to search all steps.
+        least: Log-probability below which no row keeps a node, where the size of the tree may vary; None for none.
     """
     rows = len(root)
     level, first, score, source = _layout(rows, beams, depth, root.device)
@@ -101,10 +121,10 @@ def beam_search(
     tokens, sources, scores = [token], [source], [score]
     for k in range(depth if beams > 1 else min(depth, nodes - 1)):  # a chain drafts no node to be cut
         found = expand(k, token, source)
-        if isinstance(found, PartOfScores):
-            score, source, token = found.best(score, beams, ids)  # [B, W] each
-        else:
+        if isinstance(found, Tensor):
             score, source, token = top_continuations(found, score, beams, ids)  # [B, W] each
+        else:
+            score, source, token = found.best(score, beams, ids)  # [B, W] each
         tokens.append(token)
         sources.append(source)
         scores.append(score)
@@ -115,9 +135,11 @@ def beam_search(
     if limits is not None:
         score = eligible_scores(score, level[:count] <= limits[:, None])
     lattice = lattice_tokens, torch.cat(sources, 1) + first[:count], level[:count].expand(rows, -1)
+    if least is not None:
+        nodes = min(nodes, max(int((score >= least).sum(dim=1).max()), 1))
     # A chain was cut above by searching fewer steps, so its nodes need no selection.
-    if beams == 1:
-        tree = chain(lattice_tokens)
+    if beams == 1 or nodes == 1:
+        tree = chain(lattice_tokens[:, :nodes])
     elif nodes >= count:
         tree = tree_of(*lattice, max_depth=len(tokens) - 1, width=beams)
     else:
