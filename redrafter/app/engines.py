@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -25,9 +26,9 @@ from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
 from redrafter.measure.record import UNDRAFTED
 from redrafter.model.target import Target
-from redrafter.parallel.launched import launched_processes
+from redrafter.parallel.launched import launched_processes, process_rank
 
-DRAFTING_METHODS = DRAFTER, DRAFT_MODEL, PROMPT_LOOKUP = "drafter", "draft model", "prompt lookup"
+DRAFTER, RECYCLED, DRAFT_MODEL, PROMPT_LOOKUP = "drafter", "recycled tokens", "draft model", "prompt lookup"
 # Modules of the compiler of models, and of the processes in which it compiles kernels.
 COMPILER, COMPILER_PROCESSES = "torch._inductor.compile_fx", "torch._inductor.async_compile"
 _SET_BY_CONFIG = (
@@ -37,32 +38,27 @@ _SET_BY_CONFIG = (
 )  # by --draft-target-model-config, in addition to the device
 
 
-def choose_method(options: LoadOptions, draft: DraftOptions) -> str:
-    """Return the drafting method that the options choose, one of `DRAFTING_METHODS`.
+def choose_method(options: LoadOptions, draft: DraftOptions, speculate: bool = True) -> str:
+    """Return the drafting method that the options choose, a key of `METHODS`; `UNDRAFTED` without `speculate`.
 
     Raises:
         ArgumentError: The options select several methods, or set an option that the method does not support.
     """
-    asked = _asked(options, draft)
-    if len(asked) > 1:
-        raise ArgumentError(f"{' and '.join(flag(METHODS[name].chosen_by) for name in asked)} exclude each other")
-    method = asked[0] if asked else DRAFTER
-    check_method_options(options, draft, {method})
-    return method
-
-
-def _asked(options: LoadOptions, draft: DraftOptions) -> list[str]:
-    """Return the methods whose own option is set."""
     values = vars(options) | vars(draft)
-    return [name for name, method in METHODS.items() if values[method.chosen_by] not in (None, False)]
+    asked = {
+        name: by for name, method in METHODS.items() if (by := method.chosen_by) and values[by] not in (None, False)
+    }
+    if len(asked) > 1:
+        raise ArgumentError(f"{' and '.join(map(flag, asked.values()))} exclude each other")
+    method = next(iter(asked)) if asked else DRAFTER if not speculate or has_drafter(options) else RECYCLED
+    check_method_options(options, draft, {method})
+    return method if speculate else UNDRAFTED
 
 
-def can_draft(options: LoadOptions, draft: DraftOptions) -> bool:
-    """Return whether the options select a drafting method or the model's checkpoint includes a drafter."""
-    if _asked(options, draft) or options.model is None:
-        return True
+def has_drafter(options: LoadOptions) -> bool:
+    """Return whether the options name a drafter, or a checkpoint that holds one."""
     try:
-        return holds_drafter(options.model)
+        return options.drafter is not None or options.model is None or holds_drafter(options.model)
     except OSError:
         return True  # loading the model reports the error
 
@@ -75,7 +71,9 @@ def check_method_options(options: LoadOptions, draft: DraftOptions, methods: set
             owners = {name: method for name, method in METHODS.items() if item.name in method.options}
             if owners and not methods & owners.keys() and values[item.name] != item.default:
                 chosen = " or ".join(
-                    "a drafter" if name == DRAFTER else flag(owners[name].chosen_by) for name in owners
+                    "a drafter" if name == DRAFTER else flag(by)
+                    for name, method in owners.items()
+                    if (by := method.chosen_by)
                 )
                 raise ArgumentError(f"{flag(item.name)} is for {chosen}: leave it out")
 
@@ -153,7 +151,7 @@ def drafting_model_name(method: str, model: str, options: LoadOptions, draft: Dr
 
 
 def load_engine(method: str, model: str | Target, options: LoadOptions, draft: DraftOptions) -> Engine:
-    """Load the engine of a drafting method, one of `DRAFTING_METHODS` or `UNDRAFTED`.
+    """Load the engine of a drafting method, a key of `METHODS` or `UNDRAFTED`.
 
     `model` is a directory or hub id, or a loaded target.
     """
@@ -193,24 +191,41 @@ def _load_drafter(model: str | Target, drafter: str | None = None, **keywords: A
     return ReDrafter.from_pretrained(model, drafter, **keywords)
 
 
+def _load_recycled(model: str | Target, **keywords: Any) -> Engine:
+    if process_rank() == 0:
+        print(
+            f"redrafter: note: {model} holds no drafter, so tokens are recycled as drafts, without training: a drafter "
+            "(--drafter D) is faster, and --no-speculate drafts nothing",
+            file=sys.stderr,
+        )
+    return _load_drafter(model, **keywords)
+
+
 class DraftingMethod(NamedTuple):
     """Describes a drafting method on the command line.
 
     Attributes:
-        chosen_by: Name of the option that selects it.
+        chosen_by: Name of the option that selects it; None for the one without a drafter.
         options: Names of the method-specific options that it supports, as keyword arguments of `load`.
         load: Function that loads its engine from the target, the options that are set, and the common options.
     """
 
-    chosen_by: str
+    chosen_by: str | None
     options: tuple[str, ...]
     load: Callable[..., Engine]
 
 
-_SEARCH = ("num_beams", "node_budget", "draft_quantization")
+_SEARCH = ("num_beams", "node_budget")
 _CHAIN = ("draft_len", "acceptance", "adaptive", "draft_device")
 METHODS = {
-    DRAFTER: DraftingMethod("drafter", ("drafter", "draft_len_per_beam", "base_embedding", *_SEARCH), _load_drafter),
-    DRAFT_MODEL: DraftingMethod("draft_model", ("draft_model", *_CHAIN, *_SEARCH), DraftTarget.from_pretrained),
+    DRAFTER: DraftingMethod(
+        "drafter",
+        ("drafter", "draft_len_per_beam", "base_embedding", "draft_quantization", *_SEARCH),
+        _load_drafter,
+    ),
+    RECYCLED: DraftingMethod(None, ("draft_len_per_beam", *_SEARCH), _load_recycled),
+    DRAFT_MODEL: DraftingMethod(
+        "draft_model", ("draft_model", "draft_quantization", *_CHAIN, *_SEARCH), DraftTarget.from_pretrained
+    ),
     PROMPT_LOOKUP: DraftingMethod("prompt_lookup", ("draft_len", "ngram"), PromptLookup.from_pretrained),
 }

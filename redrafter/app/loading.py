@@ -11,9 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.app.engines import (
-    DRAFTER,
     apply_draft_target_config,
-    can_draft,
     choose_method,
     drafting_model_name,
     load_engine,
@@ -23,10 +21,9 @@ from redrafter.app.templates import load_chat_tokenizer
 from redrafter.chat.messages import encode_chat
 from redrafter.chat.template import HOW_TO_GIVE_ONE, chat_template_of
 from redrafter.checkpoints.adapters import read_adapter
-from redrafter.checkpoints.drafters import no_drafter_error
 from redrafter.checkpoints.merged import boxed_pair
 from redrafter.checkpoints.models import device_error
-from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
+from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.engine.engine import Engine
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.checkpoint_kind import split_adapter
@@ -39,11 +36,6 @@ from redrafter.sampling.params import NUMBERS
 from redrafter.scheduler.request import check_token_ids
 
 NO_DRAFT_OPTIONS = DraftOptions()
-# Alternatives to a drafter that messages suggest, for commands that have these options.
-_OTHER_METHODS = (
-    ", draft with a smaller model (--draft-model D) or with the text itself (--prompt-lookup), or write without drafts "
-    "(--no-speculate)"
-)
 
 
 def boxed_model() -> str:
@@ -97,7 +89,7 @@ class Pair:
     """A loaded target with its tokenizer and the engine that drafts for it."""
 
     name: str  # directory or hub id of the target
-    method: str  # one of `DRAFTING_METHODS`, or `UNDRAFTED`
+    method: str  # a key of `METHODS`, or `UNDRAFTED`
     drafting_model: str | None  # directory or hub id of the drafter or the draft model; None if there is neither
     tokenizer: PreTrainedTokenizerBase  # of the target
     engine: Engine
@@ -106,19 +98,10 @@ class Pair:
     def load(cls, options: LoadOptions, draft: DraftOptions | None = None, speculate: bool = True) -> "Pair":
         """Load the target, its tokenizer and its drafting engine.
 
-        `draft` is None for commands that require a drafter. Without `speculate` only the target is loaded.
-
-        Raises:
-            CheckpointError: The target has no drafter and no other drafting method is selected.
+        `draft` is None for commands without these options. Without `speculate` only the target is loaded.
         """
-        others = "" if draft is None else _OTHER_METHODS
         name, options, draft = check_options(options, draft or NO_DRAFT_OPTIONS)
-        method = choose_method(options, draft)  # also validates the options, so call it without `speculate` too
-        method = method if speculate else UNDRAFTED
-        if method == DRAFTER and not can_draft(options, draft):
-            if not os.path.exists(name):
-                load_tokenizer(name)  # refuses a model that is neither here nor on the hub
-            raise no_drafter_error(name, f"give one (--drafter D){others}")
+        method = choose_method(options, draft, speculate)
         # Before `load_engine`: an invalid template is reported without waiting for weights.
         tokenizer = load_chat_tokenizer(name, options, trust_remote_code=options.trust_remote_code)
         engine = load_engine(method, name, options, draft)

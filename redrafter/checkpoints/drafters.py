@@ -15,7 +15,7 @@ from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel, check_draft_ids
 from redrafter.drafting.drafter_types import open_drafter_model
 from redrafter.drafting.recycled import RecycledConfig, RecycledTokens
-from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError, warn
+from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, warn
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, check_config, wrong_kind_error
 from redrafter.model.linear_layers import quantize_linears
 from redrafter.model.supported import config_width
@@ -59,7 +59,7 @@ def load_drafter(
         else:
             drafter = load_mtp(str(model), target, revision)
     if drafter is None:
-        return new_table(target).placed(target), defaults
+        drafter = new_table(target)
     check_fits_target(drafter, target)
     if base_embedding:
         drafter.share_embedding()
@@ -68,13 +68,20 @@ def load_drafter(
     module = drafter.placed(target)
     hold_in_memory(module)  # an MTP layer is read from the files of its base
     if quantization is not None:
+        if isinstance(drafter, RecycledTokens):
+            raise ArgumentError(
+                "draft_quantization is for a drafter, and a table of tokens has no weights: leave it out"
+            )
         quantize_linears(module, keep=(module.unquantized,))
     return module, defaults
 
 
 def new_table(target: Target) -> RecycledTokens:
     """Return an empty table of the tokens that a target finds likely, which drafts without training."""
+    most = min(target.vocab_size, RecycledConfig.candidates)
     config = RecycledConfig(
+        draft_beams=min(most, RecycledConfig.draft_beams),
+        candidates=most,
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         base_model=target.model.config.name_or_path or target.name,
@@ -92,7 +99,7 @@ def check_pair(model: str | Path | PreTrainedModel, drafter: DrafterModel | None
         load: The arguments that the target is to be loaded with.
 
     Raises:
-        CheckpointError: The target's checkpoint holds no drafter, or has no config that can be read.
+        CheckpointError: The target's checkpoint has no config that can be read, or is of another kind.
         MismatchError: The drafter was made for a target of another size.
     """
     if not isinstance(model, str | Path):
@@ -105,13 +112,6 @@ def check_pair(model: str | Path | PreTrainedModel, drafter: DrafterModel | None
     config = config_to_load(model, load).get_text_config(decoder=True)
     if hasattr(config, "hidden_size") and hasattr(config, "vocab_size"):
         check_fits_base(drafter.config, config_width(config), config.vocab_size, [], str(model))
-
-
-def no_drafter_error(
-    model: str, advice: str = "give one as the second argument, or draft with DraftTarget or PromptLookup"
-) -> CheckpointError:
-    """Return the error about a model's checkpoint that holds no drafter; `advice` says what to do instead."""
-    return CheckpointError(f"{model} has no {SHAPE_FILE} and no MTP layer, so it holds no drafter: {advice}")
 
 
 def holds_drafter(name: str) -> bool:
@@ -153,13 +153,15 @@ def check_fits_target(drafter: DrafterModel, target: Target) -> None:
 
     Raises:
         MismatchError: It was made for another target.
-        CheckpointError: `check_draft_ids` rejects its ids.
+        CheckpointError: `check_draft_ids` rejects its ids, or `check_entries` those of a table.
     """
     config = drafter.config
     check_draft_ids(drafter.draft_ids, config.draft_vocab_size, config.vocab_size, "the drafter")
     name = f"{target.model.config.name_or_path or 'the target'} ({target.name})"
     embedding_size = target.embedding.weight.shape[-1]
-    if embedding_size != target.hidden_size:
+    if isinstance(drafter, RecycledTokens):
+        drafter.check_entries()
+    elif embedding_size != target.hidden_size:
         raise UnsupportedError(
             f"{name} has embeddings of {embedding_size} and a head that reads {target.hidden_size}; a drafter needs "
             "one size of both, so use DraftTarget or PromptLookup"

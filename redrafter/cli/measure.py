@@ -12,10 +12,11 @@ from typing import Any
 from redrafter.app.engines import (
     DRAFT_MODEL,
     DRAFTER,
-    DRAFTING_METHODS,
     PROMPT_LOOKUP,
+    RECYCLED,
     check_method_options,
     drafting_model_name,
+    has_drafter,
     load_engine,
 )
 from redrafter.app.flags import short_name
@@ -23,7 +24,7 @@ from redrafter.app.loading import Pair, check_options
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.app.templates import load_chat_tokenizer, require_template
 from redrafter.checkpoints.adapters import merge_adapter
-from redrafter.checkpoints.drafters import check_beams, holds_drafter
+from redrafter.checkpoints.drafters import check_beams
 from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
 from redrafter.cli.measure_options import BenchOptions, CompareOptions, EvaluateOptions, MeasureOptions, Search
 from redrafter.data.suites import read_suite
@@ -156,6 +157,8 @@ def compare(options: CompareOptions, load: LoadOptions, draft: DraftOptions, gen
 
 def evaluate(options: EvaluateOptions, load: LoadOptions) -> int:
     """Run `redrafter evaluate`. Returns its exit code."""
+    if not has_drafter(load):
+        raise ArgumentError(f"{load.model} holds no drafter that could be evaluated: give one (--drafter D)")
     pair = Pair.load(load)
     if options.adapter is not None:
         merge_adapter(pair.engine.model, options.adapter)
@@ -365,9 +368,7 @@ def _describe(
 
 def _load_pairs(name: str, load: LoadOptions, draft: DraftOptions) -> list[Pair]:
     """Load one pair per usable drafting method, all on one target; prompt lookup is always usable."""
-    has_drafter = load.drafter is not None or holds_drafter(name)
-    usable = {DRAFTER: has_drafter, DRAFT_MODEL: draft.draft_model is not None, PROMPT_LOOKUP: True}
-    methods = [method for method in DRAFTING_METHODS if usable[method]]
+    methods = [DRAFTER if has_drafter(load) else RECYCLED, *([DRAFT_MODEL] if draft.draft_model else []), PROMPT_LOOKUP]
     check_method_options(load, draft, set(methods))
     tokenizer = load_chat_tokenizer(name, load, trust_remote_code=load.trust_remote_code)
     pairs: list[Pair] = []

@@ -7,6 +7,7 @@ drafts from it. At a temperature, the search adds the noise that the target will
 a draft is the likely draw instead of the likely token.
 """
 
+from dataclasses import dataclass
 from math import log
 from threading import Lock
 
@@ -18,7 +19,7 @@ from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.proposer import SearchProposer, State
-from redrafter.errors import ArgumentError
+from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.features import OWN_DRAFTS
 from redrafter.model.target import Target
 from redrafter.sampling.noise import GAMMA
@@ -90,11 +91,22 @@ class RecycledTokens(DrafterModel):
         self.register_buffer("logits", torch.full((size, config.candidates), UNKNOWN))
         self.post_init()
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the logits, as there are no parameters."""
+        return self.logits.dtype
+
     def prepare(self, target: Target) -> None:
         """Let the table read the logits that the target computes from now on."""
         target.logits_reader = self
 
-    def read(self, sharing: Tensor, before: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def check_entries(self) -> None:
+        """Raise `CheckpointError` unless the tokens of each entry are different ids of the base."""
+        ids = self.ids[: self.config.entries].sort(dim=-1).values
+        if ids[:, 0].min() < 0 or ids[:, -1].max() >= self.config.vocab_size or (ids[:, 1:] == ids[:, :-1]).any():
+            raise CheckpointError(f"{self.name_or_path} has entries that are not different ids of its base")
+
+    def read_tokens(self, sharing: Tensor, before: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tokens that are likely to follow two tokens, and those that are to follow the last one of them.
 
         Args:
@@ -180,6 +192,7 @@ def _before_pending(state: State) -> Tensor:
     return state.tokens.gather(1, (state.length - 1).clamp(min=0)[:, None])
 
 
+@dataclass(frozen=True)  # for `__post_init__`, which the class above does not have
 class RecycledProposer(SearchProposer[None]):
     """Drafts by a search of the tokens that a table stores."""
 
@@ -201,7 +214,7 @@ class RecycledProposer(SearchProposer[None]):
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Candidates:
             nonlocal above
-            ids, logits = self.drafter.read(sharing, above.gather(1, sources), tokens)
+            ids, logits = self.drafter.read_tokens(sharing, above.gather(1, sources), tokens)
             above = tokens
             return Candidates(sampler.draft_scores(SHARPNESS * logits, noise, k, ids), ids)
 

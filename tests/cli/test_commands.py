@@ -268,7 +268,7 @@ def test_a_missing_prompt_is_a_mistake(folder, capsys, monkeypatch, tmp_path):
 
 
 def test_what_cannot_be_loaded_is_named(folder, capsys, monkeypatch, tmp_path):
-    assert "redrafter.json" in fails(capsys, "generate", "--model", str(folder / "base"), "ja")
+    assert "--drafter" in fails(capsys, "evaluate", "--model", str(folder / "base"))
     monkeypatch.setattr("redrafter.app.loading.boxed_pair", lambda: tmp_path / "boxed")
     assert "--model" in fails(capsys, "generate", "ja")
 
@@ -288,17 +288,20 @@ def test_a_drafter_of_another_target_is_an_error(folder, capsys, tmp_path):
     assert re.search("24.*32|32.*24", err)
 
 
-@pytest.mark.parametrize(
-    ("command", "others"), [("generate", True), ("chat", True), ("bench", False), ("evaluate", False)]
-)
-def test_a_base_alone_is_told_what_the_command_has(folder, capsys, expected, command, others):
-    base = str(folder / "base")
-    err = fails(capsys, command, "--model", base, *(["ja"] if command == "generate" else []))
-    assert f"{base} has no redrafter.json and no MTP layer, so it holds no drafter: give one (--drafter D)" in err
-    assert [flag in err for flag in ("--draft-model", "--prompt-lookup", "--no-speculate")] == [others] * 3
-    if command == "generate":
-        assert main(["generate", "--model", base, "--no-speculate", "--max-new-tokens", str(NEW), "ja"]) == 0
-        assert capsys.readouterr().out == expected("ja") + "\n"
+def test_a_base_alone_drafts_recycled_tokens_and_a_line_says_so(folder, capsys, expected):
+    base, note = str(folder / "base"), "holds no drafter, so tokens are recycled as drafts"
+    generate = ["generate", "--model", base, "--max-new-tokens", str(NEW), "ja"]
+    for flags, noted in (([], True), (["--no-speculate"], False), (["--prompt-lookup"], False)):
+        assert main(generate + flags) == 0
+        out, err = capsys.readouterr()
+        assert (out, note in err) == (expected("ja") + "\n", noted), flags
+    assert main([*generate, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["drafts"], document["drafter"]) == ("recycled tokens", None)
+    error = fails(capsys, *generate, "--base-embedding")
+    assert "--base-embedding is for a drafter: leave it out" in error
+    error = fails(capsys, "evaluate", "--model", base)
+    assert f"{base} holds no drafter that could be evaluated: give one (--drafter D)" in error
 
 
 def test_a_prompt_may_be_longer_than_a_file_name():

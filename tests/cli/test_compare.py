@@ -97,7 +97,11 @@ def test_every_way_is_a_line_of_the_table_and_a_record(compare, folder, prompts,
 
 def test_a_way_that_there_is_nothing_for_is_left_out(compare, folder):
     one = ("--num-prompts", "1")
-    assert list(compare(*one, model="base", draft_model=None)[1]["by_way"]) == ["undrafted", "prompt lookup"]
+    assert list(compare(*one, model="base", draft_model=None)[1]["by_way"]) == [
+        "undrafted",
+        "recycled tokens",
+        "prompt lookup",
+    ]
     flags = ("--draft-len", "3", "--ngram", "4", "--draft-len-per-beam", "2", "--drafter", str(folder / "drafter"))
     document = compare(*one, *flags, model="base")[1]
     assert document["drafters"]["drafter"] == str(folder / "drafter")
@@ -152,7 +156,7 @@ def test_a_way_that_writes_other_tokens_fails_and_the_report_says_where(compare,
 
     def keep_everything(tree, drawn, max_depth, *limits):
         path = honest(tree, drawn, max_depth, *limits)
-        if max_depth == 0:  # undrafted decoding
+        if max_depth == 0 or tree.tokens.shape[1] != max_depth + 1:  # undrafted decoding, or too small a tree
             return path
         nodes = path.nodes.new_tensor(range(max_depth + 1)).expand_as(path.nodes)
         return Kept(nodes, path.accepted * 0 + max_depth)
@@ -171,7 +175,7 @@ def test_a_way_that_writes_other_tokens_fails_and_the_report_says_where(compare,
         line = f"  OTHER TOKENS in prompt {row + 1} at new token {found[row] + 1}: the lower is "
         assert (line in table) == asked
         assert len(way["differences"]) == (others if asked else 0)
-        assert table.count("OTHER TOKENS") <= 6
+        assert table.count("OTHER TOKENS") <= 3 * 3  # of three ways that draft
         assert (f"  and {others - 3} more" in table) == (asked and others > 3)
 
 

@@ -29,6 +29,7 @@ from helpers.scheduling import KINDS, alone, change, make_sequence, seeing_seque
 from helpers.seeing_models import UNEVEN, prompts_with_images, tiny_seeing_model
 from helpers.vocabularies import renumbered
 from redrafter import DraftTarget, Engine, ReDrafter
+from redrafter.checkpoints.drafters import new_table
 from redrafter.drafting.prompt_lookup import PromptLookupProposer, WithPromptLookup, graft
 from redrafter.drafting.proposer import State, UndraftedProposer
 from redrafter.engine.options import EngineOptions
@@ -181,6 +182,11 @@ def with_mtp(model: PreTrainedModel, options: EngineOptions, shape: TreeShape) -
     return ReDrafter(target, random_mtp(target), shape, options=options)
 
 
+def recycled(model: PreTrainedModel, options: EngineOptions) -> ReDrafter:
+    target = bound(model)
+    return ReDrafter(target, new_table(target).placed(target), TreeShape(4, 4, 999), options=options)
+
+
 ENGINES: dict[str, Callable[[PreTrainedModel, EngineOptions], Engine]] = {
     "undrafted": lambda model, options: Engine(bound(model), UndraftedProposer(), options),
     "prompt lookup": lambda model, options: Engine(bound(model), PromptLookupProposer(2, 4), options),
@@ -198,6 +204,7 @@ ENGINES: dict[str, Callable[[PreTrainedModel, EngineOptions], Engine]] = {
     "DFlash2": lambda model, options: sharing(model, options, blocks("DFlash2", model)),
     "MTP": lambda model, options: with_mtp(model, options, TreeShape(4, 3, 999)),
     "MTP and text": lambda model, options: beside_text(with_mtp(model, options, TreeShape(1, 3, 999))),
+    "recycled tokens": recycled,
     "draft model": draft_target,
     "draft model's tree": lambda model, options: draft_target(model, options, num_beams=3, node_budget=6),
     "other vocabulary": other_vocabulary,
@@ -335,11 +342,12 @@ def written_alone(feature: str) -> list[list[int]]:
 
 # Pairs that meet in a way of their own: how a prompt is read, or a state rolled back, depends on both.
 OWN_WAYS = {
-    ("images", name) for name in ("context", "EAGLE", "DFlash", "draft model", "other vocabulary", "prompt lookup")
+    ("images", name)
+    for name in ("context", "EAGLE", "DFlash", "draft model", "other vocabulary", "prompt lookup", "recycled tokens")
 }
 OWN_WAYS |= {(feature, "draft model's tree") for feature in ("convolutions", "states", "fp8", "invariant")}
 OWN_WAYS |= {("images", "drafter's chain")}
-OWN_WAYS |= {("adapters", name) for name in ("prompt lookup", "draft model")}
+OWN_WAYS |= {("adapters", name) for name in ("prompt lookup", "draft model", "recycled tokens")}
 OWN_WAYS |= {("convolutions", "drafter and text")}
 # Those where either is the first of its kind.
 SIMPLE = {("text", engine) for engine in ENGINES} | {(feature, "drafter") for feature in FEATURES}

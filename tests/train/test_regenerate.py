@@ -20,13 +20,14 @@ from helpers.command_line import fails
 from helpers.generation import noted
 from helpers.models import with_tree
 from helpers.training import VOCAB, tiny_model
-from redrafter import DrafterConfig, Engine, RecurrentDrafter, ReDrafter
+from redrafter import DrafterConfig, Engine, RecurrentDrafter
 from redrafter.app.loading import Pair
 from redrafter.checkpoints.merged import boxed_pair
 from redrafter.data.documents import encode_documents
 from redrafter.data.prompts import RowChat
 from redrafter.data.rows import Row, fingerprint, read_rows
 from redrafter.drafting.proposer import UndraftedProposer
+from redrafter.drafting.recycled import RecycledTokens
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.model.target import Target
 from redrafter.scheduler.running_batch import RunningBatch
@@ -493,11 +494,11 @@ def test_a_base_needs_no_data_to_answer_its_own_questions(saved, tmp_path, capsy
     assert {row["prompt"] for row in lines(output)} == {f"invented:{number}" for number in (1, 2, 3)}
 
 
-def test_a_drafter_drafts_where_there_is_one(saved):
+def test_a_drafter_drafts_where_there_is_one_and_else_a_table(saved):
     plain = parse(command(saved, Path("own.jsonl"))[1:])
-    assert type(load(plain).engine.proposer) is UndraftedProposer
-    assert type(load(replace(plain, drafter=str(saved / "drafter"))).engine) is ReDrafter
-    assert type(load(replace(plain, model=str(boxed_pair()))).engine) is ReDrafter
+    assert type(load(plain).engine.drafter) is RecycledTokens
+    assert type(load(replace(plain, drafter=str(saved / "drafter"))).engine.drafter) is RecurrentDrafter
+    assert type(load(replace(plain, model=str(boxed_pair()))).engine.drafter) is RecurrentDrafter
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from redrafter.app.engines import can_draft
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.checkpoints.tokenizers import end_tokens
@@ -48,16 +47,9 @@ class ServedEngine:
 
     @classmethod
     def load(cls, request: LoadEngine) -> "ServedEngine":
-        """Load a model and its proposer, warn if there is none, and warm the engine up as the options say."""
+        """Load a model and its proposer, and warm the engine up as the options say."""
         began, options = time.monotonic(), request.options
-        speculate = options.speculate and can_draft(request.load, request.draft)
-        if options.speculate and not speculate:
-            _LOG.warning(
-                "%s has no drafter, so decoding is not speculative: --drafter D, --draft-model D or --prompt-lookup "
-                "makes it faster",
-                request.load.model,
-            )
-        pair = Pair.load(request.load, request.draft, speculate)
+        pair = Pair.load(request.load, request.draft, options.speculate)
         _LOG.info("loaded %s in %.1f s", pair.name, time.monotonic() - began)
         engine = cls.from_pair(pair, options, request.load)
         if options.warm_up:

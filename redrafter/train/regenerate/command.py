@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
-from redrafter.app.engines import can_draft
-from redrafter.app.loading import NO_DRAFT_OPTIONS, Pair
+from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.checkpoints.adapters import merge_adapter
 from redrafter.data.rows import Row, read_rows
@@ -69,7 +68,7 @@ def load(config: RegenerateConfig) -> Pair:
     """Load the base and its tokenizer, and its adapter and drafter, if any."""
     names = ("model", "drafter", "dtype", "device", "trust_remote_code", "chat_template", "chat_template_kwargs")
     options = LoadOptions(**{name: vars(config)[name] for name in names})
-    pair = Pair.load(options, speculate=can_draft(options, NO_DRAFT_OPTIONS))
+    pair = Pair.load(options)
     if config.adapter is not None:
         merge_adapter(pair.engine.model, config.adapter)
     return pair
