@@ -1,8 +1,10 @@
 """The paged cache: decoding gives the same tokens as on the dense cache, for every architecture that supports it."""
 
+import sys
 from dataclasses import replace
 from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch
 
@@ -213,3 +215,24 @@ def test_merged_weights_are_the_models_own_and_can_be_trained_and_saved(llama, t
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems write the zeros")
+def test_a_pool_on_a_cpu_is_zeros_and_takes_no_memory_before_it_is_written():
+    for _ in range(2):  # the second one has the addresses of the first
+        before = psutil.Process().memory_info().rss
+        pool = KVCachePool([LayerShape(2, 8, 8, torch.float32, torch.device("cpu"))], 1 << 16).pools[0]
+        assert pool.nbytes == 1 << 27
+        assert psutil.Process().memory_info().rss - before < pool.nbytes / 4
+        assert not pool.any()
+        pool.fill_(1)
+        del pool
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, 17, 40])
+def test_a_small_pool_is_zeros_where_memory_of_other_numbers_was(num_blocks):
+    shape = LayerShape(1, 5, 5, torch.bfloat16, torch.device("cpu"))
+    for _ in range(8):
+        pool = KVCachePool([shape], num_blocks).pools[0]
+        assert not pool.any()
+        pool.fill_(1)
