@@ -14,6 +14,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from redrafter import kernels
 from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel
@@ -22,22 +23,24 @@ from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.features import OWN_DRAFTS
 from redrafter.model.target import Target
-from redrafter.sampling.noise import GAMMA
 from redrafter.sampling.sampler import Sampler
-from redrafter.tree.beam_search import Candidates, Expand
+from redrafter.tree.beam_search import Candidates, Expand, top_continuations
 from redrafter.tree.token_tree import Tree
 
 # Log-likelihood of a draft, by the stored logits, below which a CPU does not verify it, as each node costs arithmetic.
 # Simulated: 1.47 tokens per step with 3.6 nodes, and 1.61 with 8.4 without a limit.
 LEAST_SCORE = log(0.15)
-# Stored log-probabilities are multiplied by this: texts differ, so a likely token is less likely after other words.
-# Simulated, 26 nodes: 1.70 tokens per step with 1, 1.72 with 0.3 to 0.5.
+# Log-probabilities are multiplied by this when stored: a likely token is less likely after other words. Simulated, 26
+# nodes: 1.70 tokens per step with 1, 1.72 with 0.3 to 0.5.
 SHARPNESS = 0.5
-TEXT_LOGIT = -0.7  # of a token that follows in a prompt, which says nothing of others: a likelihood of a half
-MOST_READ = 4096  # last tokens of a prompt that are stored
+TEXT_LOGIT = SHARPNESS * log(0.5)  # of a token that follows in a prompt, which says nothing of others
 UNKNOWN = -30.0  # logit of a token of which nothing is known
+MOST_READ = 4096  # last tokens of a prompt that are stored
 TOKEN_BITS = 24  # of a key, for its last token
 _LOCK = Lock()  # so that no thread reads an entry of which another one has written a part
+
+Table = tuple[Tensor, Tensor, Tensor]
+"""Keys `[H]`, tokens `[H, C]` and logits `[H, C]` of H entries, a power of two."""
 
 
 class RecycledConfig(AnyDrafterConfig):
@@ -62,17 +65,73 @@ class RecycledConfig(AnyDrafterConfig):
         self.require("candidates", self.candidates <= self.vocab_size, f"be at most vocab_size={self.vocab_size}")
 
 
+def place_of(key: Tensor, entries: int) -> Tensor:
+    """Return the entry that may hold a key, both int64 of any shape."""
+    return ((key ^ (key >> TOKEN_BITS)) * 2654435761 >> 15) & (entries - 1)
+
+
+def keys_of(sharing: Tensor, before: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys of two tokens and of the last one alone, int64 of the arguments' shape."""
+    single = sharing + tokens
+    return single + (before + 1 << TOKEN_BITS), single
+
+
+def read_entries(table: Table, sharing: Tensor, before: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tokens that are likely to follow two tokens, then those that are likely to follow the last of them.
+
+    Args:
+        table: The table.
+        sharing: Number of the texts that share drafts with each row, `[B, 1]` int64.
+        before: The token before the last one, `[B, w]` int64.
+        tokens: The last token, `[B, w]` int64.
+
+    Returns:
+        Tokens and float32 logits, `[B, w, 2C]` each. The first C tokens are different; another one's logit is -inf if
+        it is among them.
+    """
+    keys, ids, logits = table
+    wanted = torch.stack(keys_of(sharing, before, tokens), dim=2)  # [B, w, 2]
+    place = place_of(wanted, len(keys))
+    known = keys[place] == wanted
+    found, values = ids[place], logits[place].float().masked_fill(~known[..., None], UNKNOWN)  # [B, w, 2, C]
+    same = found[:, :, 0, :, None] == found[:, :, 1, None]  # [B, w, C, C]
+    first, second = values.unbind(2)
+    # A token that both have keeps the larger logit: where one entry is unknown, the other one's.
+    first = torch.maximum(first, second[:, :, None].masked_fill(~same, -torch.inf).amax(3))
+    return found.flatten(2), torch.cat([first, second.masked_fill(same.any(2), -torch.inf)], dim=2)
+
+
+def write_entries(table: Table, key: Tensor, ids: Tensor, logits: Tensor, written: Tensor) -> None:
+    """Write entries, of which one of those with the same place is kept.
+
+    Args:
+        table: The table.
+        key: Their keys, `[M]` int64.
+        ids: Different tokens of each, `[T, C]` int64; M is a multiple of T, and key m has those of m modulo T.
+        logits: Their logits, `[T, C]`.
+        written: Which keys are written, `[M]` bool.
+    """
+    place = place_of(key, len(table[0]))
+    # Parts of several would make an entry with a token twice, and siblings of a tree must differ.
+    number = torch.arange(len(key), device=key.device)
+    winner = torch.full_like(table[0], -1).scatter_(0, place[written], number[written])
+    wins = winner[place] == number
+    place, source = place[wins], number[wins] % len(ids)
+    for stored, new in zip(table, (key[wins], ids[source], logits[source]), strict=True):
+        stored[place] = new.to(stored.dtype)
+
+
 @register_drafter()
 class RecycledTokens(DrafterModel):
     """A table of the tokens that the target found likely, which each step reads and writes.
 
     A key is a text's last token or its last two, with the number of the texts that share drafts. It has one place in
-    the table, and replaces another key there. The last entry takes what is not to be written.
+    the table, and replaces another key there.
 
     Attributes:
-        keys: The key of each entry, -1 for none, `[H+1]` int64.
-        ids: Its tokens, different ones, `[H+1, C]` int64.
-        logits: Their log-probabilities among each other, `[H+1, C]`.
+        keys: The key of each entry, -1 for none, `[H]` int64.
+        ids: Its tokens, different ones, `[H, C]` int64.
+        logits: Their log-probabilities, times `SHARPNESS`, `[H, C]`.
     """
 
     config_class = RecycledConfig
@@ -85,10 +144,9 @@ class RecycledTokens(DrafterModel):
     def __init__(self, config: RecycledConfig):
         """Make an empty table."""
         super().__init__(config)
-        size = config.entries + 1
-        self.register_buffer("keys", torch.full((size,), -1))
-        self.register_buffer("ids", torch.arange(config.candidates).repeat(size, 1))
-        self.register_buffer("logits", torch.full((size, config.candidates), UNKNOWN))
+        self.register_buffer("keys", torch.full((config.entries,), -1))
+        self.register_buffer("ids", torch.arange(config.candidates).repeat(config.entries, 1))
+        self.register_buffer("logits", torch.full((config.entries, config.candidates), UNKNOWN))
         self.post_init()
 
     @property
@@ -96,100 +154,84 @@ class RecycledTokens(DrafterModel):
         """The dtype of the logits, as there are no parameters."""
         return self.logits.dtype
 
+    def check_entries(self) -> None:
+        """Raise `CheckpointError` unless the tokens of each entry are different ids of the base."""
+        ids = self.ids.sort(dim=-1).values
+        if ids[:, 0].min() < 0 or ids[:, -1].max() >= self.config.vocab_size or (ids[:, 1:] == ids[:, :-1]).any():
+            raise CheckpointError(f"{self.name_or_path} has entries that are not different ids of its base")
+
     def prepare(self, target: Target) -> None:
         """Let the table read the logits that the target computes from now on."""
         target.logits_reader = self
 
-    def check_entries(self) -> None:
-        """Raise `CheckpointError` unless the tokens of each entry are different ids of the base."""
-        ids = self.ids[: self.config.entries].sort(dim=-1).values
-        if ids[:, 0].min() < 0 or ids[:, -1].max() >= self.config.vocab_size or (ids[:, 1:] == ids[:, :-1]).any():
-            raise CheckpointError(f"{self.name_or_path} has entries that are not different ids of its base")
+    @property
+    def table(self) -> Table:
+        """The table."""
+        return self.keys, self.ids, self.logits
 
     def read_tokens(self, sharing: Tensor, before: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tokens that are likely to follow two tokens, and those that are to follow the last one of them.
-
-        Args:
-            sharing: Number of the texts that share drafts with each row, `[B, 1]` int64.
-            before: The token before the last one, `[B, w]` int64.
-            tokens: The last token, `[B, w]` int64.
-
-        Returns:
-            Tokens and logits, `[B, w, 2C]` each. The first C tokens are different; another one's logit is -inf if it is
-            among them.
-        """
-        keys = torch.stack(_keys(sharing, before, tokens), dim=2)  # [B, w, 2]
-        place = self._place_of(keys)
+        """Return likely next tokens and their logits, with the arguments and results of `read_entries`."""
+        if kernels.TRITON and tokens.is_cuda:
+            return kernels.recycled.read_entries(
+                self.table, sharing, before, tokens, unknown=UNKNOWN, token_bits=TOKEN_BITS
+            )
         with _LOCK:
-            known = self.keys[place] == keys
-            ids, logits = self.ids[place], self.logits[place].masked_fill(~known[..., None], UNKNOWN)  # [B, w, 2, C]
-        same = ids[:, :, 0, :, None] == ids[:, :, 1, None]  # [B, w, C, C]
-        first, second = logits.unbind(2)
-        # A token that both have keeps its larger logit: of an entry of which nothing is known, the other one's.
-        first = torch.maximum(first, second[:, :, None].masked_fill(~same, -torch.inf).amax(3))
-        return ids.flatten(2), torch.cat([first, second.masked_fill(same.any(2), -torch.inf)], dim=2)
+            return read_entries(self.table, sharing, before, tokens)
 
-    def read_step(self, state: State, tree: Tree, logits: Tensor) -> None:
+    def write(self, key: Tensor, ids: Tensor, logits: Tensor, written: Tensor) -> None:
+        """Write entries, with the arguments of `write_entries`."""
+        if kernels.TRITON and key.is_cuda:
+            kernels.recycled.write_entries(self.table, key, ids, logits, written)
+            return
+        with _LOCK:
+            write_entries(self.table, key, ids, logits, written)
+
+    def read_step(self, rows: State, tree: Tree, logits: Tensor) -> None:
         """Store the likeliest tokens that follow each verified node; see `LogitsReader`."""
         before = tree.tokens.gather(1, tree.parents)
-        before[:, :1] = _before_pending(state)
-        written = state.active[:, None].expand_as(before)
+        before[:, :1] = _before_pending(rows)
+        written = rows.active[:, None].expand_as(before)
         if tree.counts is not None:
             written = written & (torch.arange(before.shape[1], device=before.device) < tree.counts[:, None])
-        of_nodes = [_sharing(state).expand_as(before), before, tree.tokens, written]
+        of_nodes = [_sharing(rows).expand_as(before), before, tree.tokens, written]
         if logits.shape[:2] != before.shape:
             of_nodes = [x.flatten()[tree.verified_nodes] for x in of_nodes]
         *words, written = (x.flatten() for x in of_nodes)  # [T] each
-        best = logits.flatten(0, 1).topk(self.config.candidates, dim=-1)  # [T, C]
-        values = best.values.log_softmax(dim=-1, dtype=torch.float32)
-        self._write(torch.cat(_keys(*words)), best.indices.repeat(2, 1), values.repeat(2, 1), written.repeat(2))
+        nodes, count = logits.flatten(0, 1), self.config.candidates
+        if logits.is_cuda:
+            none = torch.zeros(len(nodes), 1, device=logits.device)
+            values, _, ids = top_continuations(nodes[:, None], none, count, None)  # [T, C]
+        else:  # without a pass that sums over the vocabulary
+            best = nodes.topk(count, dim=-1)
+            values, ids = best.values.log_softmax(dim=-1, dtype=torch.float32), best.indices
+        values = (SHARPNESS * values).nan_to_num(nan=UNKNOWN).clamp(min=UNKNOWN)  # a token may be ruled out
+        self.write(torch.cat(keys_of(*words)), ids, values, written.repeat(2))
 
-    def read_prompts(self, state: State, width: int) -> None:
-        """Store the token that follows each token of new rows' texts; see `LogitsReader`."""
+    def read_prompts(self, rows: State, width: int) -> None:
+        """Store the token that follows each token of a text, in place of the least likely one; see `LogitsReader`."""
         first = max(width + 1 - MOST_READ, 0)
-        tokens = state.tokens[:, first : width + 1]
+        tokens = rows.tokens[:, first : width + 1]
         before = torch.cat([tokens[:, :1], tokens[:, :-2]], dim=1)
-        written = torch.arange(first + 1, width + 1, device=tokens.device) <= state.length[:, None]
-        words = (x.flatten() for x in (_sharing(state).expand_as(before), before, tokens[:, :-1]))
-        following, key = tokens[:, 1:].flatten().repeat(2)[:, None], torch.cat(_keys(*words))  # [2T, 1], [2T]
-        place = self._place_of(key)
-        ids, logits = self.ids[place], self.logits[place].masked_fill(self.keys[place, None] != key[:, None], UNKNOWN)
+        written = torch.arange(first + 1, width + 1, device=tokens.device) <= rows.length[:, None]
+        words = (x.flatten() for x in (_sharing(rows).expand_as(before), before, tokens[:, :-1]))
+        following, key = tokens[:, 1:].flatten().repeat(2)[:, None], torch.cat(keys_of(*words))  # [2T, 1], [2T]
+        place = place_of(key, len(self.keys))
+        ids, logits = self.ids[place], self.logits[place].masked_fill((self.keys[place] != key)[:, None], UNKNOWN)
         # The token itself if the entry has it already.
         position = logits.masked_fill(ids == following, -torch.inf).argmin(dim=1, keepdim=True)
         ids, logits = ids.scatter(1, position, following), logits.scatter(1, position, TEXT_LOGIT)
-        self._write(key, ids, logits, written.flatten().repeat(2))
-
-    def _place_of(self, key: Tensor) -> Tensor:
-        """Return the entry that may hold a key, both int64 of any shape."""
-        return (key * GAMMA >> 24) & (self.config.entries - 1)
-
-    def _write(self, key: Tensor, ids: Tensor, logits: Tensor, written: Tensor) -> None:
-        """Write entries: their keys `[T]`, tokens and logits `[T, C]`, and which of them are `written`, `[T]` bool."""
-        none = self.config.entries
-        place = self._place_of(key).where(written, none)
-        # Of those with one place one is written: parts of several would make an entry with a token twice.
-        number = torch.arange(len(place), device=place.device)
-        winner = number.new_empty(none + 1).scatter_(0, place, number)[place]
-        place = place.where(winner == number, none)
-        with _LOCK:
-            self.keys[place], self.ids[place], self.logits[place] = key, ids, logits.to(self.logits.dtype)
+        self.write(key, ids, logits, written.flatten().repeat(2))
 
 
-def _keys(sharing: Tensor, before: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys of two tokens and of the last one alone, int64 of the arguments' shape."""
-    single = sharing + tokens
-    return single + (before + 1 << TOKEN_BITS), single
-
-
-def _sharing(state: State) -> Tensor:
+def _sharing(rows: State) -> Tensor:
     """Return the number of the texts that share drafts with each row, `[B, 1]` int64."""
-    number = state.inputs.get(OWN_DRAFTS)
-    return torch.zeros_like(state.length)[:, None] if number is None else number[:, None]
+    number = rows.inputs.get(OWN_DRAFTS)
+    return torch.zeros_like(rows.length)[:, None] if number is None else number[:, None]
 
 
-def _before_pending(state: State) -> Tensor:
+def _before_pending(rows: State) -> Tensor:
     """Return the last committed token of each row, `[B, 1]` int64."""
-    return state.tokens.gather(1, (state.length - 1).clamp(min=0)[:, None])
+    return rows.tokens.gather(1, (rows.length - 1).clamp(min=0)[:, None])
 
 
 @dataclass(frozen=True)  # for `__post_init__`, which the class above does not have
@@ -216,7 +258,7 @@ class RecycledProposer(SearchProposer[None]):
             nonlocal above
             ids, logits = self.drafter.read_tokens(sharing, above.gather(1, sources), tokens)
             above = tokens
-            return Candidates(sampler.draft_scores(SHARPNESS * logits, noise, k, ids), ids)
+            return Candidates(sampler.draft_scores(logits, noise, k, ids), ids)
 
         return expand
 

@@ -19,6 +19,7 @@ if TRITON:
         ordered_attention,
         ordered_linear,
         peer_sum,
+        recycled,
         sample,
         token_order,
         tree,

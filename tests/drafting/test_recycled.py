@@ -60,7 +60,7 @@ def contents(table: RecycledTokens) -> dict[int, tuple[list[int], list[float]]]:
 
 
 def written(table: RecycledTokens) -> list[int]:
-    return (table.keys[: table.config.entries] >= 0).nonzero().flatten().tolist()
+    return (table.keys >= 0).nonzero().flatten().tolist()
 
 
 def state_of(tokens: Tensor, length: Tensor | None = None) -> State:
@@ -198,7 +198,7 @@ def empty(entries: int = 1 << 17) -> RecycledTokens:
 
 def check_entries(table: RecycledTokens) -> None:
     """Fail unless each entry has different tokens of the vocabulary."""
-    ids = table.ids[: table.config.entries].sort(dim=-1).values
+    ids = table.ids.sort(dim=-1).values
     assert bool((ids[:, 1:] > ids[:, :-1]).all()), "an entry has a token twice"
     assert bool(((ids >= 0) & (ids < VOCAB)).all())
 
