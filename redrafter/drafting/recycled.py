@@ -55,6 +55,7 @@ class RecycledConfig(AnyDrafterConfig):
 
     draft_beams: int = 6
     draft_len_per_beam: int = 6
+    trained_draft_len: int | None = 3  # levels on a CPU, where the noise of each further one takes time
     candidates: int = 16
     entries: int = 1 << 17
 
