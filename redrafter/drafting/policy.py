@@ -15,7 +15,7 @@ from typing import NamedTuple
 from redrafter.drafting.loss_budget import DraftLossBudget
 from redrafter.drafting.proposer import Proposer, step_tokens
 from redrafter.drafting.step_times import StepCosts, StepTimes
-from redrafter.drafting.tree_choice import expected_drafts
+from redrafter.drafting.tree_choice import expected_of
 
 # Minimum speedup that drafts must be expected to give. A call lasts until its slowest row ends, so drafts that help
 # only other rows do not shorten it, and steps of many rows need more: at 64 rows, steps that cost 1.55 and gave 1.71
@@ -26,7 +26,7 @@ CLOSE = 2.0
 # Weight of the assumed acceptance, in rows of a search or judged drafts, and factors by which earlier steps count less
 # at each further one: of the rows of a search, of other drafts, and of a search that is retried after a pause.
 PRIOR_WEIGHT, DECAY_PER_ROW, DECAY, DECAY_BY_RETRY = 8.0, 0.98, 0.9, 0.9
-# Accepted drafts that are assumed: of a search, relative to `expected_drafts`; of a draft model, relative to judged
+# Accepted drafts that are assumed: of a search, relative to `expected_of`; of a draft model, relative to judged
 # ones; and of copies from a sequence that has a match, per row.
 PRIOR_OF_SEARCH, PRIOR_OF_MODEL, PRIOR_OF_COPIES = 1.0, 0.75, 1.0
 
@@ -115,7 +115,7 @@ class AcceptanceHistory:
     """Stores the acceptance of an engine's drafts, and the budgets of their losses, across batches.
 
     Attributes:
-        search: Accepted drafts of a search, relative to `expected_drafts`.
+        search: Accepted drafts of a search, relative to `expected_of`.
         model: Accepted drafts of a draft model, relative to those that the target judged.
         copies: Accepted copies per row that no other proposer found.
         budget_of_copies: Loss budget of copies.
@@ -273,7 +273,7 @@ class CostPolicy(DraftPolicy):
             history.model.add(sum(map(min, pairs)), sum(min(accepted + 1, most) for accepted, most in pairs))
         elif search.beams:
             drafts = self._drafts(search, rows.size, drafting)
-            expected = (expected_drafts(search.beams, min(level, search.depth), drafts) for level in step.levels)
+            expected = (expected_of(search, level, drafts) for level in step.levels)
             history.search.add(sum(step.accepted) - copied, sum(expected), max(DECAY_PER_ROW**drafting, 0.5))
         if search is not proposer or not search.beams:
             if rows.match is not False:
@@ -343,7 +343,7 @@ class CostPolicy(DraftPolicy):
             gained = sum(chance**level for level in range(1, search.depth + 1))
         elif search.beams:
             drafts = self._drafts(search, step.size, step.drafting)
-            gained = history.search.value * expected_drafts(search.beams, search.depth, drafts)
+            gained = history.search.value * expected_of(search, search.depth, drafts)
         if proposer.depth > search.depth * bool(search.beams) and step.match is not False:
             gained += history.copies.value
         return step.rows + step.drafting * gained

@@ -2,18 +2,12 @@
 
 from collections.abc import Iterator
 from functools import lru_cache
-from math import inf
 
-from redrafter.drafting.proposer import SearchProposer
+from redrafter.drafting.proposer import TRAINED, Likelihoods, Proposer, SearchProposer
 from redrafter.drafting.step_times import StepCosts, time_at
 from redrafter.tree.sizes import MAX_BEAMS, TreeShape
 
-# Drafts of a row that a search finds in its first level, as pairs of a likelihood and a mean number, and their number
-# in each level relative to the level above. Measured with the boxed pair, whose best drafts are right in 0.65.
-FIRST_LEVEL = (
-    (0.95, 0.3), (0.82, 0.13), (0.67, 0.11), (0.52, 0.11), (0.38, 0.09),
-    (0.27, 0.13), (0.18, 0.34), (0.11, 0.6), (0.06, 1.0), (0.02, 0.85), (0.004, inf),
-)  # fmt: skip
+# Number of drafts that a search finds in each level relative to the level above, of trained drafters and of tables.
 DEEPER = 0.65
 WIDTHS = (1, 2, 3, 5)  # beams that are compared, in addition to those of the whole search
 # Minimum batch size at which rows share nodes, if the forward pass supports ragged trees. In smaller batches each row
@@ -21,18 +15,25 @@ WIDTHS = (1, 2, 3, 5)  # beams that are compared, in addition to those of the wh
 SHARING_ROWS = 32
 
 
+def expected_of(search: Proposer, depth: int, drafts: float) -> float:
+    """Return the accepted drafts per row to expect of a search, of which `drafts` of a row are verified."""
+    first_level = search.first_level if isinstance(search, SearchProposer) else TRAINED
+    return expected_drafts(first_level, search.beams, min(depth, search.depth), drafts)
+
+
 @lru_cache(maxsize=4096)
-def expected_drafts(beams: int, depth: int, drafts: float) -> float:
+def expected_drafts(first_level: Likelihoods, beams: int, depth: int, drafts: float) -> float:
     """Return the number of accepted drafts per row to expect of a tree.
 
     Args:
+        first_level: What the search finds in its first level.
         beams: Beams of the search.
         depth: Levels of the search.
         drafts: Mean number of verified drafts per row, which are the likeliest drafts of the search.
     """
     rooms = [float(beams)] * depth  # drafts of each level that are not taken yet
     accepted = 0.0
-    for likelihood, count in FIRST_LEVEL:
+    for likelihood, count in first_level:
         for level in range(depth):
             taken = min(count * DEEPER**level, rooms[level], drafts)
             rooms[level] -= taken
@@ -54,7 +55,7 @@ def best_tree(costs: StepCosts, whole: SearchProposer, rows: int, *, share: bool
     def speed(shape: TreeShape) -> float:
         tokens = shape.shared_nodes or rows * shape.nodes
         search = shape.depth * time_at(costs.level, rows * shape.beams)
-        gained = expected_drafts(shape.beams, shape.depth, tokens / rows - 1)
+        gained = expected_drafts(whole.first_level, shape.beams, shape.depth, tokens / rows - 1)
         return (1 + gained) / (time_at(costs.forward, tokens) + search)
 
     return max(_trees(whole, rows if share else 0), key=speed)

@@ -13,7 +13,7 @@ from redrafter import ReDrafter
 from redrafter.drafting import loss_budget
 from redrafter.drafting.policy import AcceptanceHistory, CostPolicy, DraftedStep, DraftPolicy, StepRows
 from redrafter.drafting.prompt_lookup import WithPromptLookup
-from redrafter.drafting.proposer import SearchProposer, UndraftedProposer
+from redrafter.drafting.proposer import TRAINED, SearchProposer, UndraftedProposer
 from redrafter.drafting.step_times import StepCosts, StepTimes, time_at
 from redrafter.drafting.tree_choice import best_tree, expected_drafts
 from redrafter.engine import step_timing
@@ -48,12 +48,12 @@ def test_a_step_costs_its_forward_and_each_level_of_its_search():
 
 def test_more_verified_drafts_are_expected_to_bring_more_and_each_less():
     for beams, depth in ((1, 5), (5, 5)):
-        expected = [expected_drafts(beams, depth, drafts) for drafts in range(1 + beams * depth)]
+        expected = [expected_drafts(TRAINED, beams, depth, drafts) for drafts in range(1 + beams * depth)]
         more = [b - a for a, b in itertools.pairwise(expected)]
         assert expected[0] == 0
         assert min(more) > 0
         assert more == pytest.approx(sorted(more, reverse=True))
-    assert expected_drafts(1, 1, 1) == pytest.approx(0.6, abs=0.05)
+    assert expected_drafts(TRAINED, 1, 1, 1) == pytest.approx(0.6, abs=0.05)
 
 
 def choice(costs: StepCosts, *kinds: SearchProposer, size: int = 1, copying=None, reading: float = 0.0) -> CostPolicy:
