@@ -23,6 +23,7 @@ from redrafter.drafting.proposer import Likelihoods, SearchProposer, State
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.features import OWN_DRAFTS
 from redrafter.model.target import Target
+from redrafter.sampling.noise import GAMMA
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.beam_search import Candidates, Expand, top_continuations
 from redrafter.tree.token_tree import Tree
@@ -78,7 +79,7 @@ class RecycledConfig(AnyDrafterConfig):
 
 def place_of(key: Tensor, entries: int) -> Tensor:
     """Return the entry that may hold a key, both int64 of any shape."""
-    return ((key ^ (key >> TOKEN_BITS)) * 2654435761 >> 15) & (entries - 1)
+    return ((key ^ (key >> TOKEN_BITS)) * GAMMA >> 40) & (entries - 1)
 
 
 def keys_of(sharing: Tensor, before: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

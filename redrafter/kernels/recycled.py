@@ -5,10 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+GAMMA = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))  # of `redrafter.sampling.noise`
+
 
 @triton.jit
 def _place_of(key, entries):
-    return ((key ^ (key >> 24)) * 2654435761 >> 15) & (entries - 1)
+    return ((key ^ (key >> 24)) * GAMMA >> 40) & (entries - 1)
 
 
 @triton.jit(do_not_specialize=["beams"])
