@@ -163,7 +163,7 @@ async def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="also write a line for each row")
     args = parser.parse_args()
     rows, key = read_prompts(args.prompts), os.environ.get("REDRAFTER_API_KEY") or os.environ.get("OPENAI_API_KEY")
-    shared = {"max_tokens": args.max_new_tokens, "temperature": args.temperature, "ignore_eos": True}
+    shared = {"max_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": 1.0, "ignore_eos": True}
     shared |= {"stream": True, "stream_options": {"include_usage": True}}
     headers, timeout = {"Authorization": f"Bearer {key}"} if key else {}, ClientTimeout(3600, sock_connect=10)
     reference, lines = dict[int, str](), list[dict[str, Any]]()  # texts of the first load by request; rows

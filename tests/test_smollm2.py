@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import GenerationConfig
 
 pytest.importorskip("gguf")
 
@@ -33,6 +34,8 @@ def test_the_model_is_made_once_of_its_gguf_file(models, tmp_path):
     assert "making" in run("make.py", out, "--gguf", models / "file.gguf")[1]
     made, stock = (load_file(folder / "model.safetensors") for folder in (out, models / "hf"))
     assert all(torch.equal(weight, stock[name].bfloat16()) for name, weight in made.items())
+    config = GenerationConfig.from_pretrained(out)
+    assert (config.do_sample, config.temperature, config.top_p) == (True, 0.2, 0.9)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model"]
     assert run("make.py", out, "--gguf", "absent.gguf")[1] == f"{out} is there already\n"
 

@@ -67,7 +67,7 @@ def main() -> None:
     for temperature in args.temperatures:
         how: dict[str, Any] = {"min_new_tokens": new, "max_new_tokens": new, "do_sample": temperature > 0}
         if temperature:
-            how |= {"temperature": temperature, "top_k": 0}
+            how |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
         drafted: list[Any] = []
 
         def stock(prompt: list[int], _: int, how: dict[str, Any] = how) -> None:

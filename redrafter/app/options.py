@@ -162,8 +162,8 @@ class GenerationOptions:
     max_new_tokens: int = option(128, "maximum number of new tokens")
     temperature: float | tuple[float, ...] | None = option(
         None,
-        "0 is greedy, a higher value samples; overrides the checkpoint's greedy_search (default: greedy, unless "
-        "the checkpoint samples by default); `generate` also takes one for each prompt: 0.7,0.2",
+        "0 is greedy, a higher value samples (default: as the checkpoint's generation config or redrafter.json, else "
+        "greedy); `generate` also takes one for each prompt: 0.7,0.2",
     )
     top_k: int | None = option(None, "sample from the N likeliest tokens only")
     top_p: float | None = option(None, "sample only from the likeliest tokens that together have this probability")

@@ -249,6 +249,11 @@ class Engine(Changeable):
         other.lender = None if other is self else self
 
     @property
+    def samples_by_default(self) -> bool | None:
+        """Whether the checkpoint asks for sampling: `do_sample`, else the model's own; None if neither says."""
+        return self.model.generation_config.do_sample if self.do_sample is None else self.do_sample
+
+    @property
     def model(self) -> Any:
         """The target's Hugging Face model."""
         return self.target.model

@@ -151,6 +151,26 @@ def test_temperature_samples_from_all_tokens(generate, monkeypatch):
     assert (seen["do_sample"], seen["temperature"], seen["top_k"]) == (True, 0.7, 0)
 
 
+def test_commands_sample_as_the_models_own_generation_config_says(folder, tmp_path, capsys, monkeypatch):
+    model = tmp_path / "model"
+    shutil.copytree(folder / "merged", model)
+    config = json.loads((model / "generation_config.json").read_text())
+    seen = set()
+    for do_sample, typed_alike in ((True, ["--temperature", "1.5", "--top-p", "0.9", "--top-k", "7"]), (False, [])):
+        own = {"do_sample": do_sample, "temperature": 1.5, "top_p": 0.9, "top_k": 7}
+        (model / "generation_config.json").write_text(json.dumps(config | own))
+        for command, words in (("generate", ["--chat", "Zürich"]), ("chat", [])):
+            texts = []
+            for path, options in ((model, []), (folder / "merged", typed_alike)):
+                typed(monkeypatch, "Zürich\n")
+                words_of_model = ["--model", str(path), "--max-new-tokens", str(NEW), "--seed", "3"]
+                assert main([command, *words_of_model, *options, *words]) == 0
+                texts.append(capsys.readouterr().out)
+            assert texts[0] == texts[1]
+            seen.add((do_sample, texts[0]))
+    assert len(seen) == len({text for _, text in seen}) == 2  # sampling draws other tokens than the likeliest
+
+
 def test_a_batch_prints_each_row_as_alone(generate, expected, tmp_path):
     prompts = ["Zürich", "10 €", "ja! " * 20]
     file = tmp_path / "prompts.txt"

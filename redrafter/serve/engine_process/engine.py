@@ -120,11 +120,14 @@ def _describe(pair: Pair, scheduler: Scheduler, options: ServeOptions) -> tuple[
 def _sampling_defaults(engine: Engine) -> dict[str, Any]:
     """Return the sampling parameters of the model's generation config, with OpenAI's defaults for the rest."""
     config = engine.model.generation_config
-    temperature = 0.0 if engine.do_sample is False else 1.0
+    if engine.samples_by_default is False:
+        temperature = 0.0
+    else:
+        temperature = 1.0 if config.temperature is None else config.temperature
     neutral = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     configured = {name: getattr(config, name, None) for name in neutral}
     defaults = {name: neutral[name] if value is None else value for name, value in configured.items()}
-    return {"temperature": config.temperature or temperature} | defaults
+    return {"temperature": temperature} | defaults
 
 
 def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
