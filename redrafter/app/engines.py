@@ -132,7 +132,7 @@ def parse_draft_target_config(text: str) -> tuple[int, str | None, str | None, b
     if len(target_on) > 1:
         raise UnsupportedError(
             f"--draft-target-model-config puts the target on {len(target_on)} devices, which is tensor parallelism: "
-            f"start the command with torchrun --nproc-per-node {len(target_on)} -m redrafter, or give one device"
+            f"add --tensor-parallel-size {len(target_on)}, or give one device"
         )
     if len(drafts_on) > 1:
         raise UnsupportedError(

@@ -21,6 +21,8 @@ ALIASES = {
     "--max-new-tokens": ("--new-tokens",),
     "--output": ("--output-dir",),
     "--random-seed": ("--seed",),
+    "--tp": ("--tensor-parallel-size",),
+    "--tp-size": ("--tensor-parallel-size",),
     "--stop-words": ("--stop",),
     "--num-draft-tokens": ("--draft-len",),
     "--use-logits": ("--acceptance=rejection",),

@@ -56,7 +56,7 @@ def check_options(options: LoadOptions, draft: DraftOptions) -> tuple[str, LoadO
     shared, default = launched_processes() > 1, "cuda" if torch.cuda.is_available() else "cpu"
     for flag, device in (("device", options.device), ("draft-device", draft.draft_device)):
         if shared and device is not None:
-            raise ArgumentError(f"--{flag} {device}: torchrun assigns a device to each process; leave it out")
+            raise ArgumentError(f"--{flag} {device}: each of several processes has a device of its own; leave it out")
         if device is not None:
             _check_device(flag, device)
     limit_threads(torch.device(options.device or default).type)

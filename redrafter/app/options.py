@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from redrafter.app.flags import biases, flag, format_value, integers
 from redrafter.engine.options import EngineOptions
 from redrafter.errors import ArgumentError
-from redrafter.options import dtype_word, option
+from redrafter.options import dtype_word, option, whole
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -84,6 +84,12 @@ class LoadOptions(EngineOptions, TemplateOptions):
     )
     dtype: str = option("auto", "number format", choices=("auto", "float32", "bfloat16", "float16"), type=dtype_word)
     device: str | None = option(None, "cpu, cuda, cuda:1, ... (default: cuda if there is a GPU, else cpu)")
+    tensor_parallel_size: int | None = option(
+        None,
+        "processes that share the model, each with a GPU of its own (default: those that torchrun has started, or one)",
+        check=whole(1, optional=True),
+        commands=("bench", "generate", "serve"),
+    )
     trust_remote_code: bool = option(False, "run the modelling code that comes with the model")
     quantization: str | None = option(
         None,

@@ -73,7 +73,7 @@ def run_command(command: Callable[[], int]) -> int:
         lost = any(text in str(error) for text in _LOST_PEER_TEXTS) or type(error).__name__ in _LOST_PEER_TYPES
         if launched_processes() == 1 or not lost:
             raise
-        message = "another process has ended, for which this one waited (torchrun reports which)"
+        message = "another process has ended, for which this one waited (the launcher reports which)"
     print_message("error", message)
     return 2
 

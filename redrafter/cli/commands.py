@@ -15,6 +15,7 @@ from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.app.parser import Parser, add_json
 from redrafter.app.paths import check_file, check_paths
 from redrafter.app.program import import_libraries, run_command
+from redrafter.app.rank_launcher import run_on_ranks
 from redrafter.cli import SCRIPTS, measure_options
 from redrafter.errors import did_you_mean
 from redrafter.version import __version__
@@ -41,6 +42,8 @@ def run_parsed(argv: list[str]) -> int:
             print(importlib.import_module("redrafter.cli.completion").completion_script(args.shell, parser, scripts))
             return 0
         _check(args, parser.commands[args.command].option_types)
+        if (of_ranks := run_on_ranks(vars(args).get("tensor_parallel_size"), argv)) is not None:
+            return of_ranks
         code: int = import_libraries(f"redrafter.cli.{args.command}").run_checked(args)
         return code
 

@@ -70,7 +70,7 @@ LEGEND = "1, 2, ...: share of the steps whose drafts were accepted up to there t
 def bench(load: LoadOptions, options: BenchOptions) -> int:
     """Run `redrafter bench`. Returns its exit code."""
     if launched_processes() > 1 and options.against:
-        raise ArgumentError("--against measures a model in one process: leave it out, or start it without torchrun")
+        raise ArgumentError("--against measures a model in one process: leave it out, or start one process")
     if process_rank() > 0:  # rank 0 alone writes files
         options = replace(options, json=None, csv=None, markdown=None, plot=None)
     return bench_pair(Pair.load(load), load, options)

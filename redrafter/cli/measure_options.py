@@ -21,6 +21,7 @@ from redrafter.app.options import (
 )
 from redrafter.app.paths import check_paths
 from redrafter.app.program import import_libraries, run_command
+from redrafter.app.rank_launcher import run_on_ranks
 from redrafter.errors import ArgumentError
 from redrafter.options import option
 from redrafter.tree.sizes import TreeShape
@@ -298,6 +299,8 @@ def main(name: str, argv: Sequence[str]) -> int:
         check_paths(*groups)
         if name == "evaluate" and groups[0].card and not Path(groups[1].drafter or "/dev/null").is_dir():
             raise ArgumentError("--card writes into the directory of a drafter: give it with --drafter")
+        if (of_ranks := run_on_ranks(vars(args).get("tensor_parallel_size"), [name, *argv])) is not None:
+            return of_ranks
         code: int = getattr(import_libraries("redrafter.cli.measure"), name)(*groups)
         return code
 

@@ -132,7 +132,7 @@ class Ranks:
 
     def describe_lost(self) -> str | None:
         """Describe which other ranks on this machine, or which parent, have ended or are stopped; None for none."""
-        for lost, what in ((self.ended(), "has ended (torchrun reports how)"), (self.stopped(), "is stopped")):
+        for lost, what in ((self.ended(), "has ended (the launcher reports how)"), (self.stopped(), "is stopped")):
             if lost:
                 return f"the process of rank {', '.join(map(str, lost))} {what}"
         return None if os.getppid() == self.parent else "the process that started this one has ended"
@@ -171,6 +171,12 @@ def _status_of(process: psutil.Process) -> str | None:
     return status
 
 
+def check_gpus(size: int, asked: str) -> None:
+    """Raise `ArgumentError`, which names what `asked` for them, if this machine has GPUs, but fewer than `size`."""
+    if torch.cuda.is_available() and (count := torch.cuda.device_count()) < size:
+        raise ArgumentError(f"{asked}: each rank needs a GPU, and this machine has {count}: start {count} at most")
+
+
 def join_ranks(size: int) -> None:
     """Connect the processes that torchrun has started, unless they are connected.
 
@@ -185,16 +191,12 @@ def join_ranks(size: int) -> None:
         started = "one process runs" if world == 1 else f"{world} processes run"
         raise ArgumentError(
             f"tp_size={size} is for {size} processes, and {started}: "
-            f"start the program with torchrun --nproc-per-node {size}"
+            f"start the program with torchrun --nproc-per-node {size}, or a command with --tensor-parallel-size {size}"
         )
     if dist.is_initialized():
         return
     local, on_gpu = int(os.environ["LOCAL_RANK"]), torch.cuda.is_available()
-    if on_gpu and local >= torch.cuda.device_count():
-        raise ArgumentError(
-            f"{size} processes need a GPU each, and this machine has {torch.cuda.device_count()}: "
-            f"start as many as there are with torchrun --nproc-per-node {torch.cuda.device_count()}"
-        )
+    check_gpus(local + 1, f"{size} processes")
     device = torch.device("cuda", local) if on_gpu else None
     if on_gpu:
         # Before the group is opened, as NCCL takes the current device.

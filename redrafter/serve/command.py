@@ -17,6 +17,7 @@ from redrafter.app.flags import add_options, read_options
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.app.paths import check_adapter, check_paths
 from redrafter.app.program import import_libraries, run_command
+from redrafter.app.rank_launcher import run_on_ranks
 from redrafter.errors import ArgumentError, ReDrafterError, how_to_install
 from redrafter.parallel.launched import process_rank
 from redrafter.serve.config import ServeOptions, limits_beside, parse_lora_modules, translate_config
@@ -115,6 +116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             Traces(options.otlp_traces_endpoint).close()  # report missing packages before a model is loaded
         launchers = (extension.launcher(group) for extension, group in zip(extensions(), added, strict=True))
         launch = next(filter(None, launchers), _serve)
+        words = ["serve", *(sys.argv[1:] if argv is None else argv)]
+        if launch is _serve and (of_ranks := run_on_ranks(load.tensor_parallel_size, words)) is not None:
+            return of_ranks
         # Only the first rank serves HTTP; the others repeat its steps.
         if process_rank() > 0 and launch is _serve:
             worker = import_libraries("redrafter.serve.engine_process.worker")

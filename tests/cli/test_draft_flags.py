@@ -74,7 +74,7 @@ def test_greedy_rejection_is_plain_decoding_too(folder, generate, expected):
         *((f"--draft-model {{small}} {ONE} {flag}", f"says what {flag.split('=')[0]} says") for flag in FOUR),
         (ONE, "is for --draft-model"),
         ("--draft-model {small} --draft-target-model-config [4,[0,1],[0],False]", "a draft model is never split"),
-        ("--draft-model {small} --draft-target-model-config [4,[0],[0,1,2],False]", "torchrun --nproc-per-node 3"),
+        ("--draft-model {small} --draft-target-model-config [4,[0],[0,1,2],False]", "add --tensor-parallel-size 3"),
     ],
 )
 def test_flags_for_another_way_to_draft_are_refused_by_name(folder, capsys, flags, says):

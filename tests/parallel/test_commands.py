@@ -1,10 +1,12 @@
-"""Commands that torchrun has started on several ranks: what they print, and an end of all ranks within seconds."""
+"""Commands on several ranks, by torchrun or by the command: what they print, and that all end within seconds."""
 
 import json
 import os
 import re
 import signal
 import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,63 @@ def test_generate_prints_once_what_one_process_prints(folder, capsys):
     assert on_ranks.stdout == capsys.readouterr().out
 
 
+def started_here(*words: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a command that starts two ranks itself."""
+    command = [sys.executable, "-m", "redrafter", *map(str, words), "--tensor-parallel-size", "2"]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, input=stdin)
+
+
+@pytest.mark.parametrize("mode", [[], ["--no-speculate"]])
+def test_a_command_starts_its_own_ranks_which_write_the_tokens_of_one_process(folder, capsys, mode):
+    words = ["generate", "--model", str(folder / "merged"), "--max-new-tokens", "20", "--seed", "3", *mode]
+    ended = started_here(*words, "--temperature", "1", stdin="9 €")
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert main([*words, "--temperature", "1", "9 €"]) == 0
+    assert ended.stdout == capsys.readouterr().out
+    [line] = ended.stderr.splitlines()
+    assert "tokens/s" in line
+
+
+def test_an_error_of_ranks_is_one_line_and_its_exit_code(tmp_path):
+    tiny_model("llama", vocab_size=VOCAB, hidden_size=48, num_attention_heads=3, num_key_value_heads=3).save_pretrained(
+        tmp_path
+    )
+    byte_tokenizer().save_pretrained(tmp_path)
+    ended = started_here("generate", "--prompt-lookup", "ja", "--model", tmp_path)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    [line] = ended.stderr.splitlines()
+    assert line.startswith("redrafter: error: tp_size=2 does not divide")
+
+
+@pytest.mark.parametrize(
+    ("sent", "to_rank", "code", "said"),
+    [
+        (signal.SIGINT, None, 130, "\nredrafter: stopped\n"),
+        (signal.SIGTERM, None, 143, ""),
+        (signal.SIGKILL, 1, 137, "redrafter: error: the process of rank 1 was ended by SIGKILL\n"),
+    ],
+)
+def test_signals_end_all_ranks_that_a_command_started(folder, sent, to_rank, code, said):
+    words = ["--model", folder / "merged", "--max-new-tokens", "150", "--num-return-sequences", "400", "ja"]
+    command = [sys.executable, "-m", "redrafter", "generate", "--tensor-parallel-size", "2", *map(str, words)]
+    options = ["--temperature", "1", "--stop-token-ids", "1"]
+    process = subprocess.Popen(
+        [*command, *options], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        process.stdout.read(1)  # it writes
+        ranks = sorted(children(process.pid))
+        os.kill(process.pid if to_rank is None else ranks[to_rank], sent)
+        _, err = process.communicate(timeout=END_SECONDS)
+        assert process.returncode == code
+        assert err == said or (to_rank and err.endswith(said))  # the others may notice it first
+        assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    finally:
+        process.kill()
+        process.wait()
+
+
 @pytest.mark.parametrize("file", [[], ["--file", "/dev/stdin"]])
 def test_a_draft_model_and_a_prompt_from_stdin(folder, file):
     words = [
@@ -45,21 +104,27 @@ def test_a_draft_model_and_a_prompt_from_stdin(folder, file):
     assert document["compare"][1]["same"] == 1
 
 
-def test_bench_measures_and_writes_once(folder, tmp_path):
+@pytest.mark.parametrize("start", [partial(run, 2), started_here], ids=["torchrun", "here"])
+def test_bench_measures_and_writes_once(folder, tmp_path, start):
     (tmp_path / "prompts.txt").write_text("ja\nZürich\n")
     words = ["--model", folder / "merged", "--max-new-tokens", "8", "--num-prompts", "2", "--batch-sizes", "1,2"]
-    ended = run(2, "bench", *words, "--prompts", tmp_path / "prompts.txt", "--json", tmp_path / "bench.json")
+    ended = start("bench", *words, "--prompts", tmp_path / "prompts.txt", "--json", tmp_path / "bench.json")
     assert ended.returncode == 0, ended.stderr[-2000:]
-    document = json.loads((tmp_path / "bench.json").read_text())
-    assert document["processes"] == 2
-    assert all(batch["equality"]["equal"] for batch in document["batches"])
+    records = [json.loads(line) for line in (tmp_path / "bench.json").read_text().splitlines()]
+    assert [(record["mode"], record["batch_size"]) for record in records] == [
+        (mode, rows) for rows in (1, 2) for mode in ("undrafted", "drafter")
+    ]
+    assert all(record["same"] == record["texts"] for record in records if record["mode"] == "drafter")
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["generate", "--prompt-lookup", "ja", "--model"], "take 1, 2 or 4"),
-        (["generate", "--device", "cpu", "ja", "--model"], "--device cpu: torchrun assigns a device"),
+        (
+            ["generate", "--device", "cpu", "ja", "--model"],
+            "--device cpu: each of several processes has a device of its own",
+        ),
         (["chat", "--model"], "share a model in generate, serve, bench alone"),
     ],
 )

@@ -81,6 +81,20 @@ def test_it_ends_its_texts_when_torchrun_is_ended(folder):
         assert answer.result().status_code == 200
 
 
+def test_a_server_starts_its_own_ranks_and_ends_with_all_of_them(folder, pair):
+    program = Program(str(folder / "merged"), "--dtype", "float32", "--tensor-parallel-size", "2")
+    ranks = children(program.process.pid)
+    assert len(ranks) == 2
+    text = ask(program, "ja", seed=7, temperature=1).json()["choices"][0]["text"]
+    assert text == text_of(pair, offline(pair, "ja", NEW, do_sample=True, seed=7))
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, program, "ja", max_tokens=100)
+        assert soon(lambda: answer.done() or program.metrics()["vllm:num_requests_running"])
+        assert program.end() == 0
+        assert answer.result().status_code == 200
+    assert not any(psutil.pid_exists(pid) for pid in ranks)
+
+
 def engine_of_rank(program: Program, rank: int) -> int:
     """Return the process of a rank's engine: on rank 0 the server's child, on others the rank's own process."""
     own = sorted(children(program.process.pid))[rank]
@@ -90,7 +104,7 @@ def engine_of_rank(program: Program, rank: int) -> int:
 @pytest.mark.parametrize(
     ("rank", "sent", "said"),
     [
-        (1, signal.SIGKILL, "the process of rank 1 has ended (torchrun reports how)"),
+        (1, signal.SIGKILL, "the process of rank 1 has ended (the launcher reports how)"),
         (1, signal.SIGSTOP, "the process of rank 1 is stopped"),
         (0, signal.SIGSTOP, "the engine's process was ended by SIGKILL"),  # the other rank ends what is stopped
     ],

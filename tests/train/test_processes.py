@@ -270,7 +270,7 @@ def errors(folder: Path, count: int) -> list[str]:
     return [line for line in said.splitlines() if line.startswith("redrafter: error")]
 
 
-LOST = "redrafter: error: another process has ended, for which this one waited (torchrun reports which)"
+LOST = "redrafter: error: another process has ended, for which this one waited (the launcher reports which)"
 
 
 @pytest.mark.slow

@@ -29,8 +29,10 @@ def launch(replicas: ReplicaOptions, request: LoadEngine, keys: ApiKeys, operato
         raise MissingDependencyError(f"replicas need Ray: {how_to_install('serve,ray')}")
     import ray.serve
 
-    if launched_processes() > 1 or operators:
-        raise ArgumentError("--ray serves independent replicas: start it without torchrun and without operators' keys")
+    if launched_processes() > 1 or request.load.tensor_parallel_size not in (None, 1) or operators:
+        raise ArgumentError(
+            "--ray serves independent replicas: start it without torchrun, --tensor-parallel-size and operators' keys"
+        )
     with listen(request.options) as listening:  # a port in use is reported before the model loads
         options = replace(request.options, port=listening.getsockname()[1])
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports unless the user opts in

@@ -71,7 +71,7 @@ def test_a_cluster_that_does_not_answer_is_named(monkeypatch):
 
 def test_operators_and_torchrun_are_refused(monkeypatch, capsys):
     FakeRay().install(monkeypatch)
-    with pytest.raises(ArgumentError, match="without torchrun and without operators' keys"):
+    with pytest.raises(ArgumentError, match="without torchrun, --tensor-parallel-size and operators"):
         serve(ApiKeys(["secret"], "operator"))
     for name, value in {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
