@@ -18,7 +18,7 @@ from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.app.paths import check_adapter, check_paths
 from redrafter.app.program import import_libraries, run_command
 from redrafter.app.rank_launcher import run_on_ranks
-from redrafter.errors import ArgumentError, ReDrafterError, how_to_install
+from redrafter.errors import ArgumentError, ReDrafterError, UnsupportedError, how_to_install
 from redrafter.parallel.launched import process_rank
 from redrafter.serve.config import ServeOptions, limits_beside, parse_lora_modules, translate_config
 from redrafter.serve.engine_process.start import EngineProcess, LoadEngine
@@ -102,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print("redrafter: the API keys are not shown", file=sys.stderr)
             print(json.dumps(shown, indent=2))
             return 0
+        if sys.platform == "win32":
+            raise UnsupportedError("redrafter serve needs signals and sockets of Unix: start it in WSL")
         check_paths(options, load, draft, *added)
         for path in parse_lora_modules(options.lora_modules).values():
             check_adapter(path, "--lora-modules")
