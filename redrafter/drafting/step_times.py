@@ -35,6 +35,9 @@ ENOUGH = 2  # steps of a kind of which the fastest counts; the first one may loa
 # Weight of a further step in the running mean of its kind's time, and the most by which it changes the logarithm: one
 # step in some is stretched by other programs.
 WEIGHT, MOST_CHANGE = 0.1, 0.025
+# Factor between measured and assumed times of undrafted steps above which the costs were measured under another load of
+# the device, and the steps of a kind after which it is judged.
+WRONG, ENOUGH_TO_DOUBT = 1.5, 16
 OUTDATED = 256  # corrections after which the time of a kind may be that of another load of the device
 # Of the steps of several ranks one in so many is timed, as ranks exchange its time; a prime, so that kinds of steps
 # that alternate are all timed.
@@ -156,7 +159,11 @@ class StepTimes:
         undrafted: The proposer that drafts nothing.
         clock: Returns the time in seconds, of steps on a CPU.
         corrected_every: One in so many steps is reported to `correct`; 0 for none.
+        on_wrong: Called once where undrafted steps take more than `WRONG` times the assumed time, or less than one part
+            in it; None to call nothing.
     """
+
+    on_wrong: Callable[[], object] | None = None
 
     def __init__(
         self,
@@ -203,7 +210,12 @@ class StepTimes:
         """
         self._corrections += 1
         ratio = log(max(seconds, 1e-9) / max(self.assumed.time_of(proposer, rows, cached=cached), 1e-9))
-        self._ratios[StepKind(rows, proposer, sampled)].add(ratio, self._corrections)
+        times = self._ratios[StepKind(rows, proposer, sampled)]
+        times.add(ratio, self._corrections)
+        if proposer is self.undrafted and times.count >= ENOUGH_TO_DOUBT and abs(times.mean) > log(WRONG):
+            forget, self.on_wrong = self.on_wrong, None
+            if forget is not None:
+                forget()
         alike = {kind: each.mean for kind, each in self._ratios.items() if (kind.rows, kind.sampled) == (rows, sampled)}
         # A draft model on a GPU takes no undrafted step, so its drafts are compared with each other.
         unit = alike.pop(StepKind(rows, self.undrafted, sampled), None)

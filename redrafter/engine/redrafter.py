@@ -12,11 +12,11 @@ from redrafter.drafting.drafter_model import DrafterModel, check_draft_ids
 from redrafter.drafting.policy import CostPolicy, DraftPolicy, text_nodes
 from redrafter.drafting.prompt_lookup import WithPromptLookup
 from redrafter.drafting.proposer import Proposer, SearchProposer
-from redrafter.drafting.step_times import StepCosts
+from redrafter.drafting.step_times import StepCosts, StepTimes
 from redrafter.drafting.tree_choice import SHARING_ROWS, best_tree
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions, split_keywords, takes_options
-from redrafter.engine.step_timing import measure_step_costs
+from redrafter.engine.step_timing import KeptCosts
 from redrafter.errors import warn
 from redrafter.features import RECURRENT_STATES
 from redrafter.formats.sources import load_drafter_model
@@ -81,6 +81,7 @@ class ReDrafter(Engine):
             target.store_drafter_layer(layer)
         self.drafter, self.shape = drafter, shape
         self._measured: StepCosts | None = None
+        self._kept: KeptCosts | None = None  # on disk, of the costs that were measured
         self._best: dict[tuple[StepCosts, int], TreeShape] = {}
         self._proposers: dict[TreeShape, SearchProposer] = {}
         self._with_text: dict[tuple[int, int], WithPromptLookup] = {}
@@ -201,14 +202,22 @@ class ReDrafter(Engine):
         return CostPolicy(self.times_by(costs), candidates, self.histories, copying)
 
     def step_costs(self, memory: PagedMemory | None) -> StepCosts:
-        """Return the costs of steps: measured once on a GPU's paged cache, else assumed."""
+        """Return the costs of steps: on a GPU's paged cache those of an earlier start, or measured; else assumed."""
         if memory is None or self.target.device.type == "cpu":
             return self._assumed
-        # Measured once per engine, as it takes a second and captures graphs.
+        # Once per engine: measuring takes seconds, as it compiles kernels and captures graphs.
         with self._lock:
             if self._measured is None:
-                self._measured = measure_step_costs(memory, self.proposer)
+                self._kept = KeptCosts(memory, self.proposer)
+                self._measured = self._kept.find_or_measure()
             return self._measured
+
+    def times_by(self, costs: StepCosts) -> StepTimes:
+        """Return the times of steps by these costs; where real steps show that they are wrong, they are not kept."""
+        known, times = self.step_times, super().times_by(costs)
+        if self._kept is not None and times is not known:
+            times.on_wrong = self._kept.forget
+        return times
 
     def _with_copies(self, proposer: Proposer, rows: int) -> Proposer:
         """Return a proposer that also copies from the text, or the same one where copying is off or costly."""

@@ -1,21 +1,85 @@
-"""Measure the costs of steps once for an engine, with inactive rows on the unowned block of the cache."""
+"""Measure the costs of steps, with inactive rows on the unowned block of the cache, and keep them for later starts."""
 
 import logging
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from math import isfinite
 
 import torch
+from torch import nn
 
 from redrafter.drafting.proposer import Proposer, SearchProposer, UndraftedProposer
 from redrafter.drafting.step_times import StepCosts, time_at
+from redrafter.files.home import KeptResults
 from redrafter.model.linear_layers import forward_bytes
 from redrafter.scheduler.captured_step import Timer, inactive_step
 from redrafter.scheduler.paged_memory import PagedMemory
+from redrafter.version import __version__
 
 _LOG = logging.getLogger(__name__)
 TOKENS = (1, 8, 32, 64, 128, 192, 256, 384, 512, 1024, 2048)  # token counts of steps without drafts
 ROWS = (1, 8, 32, 64, 256)  # row counts of steps with drafts
 LOGITS_SHARE = 0.25  # share of the free memory that logits of a step may take
+COSTS = KeptResults("step-costs.json")
+
+
+class KeptCosts:
+    """The costs of the steps of a target and a search that an earlier start has measured, kept on disk."""
+
+    def __init__(self, memory: PagedMemory, search: SearchProposer):
+        """Refer to the costs of steps on a paged cache with the deepest search that they may make."""
+        target, self._memory, self._search = memory.target, memory, search
+        device = [target.device.type]
+        if target.device.type == "cuda":
+            from triton import __version__ as triton_version
+
+            device = [torch.cuda.get_device_name(target.device), triton_version]
+        self._digest = COSTS.digest(
+            [
+                [*_shapes(target.model), *_shapes(search.drafter)],
+                [type(search).__name__, type(search.drafter).__name__, *search.sizes.items(), search.compiled],
+                [
+                    target.model.config.to_json_string(),
+                    sorted(each.words for each in target.features),
+                    target.ranks.size,
+                ],
+                [str(pool.dtype) for pool in memory.store.pools],
+                [*device, torch.__version__, __version__],
+            ]
+        )
+
+    def find_or_measure(self) -> StepCosts:
+        """Return the costs that are kept, else measure and keep them. Every rank calls it."""
+        ranks = self._memory.target.ranks
+        costs = ranks.from_first(_read_costs(COSTS.read().get(self._digest)))
+        if costs is not None:
+            _LOG.info("an earlier start has measured the costs of steps")
+            return costs
+        costs = measure_step_costs(self._memory, self._search)
+        if ranks.rank == 0:
+            COSTS.write(self._digest, asdict(costs))
+        return costs
+
+    def forget(self) -> None:
+        """Let the next start measure the costs again."""
+        if self._memory.target.ranks.rank == 0:
+            COSTS.write(self._digest, None)
+
+
+def _shapes(module: nn.Module) -> Iterator[list[object]]:
+    for name, x in module.state_dict().items():
+        yield [name, [*x.shape], str(x.dtype)]
+
+
+def _read_costs(kept: object) -> StepCosts | None:
+    """Return costs from what is kept of them; None where that is missing or damaged."""
+    try:
+        costs = StepCosts(**kept)  # type: ignore[arg-type]
+        numbers = [x for curve in (costs.forward, costs.level) for point in curve for x in point] + [costs.reading]
+        return costs if costs.forward and costs.level and all(map(isfinite, numbers)) and min(numbers) >= 0 else None
+    except (TypeError, ValueError):
+        return None
 
 
 def measure_step_costs(memory: PagedMemory, search: SearchProposer) -> StepCosts:

@@ -1,8 +1,15 @@
-"""The folder with this library's measurements and compiled kernels of a machine."""
+"""The folder with this library's results and compiled kernels of a machine."""
 
+import hashlib
+import json
 import os
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from redrafter.errors import ReDrafterError
+from redrafter.files.atomic_file import write_atomically
 
 HOME = "REDRAFTER_HOME"  # environment variable that names another folder
 KERNELS = "TORCHINDUCTOR_CACHE_DIR"  # environment variable by which torch.compile finds its kernels
@@ -12,6 +19,40 @@ TRITON_KERNELS = "TRITON_CACHE_DIR"  # environment variable by which Triton find
 def home() -> Path:
     """Return `$REDRAFTER_HOME`, or `~/.cache/redrafter`."""
     return Path(os.environ.get(HOME) or Path.home() / ".cache" / "redrafter")
+
+
+@dataclass(frozen=True)
+class KeptResults:
+    """A JSON file in `home` with results, each under the digest of what decides it.
+
+    Attributes:
+        name: Name of the file.
+        most: Number of results that are kept: those that were written last.
+    """
+
+    name: str
+    most: int = 256
+
+    @staticmethod
+    def digest(decides: object) -> str:
+        """Return the digest of objects of JSON."""
+        return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
+
+    def read(self) -> dict[str, Any]:
+        """Return all results, the oldest first; none where the file cannot be read."""
+        with suppress(OSError, RuntimeError, ValueError, RecursionError):
+            results = json.loads((home() / self.name).read_text(encoding="utf-8"))
+            return results if isinstance(results, dict) else {}
+        return {}
+
+    def write(self, digest: str, result: object) -> None:
+        """Keep a result, or forget the one that is kept for None. Without a folder to write to, nothing is kept."""
+        with suppress(OSError, RuntimeError, ReDrafterError):
+            results = {key: value for key, value in self.read().items() if key != digest}
+            if result is not None:
+                results[digest] = result
+            home().mkdir(parents=True, exist_ok=True)
+            write_atomically(home() / self.name, json.dumps(dict(list(results.items())[-self.most :])))
 
 
 def keep_kernels() -> None:

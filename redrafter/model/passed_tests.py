@@ -5,29 +5,24 @@ the digest may not cover (a model that its owner has loaded or changed, other ar
 a GPU) is tested each time.
 """
 
-import hashlib
-import json
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import transformers
 from transformers import PreTrainedModel
 
-from redrafter.errors import ReDrafterError
-from redrafter.files.atomic_file import write_atomically
 from redrafter.files.gguf_file import find_gguf, find_parts
-from redrafter.files.home import home
+from redrafter.files.home import KeptResults
 from redrafter.files.hub import find_snapshot
 from redrafter.model.linear_layers import is_quantized
 from redrafter.model.patch import ModelState
 from redrafter.model.positions import find_dynamic_rope
 
-MAX_MODELS = 256  # whose results are kept: those that were tested last
+RESULTS = KeptResults("passed-tests.json")
 # Arguments of loading that the digest covers, by their values. Others, such as a config or a device map, are objects.
 _COVERED = {"attn_implementation": str, "device": object, "dtype": object, "quantization": str, "caller": object}
 _OF_NO_EFFECT = {"trust_remote_code": (False,), "tp_size": (1,)}  # where they have these values
@@ -48,7 +43,7 @@ class PassedTests:
         """Return what a test has found, of these names; None unless it was passed and can be read."""
         if self._digest is None:
             return None
-        tests = _read_results().get(self._digest)
+        tests = RESULTS.read().get(self._digest)
         found = tests.get(test) if isinstance(tests, dict) else None
         if not isinstance(found, dict) or found.keys() != set(names):
             return None
@@ -58,27 +53,11 @@ class PassedTests:
         """Keep what a test has found that was passed. Without a folder to write to, nothing is kept."""
         if self._digest is None:
             return
-        with suppress(OSError, RuntimeError, ReDrafterError):
-            results = _read_results()
-            tests = results.pop(self._digest, None)
-            results[self._digest] = (tests if isinstance(tests, dict) else {}) | {test: found}
-            _results_file().parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(_results_file(), json.dumps(dict(list(results.items())[-MAX_MODELS:])))
+        tests = RESULTS.read().get(self._digest)
+        RESULTS.write(self._digest, (tests if isinstance(tests, dict) else {}) | {test: found})
 
 
 NONE_PASSED = PassedTests()
-
-
-def _results_file() -> Path:
-    return home() / "passed-tests.json"
-
-
-def _read_results() -> dict[str, Any]:
-    """Return all results by digest and test, the oldest first; none where the file cannot be read."""
-    with suppress(OSError, RuntimeError, ValueError, RecursionError):
-        results = json.loads(_results_file().read_text(encoding="utf-8"))
-        return results if isinstance(results, dict) else {}
-    return {}
 
 
 def stamps_of_model(name: str | Path, load: Mapping[str, object]) -> list[_Stamp] | None:
@@ -122,7 +101,7 @@ def passed_tests(model: PreTrainedModel, files: list[_Stamp] | None, load: Mappi
         [str(torch.get_default_dtype()), torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled],
         sorted((key, value) for key, value in os.environ.items() if key.startswith(_ENVIRONMENT)),
     ]
-    return PassedTests(hashlib.sha256(json.dumps(decides).encode()).hexdigest())
+    return PassedTests(RESULTS.digest(decides))
 
 
 def _stamps(files: Iterable[Path]) -> list[_Stamp]:

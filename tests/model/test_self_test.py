@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from redrafter import PromptLookup, UnsupportedError
 from redrafter.checkpoints.models import bind, load_model
-from redrafter.files.home import HOME
+from redrafter.files.home import HOME, KeptResults
 from redrafter.model import float32_mode, passed_tests, self_test
 from redrafter.model.float32_mode import InFloat32
 
@@ -158,7 +158,7 @@ def test_what_files_do_not_decide_is_tested_each_time(llama, tmp_path, tests_run
 
 def test_the_oldest_results_are_removed(monkeypatch, tmp_path):
     monkeypatch.setenv(HOME, str(tmp_path))
-    monkeypatch.setattr(passed_tests, "MAX_MODELS", 2)
+    monkeypatch.setattr(passed_tests, "RESULTS", KeptResults("passed-tests.json", 2))
     for digest in "abac":
         passed_tests.PassedTests(digest).keep("paged")
     assert [passed_tests.PassedTests(digest).find("paged") for digest in "abc"] == [{}, None, {}]
