@@ -228,7 +228,8 @@ class RecycledTokens(DrafterModel):
         words = (x.flatten() for x in (_sharing(rows).expand_as(before), before, tokens[:, :-1]))
         following, key = tokens[:, 1:].flatten().repeat(2)[:, None], torch.cat(keys_of(*words))  # [2T, 1], [2T]
         place = place_of(key, len(self.keys))
-        ids, logits = self.ids[place], self.logits[place].masked_fill((self.keys[place] != key)[:, None], UNKNOWN)
+        with _LOCK:
+            ids, logits = self.ids[place], self.logits[place].masked_fill((self.keys[place] != key)[:, None], UNKNOWN)
         # The token itself if the entry has it already.
         position = logits.masked_fill(ids == following, -torch.inf).argmin(dim=1, keepdim=True)
         ids, logits = ids.scatter(1, position, following), logits.scatter(1, position, TEXT_LOGIT)
