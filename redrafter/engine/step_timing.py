@@ -100,10 +100,9 @@ def measure_step_costs(memory: PagedMemory, search: SearchProposer) -> StepCosts
     with memory.lock, torch.inference_mode():
         forward = tuple((rows, _seconds(memory, UndraftedProposer(), rows)) for rows in TOKENS if rows <= most)
         searched = tuple((rows, _seconds(memory, few, rows)) for rows in ROWS if rows * nodes <= max(most, nodes))
-    level = tuple(
-        (rows * search.beams, max(seconds - time_at(forward, rows * nodes), 0.0) / search.depth)
-        for rows, seconds in searched
-    )
+    # Many rows without drafts may take longer than the same tokens of fewer rows, which says nothing of levels.
+    levels = ((rows, seconds - time_at(forward, rows * nodes)) for rows, seconds in searched)
+    level = tuple((rows * search.beams, left / search.depth) for rows, left in levels if left > 0) or ((1, 0.0),)
     reading = 0.0
     if target.device.type == "cuda":
         torch.cuda.empty_cache()  # releases the logits of many tokens
