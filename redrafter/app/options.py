@@ -69,7 +69,7 @@ class LoadOptions(EngineOptions, TemplateOptions):
     )
     drafter: str | None = option(
         None,
-        "hub id or directory of the drafter (default: the one in the checkpoint of the target)",
+        "hub id or directory of the drafter (default: the one in the checkpoint of the target, else recycled tokens)",
         metavar="D",
         names="drafter",
     )

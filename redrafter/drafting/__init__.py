@@ -1,1 +1,1 @@
-"""Proposers of token trees: a recurrent drafter, a smaller LM, or the text's own repetitions."""
+"""Proposers of token trees: drafters, a smaller LM, recycled tokens, or the text's own repetitions."""

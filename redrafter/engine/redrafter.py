@@ -28,7 +28,7 @@ from redrafter.tree.sizes import TreeShape
 
 
 class ReDrafter(Engine):
-    """A target with its drafter: a recurrent one, an EAGLE-3 head, an MTP layer or a DFlash drafter.
+    """A target with its drafter: a trained one of any kind, or a table of recycled tokens.
 
     Attributes:
         adapts: Whether steps choose their trees by costs and gains, because no shape was requested.
@@ -109,7 +109,8 @@ class ReDrafter(Engine):
             model: The target; also a GGUF file, or the directory or hub id that contains the file named by
                 `gguf_file=`.
             drafter: The drafter, this project's, or an EAGLE-3 head or a DFlash or DSpark drafter in another project's
-                format; None if `model` is a merged checkpoint, such as `boxed_pair()`, or has an MTP layer.
+                format; None for the one in a merged checkpoint, such as `boxed_pair()`, for an MTP layer, and where
+                there is neither for an empty table of recycled tokens.
             num_beams: Width of the beam search; None for the checkpoint's default.
             draft_len_per_beam: Depth of the beam search; None for the checkpoint's default.
             node_budget: Nodes verified per step, 1 + beams * length at most; None for a number that suits the device

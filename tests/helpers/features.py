@@ -182,9 +182,9 @@ def with_mtp(model: PreTrainedModel, options: EngineOptions, shape: TreeShape) -
     return ReDrafter(target, random_mtp(target), shape, options=options)
 
 
-def recycled(model: PreTrainedModel, options: EngineOptions) -> ReDrafter:
+def recycled(model: PreTrainedModel, options: EngineOptions, shape: TreeShape) -> ReDrafter:
     target = bound(model)
-    return ReDrafter(target, new_table(target).placed(target), TreeShape(4, 4, 999), options=options)
+    return ReDrafter(target, new_table(target).placed(target), shape, options=options)
 
 
 ENGINES: dict[str, Callable[[PreTrainedModel, EngineOptions], Engine]] = {
@@ -204,7 +204,7 @@ ENGINES: dict[str, Callable[[PreTrainedModel, EngineOptions], Engine]] = {
     "DFlash2": lambda model, options: sharing(model, options, blocks("DFlash2", model)),
     "MTP": lambda model, options: with_mtp(model, options, TreeShape(4, 3, 999)),
     "MTP and text": lambda model, options: beside_text(with_mtp(model, options, TreeShape(1, 3, 999))),
-    "recycled tokens": recycled,
+    "recycled tokens": lambda model, options: recycled(model, options, TreeShape(4, 4, 999)),
     "draft model": draft_target,
     "draft model's tree": lambda model, options: draft_target(model, options, num_beams=3, node_budget=6),
     "other vocabulary": other_vocabulary,

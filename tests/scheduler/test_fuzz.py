@@ -23,7 +23,7 @@ from helpers.dflash import DFLASH_FORMS, random_block_drafter
 from helpers.drafters import FORMS as RECURRENT_FORMS
 from helpers.drafters import random_drafter
 from helpers.eagle import EAGLE_FORMS, random_head
-from helpers.features import ENGINES, FEATURES, recurrent, sized
+from helpers.features import ENGINES, FEATURES, recurrent, recycled, sized
 from helpers.models import new_pool, tiny_model
 from helpers.mtp import FORMS as MTP_FORMS
 from helpers.mtp import random_mtp
@@ -41,6 +41,7 @@ from helpers.scheduling import (
 )
 from redrafter import Engine, ReDrafter
 from redrafter.cache import block_manager
+from redrafter.drafting import recycled as table
 from redrafter.drafting.proposer import UndraftedProposer
 from redrafter.engine.changes import ChangeDrafter, Sleep, UpdateWeights, Wake
 from redrafter.engine.options import EngineOptions
@@ -116,6 +117,8 @@ def engine_of(kind: str, name: str, options: EngineOptions, choices: random.Rand
     if kind == "MTP":
         target = Target(model)
         return ReDrafter(target, random_mtp(target, MTP_FORMS[form]), shape, options=options)
+    if kind == "recycled":
+        return recycled(model, options, shape)
     names = [each for each in ENGINES if not each.startswith("MTP") and (name not in HAS_STATES or "text" not in each)]
     return ENGINES[choices.choice(names)](model, options)
 
@@ -320,9 +323,10 @@ def _small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_manager, "MIN_SAVED", 1)
     monkeypatch.setattr(running_batch, "ROWS_PER_EMPTY_ROW", 2)
     monkeypatch.setattr(prefill, "BULK_ROWS", 2)
+    monkeypatch.setattr(table, "LEAST_SCORE", -3.0)  # random models find all tokens unlikely
 
 
-KINDS_OF_DRAFTERS = ("recurrent", "EAGLE", "DFlash", "MTP", "others")
+KINDS_OF_DRAFTERS = ("recurrent", "EAGLE", "DFlash", "MTP", "recycled", "others")
 SEEDS = range(FIRST_SEED, FIRST_SEED + EPISODES)
 SLOW = [pytest.param(kind, SEEDS, marks=pytest.mark.slow) for kind in KINDS_OF_DRAFTERS]
 
