@@ -70,6 +70,7 @@ class Scheduler:
         mixed_prefill: Whether steps read chunks of prompts too. It gains nothing where the time of a forward grows with
             each token, as on a CPU.
         asleep: Whether the engine sleeps: nothing is computed, and sequences wait.
+        later: Work for the thread that runs the rounds, piece by piece while there are no sequences.
         on_failure: Called with an exception that ended sequences, and their number.
     """
 
@@ -115,6 +116,7 @@ class Scheduler:
         self.mixed_prefill = self.overlap and self.prefiller.can_mix
         self.asleep = False
         self._speculate = speculate
+        self.later = deque[Callable[[], object]]()
         self.on_failure: Callable[[Exception, int], object] = self._log_failure
         self._launched: deque[LaunchedForward] = deque()  # not read yet, in their order
 

@@ -129,7 +129,7 @@ class ServeOptions:
     chunked_context: bool = option(True, "prefill long prompts in chunks, between which other sequences continue")
     kv_cache_reuse: bool = option(True, "reuse cached prefixes of prompts")
     speculate: bool = option(True, "draft tokens for the model to verify")
-    warm_up: bool = option(True, "compile kernels and capture steps on a GPU before the first request")
+    warm_up: bool = option(True, "compile kernels and capture steps on a GPU before requests need them")
     special_tokens_in_content: bool = option(
         False, "encode special tokens that a message spells, such as <|im_end|>, as such, rather than as text"
     )

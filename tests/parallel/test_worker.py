@@ -11,7 +11,7 @@ from redrafter.serve.engine_process.worker import SharedWorker
 
 def worker_of(on_end, give_up=None, **ranks) -> SharedWorker:
     engine = SimpleNamespace(target=SimpleNamespace(ranks=SimpleNamespace(rank=0, **ranks)))
-    scheduler = SimpleNamespace(engine=engine, idle=True, asleep=False)
+    scheduler = SimpleNamespace(engine=engine, idle=True, asleep=False, later=())
     return SharedWorker(scheduler, lambda written: None, on_end, lambda *refused: None, give_up)
 
 

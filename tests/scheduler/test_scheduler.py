@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ from redrafter.scheduler.request import GenerationRequest
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.running_set import RunningSet
 from redrafter.scheduler.sequence import TokenSequence
-from redrafter.serve.engine_process.engine import warm_up
+from redrafter.serve.engine_process.warm_up import warm_up
 
 GREEDY = KINDS["greedy"]
 
@@ -279,10 +280,40 @@ def test_a_short_prompt_completes_beside_a_chunk_that_is_longer_than_all_buffers
     run_as_alone(served, [make_sequence([3 + n % 90 for n in range(length)], 8, GREEDY) for length in (600, 10, 353)])
 
 
-def test_a_warm_up_also_reads_prompts_in_large_steps_without_drafts(engine, monkeypatch):
-    monkeypatch.setattr("redrafter.serve.engine_process.engine.MANY_ROWS", 4)
+def warm_up_whole(served, usual=MappingProxyType({})):
+    warm_up(served, SamplingParams(**usual))
+    while served.later:
+        served.later.popleft()()
+
+
+def test_a_server_is_ready_once_the_steps_of_one_row_and_of_all_are_captured(engine):
+    served = scheduler(engine, max_batch_size=8)
+    warm_up(served, SamplingParams())
+    ready = set(served.batch.captured_steps)
+    assert {key.rows for key in ready} == {1, 8}
+    assert {key.proposer for key in ready if key.rows == 1} > {id(engine.undrafted)}
+    assert {getattr(work, "rows", 0) for work in served.later} == {0, 1, 2, 4, 7}
+    nothing_is_held(served)
+
+
+def test_sequences_that_arrive_in_a_warm_up_take_part_with_their_own_tokens(engine):
     served = scheduler(engine, max_batch_size=4)
-    warm_up(served)
+    warm_up(served, SamplingParams())
+    policy, sequences = served.batch.policy, random_sequences(12)
+    for number, work in enumerate([*served.later]):
+        if number < len(sequences):
+            served.submit(sequences[number])
+        work()
+        assert served.batch.policy is policy
+    go_on(served)
+    same_alone(engine, sequences)
+    nothing_is_held(served)
+
+
+def test_a_warm_up_also_reads_prompts_in_large_steps_without_drafts(engine, monkeypatch):
+    monkeypatch.setattr("redrafter.serve.engine_process.warm_up.MANY_ROWS", 4)
+    served = scheduler(engine, max_batch_size=4)
+    warm_up_whole(served)
     keys = served.batch.captured_steps
     assert {key.rows for key in keys if key.proposer == id(engine.undrafted) and key.rows > 1 and key.chunks} == {4}
 
@@ -292,10 +323,8 @@ def test_a_warm_up_also_reads_prompts_in_large_steps_without_drafts(engine, monk
     "limits", [{"max_batch_size": 16}, {"max_batch_size": 3}, {"max_batch_size": 1, "max_queue_size": 2}], ids=str
 )
 def test_after_a_warm_up_no_frequent_step_is_new_and_nothing_is_left(limits, usual, engine, monkeypatch):
-    for name, value in usual.items():
-        monkeypatch.setattr(engine.model.generation_config, name, value)
     served = scheduler(engine, **limits)
-    warm_up(served)
+    warm_up_whole(served, usual)
     nothing_is_held(served)
     assert served.prefiller.pace.tokens == scheduler(engine, **limits).prefiller.pace.tokens
     kept, sequences = set(served.batch.captured_steps), random_sequences(12)

@@ -27,8 +27,8 @@ from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.waiting_queue import Limits
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.engine_process.engine import warm_up
 from redrafter.serve.engine_process.start import LoadEngine
+from redrafter.serve.engine_process.warm_up import warm_up
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ async def test_clients_at_once_get_what_each_would_alone():
     engine = DraftTarget(target, Target(recurrent_model("lfm2")), draft_len=3)
     served = Scheduler(engine, engine.make_memory(4), Limits(max_batch_size=4, max_seq_len=200))
     assert served.memory.store.rows == 4
-    warm_up(served)
+    warm_up(served, SamplingParams())
     client = client_of(served)
     client.start()
 

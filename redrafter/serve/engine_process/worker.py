@@ -187,6 +187,8 @@ class Worker:
                 self._make_changes()
                 if not self.scheduler.idle:
                     self._run_round()
+                elif not self._rests:
+                    self._work_ahead()
             self.scheduler.asleep = False  # waiting sequences must receive their end
             while not self.scheduler.idle:
                 self.scheduler.cancel_all()
@@ -206,6 +208,21 @@ class Worker:
         if self._wrote and not self._failed:  # a round that only reads part of a prompt proves nothing
             self._failed_rounds = 0
         self._report()
+
+    @property
+    def _rests(self) -> bool:
+        """Whether there is nothing to do before the next message."""
+        return self.scheduler.idle and (self.scheduler.asleep or not self.scheduler.later)
+
+    def _work_ahead(self) -> None:
+        """Do one piece of work that later rounds would have to wait for."""
+        try:
+            self.scheduler.later.popleft()()
+        except ReDrafterError as error:  # the queue is full meanwhile, or an adapter was unloaded
+            if ends_device(error):
+                raise
+            _LOG.debug("work ahead of requests is left out: %s", first_line(error))
+        self._report()  # tokens of sequences that came meanwhile
 
     def _round_failed(self, error: Exception, count: int) -> None:
         """Log an error that ended sequences; raise it, which ends the engine, if later rounds would fail too."""
@@ -245,7 +262,7 @@ class Worker:
 
     def _continues(self) -> bool:
         """Wait for work; return False if the rounds should stop."""
-        if self.scheduler.idle and not self._stopping:
+        if self._rests and not self._stopping:
             self._work.wait()
             self._work.clear()
         return not self._stopping
@@ -338,7 +355,7 @@ class SharedWorker(Worker):
     def _continues(self) -> bool:
         """Receive rank 0's messages and apply them; return False when the rounds should end. Collective."""
         if self._ranks.rank == 0:
-            if self.scheduler.idle and not self._heard and not self._stopping:
+            if self._rests and not self._heard and not self._stopping:
                 # Bounded, since the other ranks wait in a collective meanwhile, which has a timeout.
                 self._work.wait(IDLE_SECONDS)
             self._work.clear()

@@ -1,0 +1,66 @@
+"""The engine's thread captures the remaining steps while it has no sequences, and serves clients in between."""
+
+import asyncio
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from helpers.engine_in_thread import begun, written
+from helpers.models import tiny_drafter, tiny_model, with_tree
+from helpers.processes import soon
+from helpers.scheduling import alone, make_sequence, nothing_is_held, scheduler
+from redrafter import ArgumentError
+from redrafter.sampling.params import SamplingParams
+from redrafter.serve.engine_process.warm_up import warm_up
+
+SETTINGS = [SamplingParams(temperature=0), SamplingParams(temperature=0.9, seed=5)]
+
+
+@pytest.fixture
+def served():
+    return scheduler(with_tree(tiny_model("llama"), tiny_drafter(), 2, 3), max_batch_size=2)
+
+
+def test_an_idle_engine_works_ahead_though_a_piece_is_refused(served):
+    done = []
+
+    def refuse() -> None:
+        raise ArgumentError("the adapter was unloaded")
+
+    served.later.extend([lambda: done.append(1), refuse, lambda: done.append(2)])
+    client = begun(served)
+    try:
+        assert soon(lambda: done == [1, 2])
+    finally:
+        client.stop()
+
+
+def test_an_engine_that_sleeps_works_ahead_once_it_wakes(served):
+    done = []
+    served.later.append(lambda: done.append(1))
+    served.asleep = True
+    client = begun(served)
+    try:
+        assert not soon(lambda: done, 0.2)
+        served.asleep = False
+        asyncio.run(written(client, [5, 6], 2))
+        assert soon(lambda: done)
+    finally:
+        client.stop()
+
+
+async def test_clients_of_an_engine_that_warms_up_get_their_own_tokens(served):
+    warm_up(served, SETTINGS[0])
+    left = len(served.later)
+    cases = [([5 + number, 6, 7], 12, SETTINGS[number % 2]) for number in range(6)]
+    client = begun(served)
+    try:
+        texts = [await written(client, *case) for case in cases]
+        assert len(served.later) < left
+        served.later.clear()
+        assert await asyncio.to_thread(soon, lambda: served.idle)
+    finally:
+        client.stop()
+    assert texts == [alone(served.engine, make_sequence(*case)) for case in cases]
+    nothing_is_held(served)
