@@ -14,6 +14,7 @@ pytest.importorskip("openai")
 
 from helpers.eagle import random_head, speculators_dir
 from helpers.engine_in_thread import client_of, server_of, serving, written
+from helpers.models import tiny_model, with_spread_weights
 from helpers.recurrent import recurrent_model
 from helpers.scheduling import alone, make_sequence, nothing_is_held
 from helpers.serving import PROMPTS, offline, text_of
@@ -62,6 +63,7 @@ def test_clients_get_what_plain_decoding_writes(temperature, served, pair):
     assert max(value for name, value in metrics.items() if "draft" in name and "token" in name) > 0
 
 
+NO_DRAFTS = {"speculate": False}
 SETTINGS = [SamplingParams(temperature=0), SamplingParams(temperature=0.9, seed=5)]
 
 
@@ -108,6 +110,22 @@ def test_the_log_has_the_scheme(scheme, words):
     pair = Pair.load(LoadOptions(device="cpu", quantization=scheme))
     server = server_of(pair)
     assert f" on cpu{words}; " in server.engine.facts.description[0]
+
+
+def test_a_base_alone_is_served_with_recycled_tokens(pair, tmp_path, capsys):
+    model = with_spread_weights(tiny_model("llama"), 0.6)
+    model.save_pretrained(tmp_path)
+    pair[1].save_pretrained(tmp_path)
+    body = {"prompt": [5, 6, 7, 8, 5, 6], "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+    with serving(LoadOptions(model=str(tmp_path), device="cpu", dtype="float32"), max_batch_size=2) as program:
+        plain, *drafted = (program.post("/v1/completions", body | more).json() for more in (NO_DRAFTS, {}, {}))
+        described = program.server.engine.facts.description[0]
+    assert "; recycled tokens, {'num_beams'" in described
+    assert "holds no drafter, so tokens are recycled as drafts" in capsys.readouterr().err
+    assert [answer["choices"][0]["text"] for answer in drafted] == [plain["choices"][0]["text"]] * 2
+    counts = [answer["metrics"]["speculative_decoding"]["num_draft_tokens"] for answer in (plain, *drafted)]
+    assert counts[0] == 0
+    assert counts[2] > 0
 
 
 SAILORS = [f"Number {number} of the sailors told of {what} and the sea. " * 8 for number, what in enumerate("abcdef")]
