@@ -18,7 +18,7 @@ from redrafter.cache.kv_cache import KVCache
 from redrafter.cache.paged import PagedCache
 from redrafter.drafting.draft_model import commit_drafts
 from redrafter.drafting.proposer import Proposer, State
-from redrafter.model.forward_batch import ForwardBatch
+from redrafter.model.forward_batch import ForwardBatch, LogitsReader
 from redrafter.model.target import Target
 from redrafter.parallel.ranks import ALONE, Ranks
 from redrafter.sampling.prefixes import Prefixes
@@ -62,6 +62,7 @@ def step(
     draft_cache: KVCache | None = None,
     chunks: PromptChunks | None = None,
     *,
+    reader: LogitsReader | None = None,
     keeps_logits: bool = True,
 ) -> tuple[State, StepOutput]:
     """Draft a tree of tokens, verify it with the target, and advance every row by the drafts that hold.
@@ -77,6 +78,7 @@ def step(
         sampler: How each row draws: temperature, processors, seed.
         draft_cache: The draft model's keys and values; None for a proposer without a draft model.
         chunks: Chunks of other sequences' prompts, which the target reads in the same forward; None for no chunks.
+        reader: Stores logits that later steps draft from; None for a proposer that reads none.
         keeps_logits: Whether the output has logits and scores.
 
     Returns:
@@ -96,8 +98,8 @@ def step(
     batch = ForwardBatch(tree, state.length, cache, inputs=state.inputs, chunks=chunks, flat_outputs=flat)
     verified = target.verify(batch)  # logits [B, N, V] and hidden states [B, N, F]; [1, T, ...] if flat
     logits = scores = verified.logits
-    if target.logits_reader is not None:
-        target.logits_reader.read_step(state, tree, logits)  # later steps may draft from them
+    if reader is not None:
+        reader.read_step(state, tree, logits)  # later steps draft from them
 
     # 4. Process. Processors change the scores at every node, after that node's own prefix.
     if not flat:

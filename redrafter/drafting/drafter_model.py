@@ -23,7 +23,7 @@ from redrafter.files.checkpoint_kind import check_drafter, load_error, read_json
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.stored_tensors import read_directory
 from redrafter.kernels.linear_operators import float8_linear, has_thin_kernel, thin_linear
-from redrafter.model.forward_batch import DrafterLayer
+from redrafter.model.forward_batch import DrafterLayer, LogitsReader
 from redrafter.model.linear_layers import Float8Linear
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
@@ -68,6 +68,14 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
     int8_head: Int8Head | None = None
     splits_head: ClassVar[bool] = False
     head_part: HeadPart | None = None
+
+    @property
+    def logits_reader(self) -> LogitsReader | None:
+        """What stores the target's logits of each step for later drafts; None for a drafter that reads none."""
+        return None
+
+    def forget_texts(self) -> None:
+        """Forget what texts have left in the drafter, which is nothing but in a table of their tokens."""
 
     def __init__(self, config: AnyDrafterConfig):
         """Make a drafter with random weights; a subclass adds its parts.

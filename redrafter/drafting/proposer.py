@@ -198,7 +198,7 @@ class SearchProposer(Generic[Context]):
 
     model = without_text = None  # a drafter's entries are stored in the target's cache
     first_level: ClassVar[Likelihoods] = TRAINED
-    least_score: float | None = None  # log-probability below which no draft is kept, as in `beam_search`
+    least_score: float | None = None  # `least` of `beam_search`
 
     @cached_property
     def scratch_slots(self) -> int:

@@ -22,6 +22,7 @@ from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.proposer import Likelihoods, SearchProposer, State
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.features import OWN_DRAFTS
+from redrafter.model.forward_batch import LogitsReader
 from redrafter.model.target import Target
 from redrafter.sampling.noise import GAMMA
 from redrafter.sampling.sampler import Sampler
@@ -105,7 +106,9 @@ def read_entries(table: Table, sharing: Tensor, before: Tensor, tokens: Tensor) 
     wanted = torch.stack(keys_of(sharing, before, tokens), dim=2)  # [B, w, 2]
     place = place_of(wanted, len(keys))
     known = keys[place] == wanted
-    found, values = ids[place], logits[place].float().masked_fill(~known[..., None], UNKNOWN)  # [B, w, 2, C]
+    # The tokens of another key are not shown, as its text may be another client's.
+    found = ids[place].where(known[..., None], torch.arange(ids.shape[1], device=ids.device))  # [B, w, 2, C]
+    values = logits[place].float().masked_fill(~known[..., None], UNKNOWN)
     same = found[:, :, 0, :, None] == found[:, :, 1, None]  # [B, w, C, C]
     first, second = values.unbind(2)
     # A token that both have keeps the larger logit: where one entry is unknown, the other one's.
@@ -173,8 +176,17 @@ class RecycledTokens(DrafterModel):
             raise CheckpointError(f"{self.name_or_path} has entries that are not different ids of its base")
 
     def prepare(self, target: Target) -> None:
-        """Let the table read the logits that the target computes from now on."""
-        target.logits_reader = self
+        """Prepare nothing: the table is read as it is."""
+
+    @property
+    def logits_reader(self) -> LogitsReader:
+        """The table itself."""
+        return self
+
+    def forget_texts(self) -> None:
+        """Forget all entries."""
+        with _LOCK:
+            self.keys.fill_(-1)
 
     @property
     def table(self) -> Table:
@@ -221,15 +233,18 @@ class RecycledTokens(DrafterModel):
 
     def read_prompts(self, rows: State, width: int) -> None:
         """Store the token that follows each token of a text, in place of the least likely one; see `LogitsReader`."""
-        first = max(width + 1 - MOST_READ, 0)
-        tokens = rows.tokens[:, first : width + 1]
+        first = (rows.length + 1 - MOST_READ).clamp(min=0)[:, None]
+        place = first + torch.arange(min(width + 1, MOST_READ), device=first.device)
+        tokens = rows.tokens.gather(1, place.clamp(max=rows.tokens.shape[1] - 1))
         before = torch.cat([tokens[:, :1], tokens[:, :-2]], dim=1)
-        written = torch.arange(first + 1, width + 1, device=tokens.device) <= rows.length[:, None]
+        written = place[:, 1:] <= rows.length[:, None]
         words = (x.flatten() for x in (_sharing(rows).expand_as(before), before, tokens[:, :-1]))
         following, key = tokens[:, 1:].flatten().repeat(2)[:, None], torch.cat(keys_of(*words))  # [2T, 1], [2T]
         place = place_of(key, len(self.keys))
         with _LOCK:
-            ids, logits = self.ids[place], self.logits[place].masked_fill((self.keys[place] != key)[:, None], UNKNOWN)
+            known = (self.keys[place] == key)[:, None]
+            ids, logits = self.ids[place], self.logits[place].masked_fill(~known, UNKNOWN)
+        ids = ids.where(known, torch.arange(ids.shape[1], device=ids.device))
         # The token itself if the entry has it already.
         position = logits.masked_fill(ids == following, -torch.inf).argmin(dim=1, keepdim=True)
         ids, logits = ids.scatter(1, position, following), logits.scatter(1, position, TEXT_LOGIT)

@@ -38,6 +38,7 @@ from redrafter.engine.streamers import ColumnStream, StepStreamer, takes_columns
 from redrafter.errors import ArgumentError, UnsupportedError, warn
 from redrafter.features import ADAPTIVE_DRAFTS, ASYNC_CALLS, SERVING, FeatureSet
 from redrafter.files.dtype_names import dtype_name
+from redrafter.model.forward_batch import LogitsReader
 from redrafter.model.linear_layers import forward_bytes
 from redrafter.model.supported import check_autocast
 from redrafter.model.target import Target
@@ -224,6 +225,11 @@ class Engine(Changeable):
             yield scheduler
 
     @property
+    def logits_reader(self) -> LogitsReader | None:
+        """What stores the target's logits of each step for later drafts; None for nothing."""
+        return None if self.drafter is None else self.drafter.logits_reader
+
+    @property
     def _unpaged_draft(self) -> str | None:
         """Reason why the draft model alone cannot run in captured steps; None if it can, or if the target cannot."""
         if self.draft_model is None or not self.target.varlen.ok:
@@ -238,7 +244,9 @@ class Engine(Changeable):
         self.batches.drop()
 
     def forget_prefixes(self) -> None:
-        """Drop stored prefixes, so that later prompts are read in full. No batch may be in use."""
+        """Drop stored prefixes and recycled tokens, so that later prompts are read in full. No batch may be in use."""
+        if self.drafter is not None:
+            self.drafter.forget_texts()
         if (memory := (self.lender or self).memory) is not None:
             memory.forget_prefixes()
 

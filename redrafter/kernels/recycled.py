@@ -24,11 +24,12 @@ def _read_kernel(
     single = tl.load(SHARING + row) + tl.load(TOKENS + at)
     pair = single + ((tl.load(BEFORE + at) + 1) << SHIFT)
     first, second = _place_of(pair, entries), _place_of(single, entries)
-    ids, other_ids = tl.load(IDS + first * C + c, c < C, -1), tl.load(IDS + second * C + c, c < C, -2)
-    logits = tl.load(LOGITS + first * C + c, c < C, 0.0).to(tl.float32)
-    logits = tl.where(tl.load(KEYS + first) == pair, logits, UNKNOWN)
-    others = tl.load(LOGITS + second * C + c, c < C, 0.0).to(tl.float32)
-    others = tl.where(tl.load(KEYS + second) == single, others, UNKNOWN)
+    # The tokens of another key are not shown, as its text may be another client's.
+    known, other_known = tl.load(KEYS + first) == pair, tl.load(KEYS + second) == single
+    ids = tl.where(c < C, tl.where(known, tl.load(IDS + first * C + c, c < C, 0), c), -1)
+    other_ids = tl.where(c < C, tl.where(other_known, tl.load(IDS + second * C + c, c < C, 0), c), -2)
+    logits = tl.where(known, tl.load(LOGITS + first * C + c, c < C, 0.0).to(tl.float32), UNKNOWN)
+    others = tl.where(other_known, tl.load(LOGITS + second * C + c, c < C, 0.0).to(tl.float32), UNKNOWN)
     same = ids[:, None] == other_ids[None, :]
     logits = tl.maximum(logits, tl.max(tl.where(same, others[None, :], float("-inf")), 1))
     others = tl.where(tl.max(same.to(tl.int32), 0) > 0, float("-inf"), others)

@@ -104,7 +104,7 @@ class OneProposer:
             proposer.model,
         )
         self.draft_vocabulary = None if proposer.model is None else engine.draft_vocabulary
-        self.rejection_sampling = engine.rejection_sampling
+        self.rejection_sampling, self.logits_reader = engine.rejection_sampling, engine.logits_reader
 
     def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
         """Return a policy that drafts with the single proposer in every step."""

@@ -34,7 +34,6 @@ from redrafter.model.forward_batch import (
     DrafterLayer,
     ForwardBatch,
     ForwardOutput,
-    LogitsReader,
     Prompts,
     decoder_layers,
 )
@@ -74,7 +73,6 @@ class Target(BoundModel):
         prompt_reader: Reads prompts into the cache.
         reread_from: Committed tokens at which rows are read again, as the model's rope switches; None for never.
         image_inputs: `image_arguments`, and the names of the token-type arguments that go with them.
-        logits_reader: Reads the logits of each step, which later steps may draft from; None for no reader.
     """
 
     @name_model_in_errors
@@ -116,7 +114,6 @@ class Target(BoundModel):
         self.vocab_size = self.config.vocab_size
         self._changes = self._replacements = 0  # of weights or code, and those of addresses or code among them
         self._drafter_shapes = tuple[LayerShape, ...]()
-        self.logits_reader: LogitsReader | None = None
         self.image_arguments = image_arguments(model)
         self.image_inputs = self.image_arguments | token_type_arguments(model)
         check_autocast(self.device)

@@ -23,6 +23,7 @@ from redrafter.drafting.proposer import Proposer, State
 from redrafter.errors import first_line, warn
 from redrafter.features import ADAPTERS, IMAGES, OWN_DRAFTS
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.model.forward_batch import LogitsReader
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.logprobs import score_drawn
@@ -112,6 +113,7 @@ class StepKey(NamedTuple):
         chunks: Number of prompt chunks that it has room for.
         keeps_logits: Whether it keeps logits and scores, which are as large as the vocabulary.
         adapters: Version of the adapters' stacks; 0 for no adapter.
+        reader: Id of the reader of its logits.
     """
 
     rows: int
@@ -121,6 +123,7 @@ class StepKey(NamedTuple):
     chunks: int
     keeps_logits: bool
     adapters: int
+    reader: int
 
 
 class CapturedStep:
@@ -152,9 +155,10 @@ class CapturedStep:
         draft_cache: KVCache | None = None,
         chunks: PromptChunks | None = None,
         *,
+        reader: LogitsReader | None = None,
         keeps_logits: bool = True,
     ):
-        self._keeps_logits = keeps_logits
+        self._reader, self._keeps_logits = reader, keeps_logits
         self.state, self.proposer, self.target, self.sampler = state, proposer, target, sampler
         self.cache, self.draft_cache, self.chunks = cache, draft_cache, chunks
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -172,6 +176,7 @@ class CapturedStep:
             self.sampler,
             draft_cache=self.draft_cache,
             chunks=self.chunks,
+            reader=self._reader,
             keeps_logits=self._keeps_logits,
         )
         # In place: a replay reads and writes the buffers that it was captured with.

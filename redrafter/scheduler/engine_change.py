@@ -12,6 +12,7 @@ from typing import Protocol
 from redrafter.drafting.policy import DraftPolicy
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
+from redrafter.model.forward_batch import LogitsReader
 from redrafter.model.target import Target
 from redrafter.scheduler.paged_memory import PagedMemory
 
@@ -32,6 +33,10 @@ class Models(Protocol):
     draft_vocabulary: VocabularyMap | None
     undrafted: Proposer
     rejection_sampling: bool
+
+    @property
+    def logits_reader(self) -> LogitsReader | None:
+        """What stores the target's logits of each step for later drafts; None for nothing."""
 
     def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
         """Return the policy that chooses the drafts of steps of these batch sizes."""

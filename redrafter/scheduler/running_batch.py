@@ -135,6 +135,7 @@ class RunningBatch:
         if self._memory is not None:
             self._memory.follow_changes(self._models)
         self._undrafted, self._rejection_sampling = models.undrafted, models.rejection_sampling
+        self._logits_reader = models.logits_reader if speculate else None
         # Batch size of a step by number of sequences; a captured step may have padding rows.
         self._sizes = {n: min(bucket(n), self._all_rows) if self._memory else n for n in range(1, rows + 1)}
         nothing = dict.fromkeys(self.sizes, models.undrafted)
@@ -230,8 +231,8 @@ class RunningBatch:
         state.length[rows], state.hidden[rows], state.active[rows] = read.lengths, read.hidden, True
         for feature, buffer in state.inputs.items():
             buffer[rows] = to_device([sequence.inputs[feature] for sequence in sequences], buffer.device, torch.long)
-        if self.target.logits_reader is not None:
-            self.target.logits_reader.read_prompts(state.at(rows), read.tokens.shape[1])
+        if self._logits_reader is not None:
+            self._logits_reader.read_prompts(state.at(rows), read.tokens.shape[1])
         self.sampling.write(first, sequences)
         self.caches.add(first, sequences, read.caches, read.rows)
 
@@ -299,11 +300,11 @@ class RunningBatch:
         if times is not None and times.due(rows.size, step.proposer, sampled=rows.sampled):
             timer = Timer(self.target.device, times.clock)
         packed = step.replay()
-        if times is not None and timer is not None:
+        # A search that found no likely draft takes neither the time of drafts nor that of a step without a search.
+        found = step.output.levels > 0 or step.proposer is self._undrafted
+        if times is not None and timer is not None and found:
             timer.stop()
-            # Where the proposer may leave out unlikely drafts, it may have found none.
-            proposer = step.proposer if step.output.levels else self._undrafted
-            correct = partial(times.correct, rows.size, proposer, cached=rows.cached, sampled=rows.sampled)
+            correct = partial(times.correct, rows.size, step.proposer, cached=rows.cached, sampled=rows.sampled)
         needs = self.requirements.logits
         draws = LaunchedStep.from_output(tuple(self.rows), step.output, packed, step.proposer, rows, needs_logits=needs)
         return LaunchedForward(draws, timer, correct), step.output
@@ -354,7 +355,14 @@ class RunningBatch:
 
         # 3. The step captured for this key, or a new one.
         key = StepKey(
-            rows, window, requirements.sampling, id(proposer), room.count if room else 0, requirements.logits, version
+            rows,
+            window,
+            requirements.sampling,
+            id(proposer),
+            room.count if room else 0,
+            requirements.logits,
+            version,
+            id(self._logits_reader),
         )
         # Popped and inserted again below, which keeps the dict in the order of last use.
         step = self.captured_steps.pop(key, None)
@@ -421,7 +429,15 @@ class RunningBatch:
         sampler = self.sampling.sampler(key.rows, self.rows, keep_scores=keep_scores)
         drafts = None if proposer.model is None else caches.draft
         step = CapturedStep(
-            state, proposer, self.target, caches.target, sampler, drafts, chunks, keeps_logits=key.keeps_logits
+            state,
+            proposer,
+            self.target,
+            caches.target,
+            sampler,
+            drafts,
+            chunks,
+            reader=self._logits_reader,
+            keeps_logits=key.keeps_logits,
         )
         if self._memory is not None:
             # Capturing runs the step once, which would advance real rows.

@@ -72,7 +72,7 @@ class Candidates(NamedTuple):
     tokens: Tensor
 
     def best(self, total: Tensor, width: int, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Select the best pairs, with the arguments and result of `top_continuations`; `width` is at most C."""
+        """Select the best pairs as `top_continuations` does; a beam has at least `width` tokens."""
         score, source, candidate = top_continuations(self.scores, total, width, None)
         token = self.tokens.flatten(1).gather(1, source * self.tokens.shape[-1] + candidate)
         return score, source, token if ids is None else ids[token]
@@ -113,7 +113,8 @@ def beam_search(
             nodes that are kept.
         should_stop: Called after each search step with the beams' cumulative log-probabilities `[B, W]`; the search
             ends where it returns true. None to search all steps.
-        least: Log-probability below which no row keeps a node, where the size of the tree may vary; None for none.
+        least: Log-probability of a node. No row keeps more nodes than the row with the most that are at least this
+            likely; None for no such limit.
     """
     rows = len(root)
     level, first, score, source = _layout(rows, beams, depth, root.device)
@@ -139,7 +140,7 @@ def beam_search(
         nodes = min(nodes, max(int((score >= least).sum(dim=1).max()), 1))
     # A chain was cut above by searching fewer steps, so its nodes need no selection.
     if beams == 1 or nodes == 1:
-        tree = chain(lattice_tokens[:, :nodes])
+        tree, score = chain(lattice_tokens[:, :nodes]), score[:, :nodes]
     elif nodes >= count:
         tree = tree_of(*lattice, max_depth=len(tokens) - 1, width=beams)
     else:

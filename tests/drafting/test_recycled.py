@@ -23,6 +23,7 @@ from redrafter.errors import CheckpointError
 from redrafter.features import OWN_DRAFTS
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.sequence import TokenSequence
+from redrafter.tree.beam_search import beam_search
 from redrafter.tree.token_tree import chain
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6]])
@@ -331,3 +332,54 @@ def test_info_describes_a_table_and_other_commands_refuse_it_by_name(folder, tmp
     assert "table of recycled tokens" in fails(capsys, "convert", *names)
     for command in (["train", "--data", data, "--output", out], ["evaluate", "--prompts", data]):
         assert "table of recycled tokens" in fails(capsys, *command, "--model", base, "--drafter", table)
+
+
+def test_each_engine_of_a_model_writes_its_own_table_and_undrafted_steps_write_none():
+    first = recycling()
+    target = first.target
+    second = ReDrafter(target, new_table(target).placed(target))
+    first.generate(PROMPT, speculate=False, **LONG)
+    assert not written(table_of(first)), "undrafted decoding pays for no table"
+    first.generate(PROMPT, **LONG)
+    assert written(table_of(first))
+    assert not written(table_of(second))
+    first.forget_prefixes()
+    assert not written(table_of(first)), "a measurement begins with what a first call has"
+
+
+def test_the_tokens_of_another_key_are_not_read():
+    table = empty(2)  # so that each key has the place of others
+    other, own = (state_of(torch.tensor([[at, at + 1, at + 2, at + 3]])) for at in (40, 20))
+    other = State(other.tokens, other.length, other.hidden, other.active, {OWN_DRAFTS: torch.tensor([7 << 30])})
+    table.read_prompts(other, 3)
+    none = torch.zeros(1, 1, dtype=torch.long)
+    for token in range(VOCAB):
+        ids, _ = table.read_tokens(none, none + token, none + token)
+        assert ids.max() < table.config.candidates
+    table.read_prompts(own, 3)
+    assert all(token < table.config.candidates or token in range(20, 24) for token in table.ids.flatten().tolist())
+
+
+def test_a_short_prompt_next_to_a_long_one_is_stored(monkeypatch):
+    monkeypatch.setattr(recycled, "MOST_READ", 6)
+    table, tokens = empty(), torch.arange(30)[None].repeat(2, 1)
+    table.read_prompts(state_of(tokens, torch.tensor([29, 4])), 29)
+    short = empty()
+    short.read_prompts(state_of(tokens[1:, :5]), 4)
+    assert set(contents(short)) <= set(contents(table))
+    assert len(written(table)) > len(written(short)) > 0
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_rows_share_the_nodes_of_a_search_that_found_few_likely_ones(beams):
+    scores = torch.zeros(4, 1, VOCAB)
+    sizes = {"beams": beams, "depth": 3, "nodes": 4, "shared": 6, "least": math.log(0.9)}
+
+    def expand(step: int, tokens: Tensor, sources: Tensor) -> Tensor:
+        return scores.expand(-1, tokens.shape[1], -1)
+
+    assert beam_search(torch.arange(4), expand, **sizes).tokens.shape[1] == 1
+    scores[0, :, 5] = 20.0
+    tree = beam_search(torch.arange(4), expand, **sizes)
+    assert tree.tokens.shape[1] == 4
+    assert tree.total == 6
