@@ -258,6 +258,17 @@ def test_a_step_stores_the_likeliest_tokens_of_each_node_by_one_and_two_tokens()
     assert scores[scores > -math.inf].unique().numel() == 1, "nothing is known of that token"
 
 
+def test_a_token_has_an_entry_for_each_token_before_it():
+    table, found = empty(), {}
+    for before in (5, 9):
+        logits = torch.randn(1, 1, VOCAB, generator=torch.Generator().manual_seed(before))
+        table.read_step(state_of(torch.tensor([[4, before, 6]])), chain(torch.tensor([[6]])), logits)
+        found[before] = set(logits[0, 0].topk(16).indices.tolist())
+    for before, expected in found.items():
+        ids, _ = table.read_tokens(torch.zeros(1, 1, dtype=torch.long), torch.tensor([[before]]), torch.tensor([[6]]))
+        assert set(ids[0, 0, :16].tolist()) == expected
+
+
 def test_a_prompt_stores_the_token_that_follows_and_nothing_past_its_end():
     table = empty()
     tokens = torch.tensor([[4, 5, 6, 9, 9], [7, 8, 30, 31, 32]])
