@@ -198,6 +198,7 @@ class SearchProposer(Generic[Context]):
 
     model = without_text = None  # a drafter's entries are stored in the target's cache
     first_level: ClassVar[Likelihoods] = TRAINED
+    gains_unevenly: ClassVar[bool] = False  # whether some texts gain much more than others
     least_score: float | None = None  # `least` of `beam_search`
 
     @cached_property

@@ -52,7 +52,7 @@ class KeptCosts:
     def find_or_measure(self) -> StepCosts:
         """Return the costs that are kept, else measure and keep them. Every rank calls it."""
         ranks = self._memory.target.ranks
-        costs = ranks.from_first(_read_costs(COSTS.read().get(self._digest)))
+        costs = ranks.from_first(_read_costs(COSTS.read_all().get(self._digest)))
         if costs is not None:
             _LOG.info("an earlier start has measured the costs of steps")
             return costs

@@ -38,7 +38,7 @@ class KeptResults:
         """Return the digest of objects of JSON."""
         return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
 
-    def read(self) -> dict[str, Any]:
+    def read_all(self) -> dict[str, Any]:
         """Return all results, the oldest first; none where the file cannot be read."""
         with suppress(OSError, RuntimeError, ValueError, RecursionError):
             results = json.loads((home() / self.name).read_text(encoding="utf-8"))
@@ -48,7 +48,7 @@ class KeptResults:
     def write(self, digest: str, result: object) -> None:
         """Keep a result, or forget the one that is kept for None. Without a folder to write to, nothing is kept."""
         with suppress(OSError, RuntimeError, ReDrafterError):
-            results = {key: value for key, value in self.read().items() if key != digest}
+            results = {key: value for key, value in self.read_all().items() if key != digest}
             if result is not None:
                 results[digest] = result
             home().mkdir(parents=True, exist_ok=True)

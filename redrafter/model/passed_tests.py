@@ -43,7 +43,7 @@ class PassedTests:
         """Return what a test has found, of these names; None unless it was passed and can be read."""
         if self._digest is None:
             return None
-        tests = RESULTS.read().get(self._digest)
+        tests = RESULTS.read_all().get(self._digest)
         found = tests.get(test) if isinstance(tests, dict) else None
         if not isinstance(found, dict) or found.keys() != set(names):
             return None
@@ -53,7 +53,7 @@ class PassedTests:
         """Keep what a test has found that was passed. Without a folder to write to, nothing is kept."""
         if self._digest is None:
             return
-        tests = RESULTS.read().get(self._digest)
+        tests = RESULTS.read_all().get(self._digest)
         RESULTS.write(self._digest, (tests if isinstance(tests, dict) else {}) | {test: found})
 
 

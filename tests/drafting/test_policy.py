@@ -331,3 +331,14 @@ def test_a_step_counts_among_steps_of_its_own_sampling_though_the_next_is_chosen
     after = [histories[sampled].search.value for sampled in (False, True)]
     assert after[0] < before[0]
     assert after[1] == before[1]
+
+
+def test_a_table_has_to_gain_more_where_rows_end_at_different_steps():
+    class Uneven(SearchProposer):
+        gains_unevenly = True
+
+    costs = StepCosts(FLAT, ((1, 0.5),))
+    for rows in (1, 8):
+        even, uneven = (kind(None, None, 2, 1, 3) for kind in (SearchProposer, Uneven))
+        chosen = [choose(choice(costs, each, size=rows), rows).depth for each in (even, uneven)]
+        assert chosen == [1, int(rows == 1)]

@@ -206,7 +206,7 @@ def bound(model: PreTrainedModel) -> Target:
     """Bind a model; one that equals another that has passed its self-test in this run is not tested again."""
     if model.device.type == "meta":
         return Target(model)
-    numbers = (x.detach().contiguous().view(torch.uint8).numpy().tobytes() for x in model.state_dict().values())
+    numbers = (x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for x in model.state_dict().values())
     weights = ("weights", *(crc32(number) for number in numbers))
     return Target(model, passed=passed_tests(model, [weights], {}))
 
