@@ -57,8 +57,10 @@ def test_sequences_side_by_side_write_what_each_writes_alone(feature, engine, sc
     if isinstance(made.engine, ReDrafter):
         accepted = sum(sequence.stats.accepted for sequence in sequences)
         steps = sum(sequence.stats.draft_steps for sequence in sequences)
-        # Of an untrained drafter hardly any are; sequences that share the nodes of a step verify few each.
-        assert accepted > (0.25 if "shared" in engine else 0.8) * steps, "few drafts are accepted"
+        # Of an untrained drafter hardly any are; sequences that share the nodes of a step verify few each, and unlikely
+        # drafts of a table are left out.
+        few = "shared" in engine or engine == "recycled tokens"
+        assert accepted > (0.25 if few else 0.8) * steps, "few drafts are accepted"
     if dense:
         return
     nothing_is_held(served)
