@@ -112,9 +112,9 @@ def test_a_first_line_that_ends_in_a_colon_has_its_second():
 @pytest.mark.parametrize(
     ("kind", "keywords", "says"),
     [
-        (DraftTarget, {"use_logits": True}, "no argument 'use_logits', here or in transformers; did you mean acc"),
+        (DraftTarget, {"use_logits": True}, "no argument 'use_logits', here or in transformers"),
         (DraftTarget, {"draft_lne": 3}, "did you mean draft_len?"),
-        (ReDrafter, {"redrafter_num_beams": 3}, "did you mean num_beams?"),
+        (ReDrafter, {"num_beam": 3}, "did you mean num_beams?"),
         (PromptLookup, {"frobnicate": 3}, "no argument 'frobnicate', here or in transformers"),
         (ReDrafter, {"torch_dtype": "float32"}, "takes dtype='float32' for torch_dtype"),
         (PromptLookup, {"output_loading_info": True}, "leave out output_loading_info"),
