@@ -71,7 +71,7 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
 
     @property
     def logits_reader(self) -> LogitsReader | None:
-        """What stores the target's logits of each step for later drafts; None for a drafter that reads none."""
+        """Return the reader that stores the logits of each step for later drafts; None where drafts read none."""
         return None
 
     def forget_texts(self) -> None:

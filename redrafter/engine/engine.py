@@ -226,7 +226,7 @@ class Engine(Changeable):
 
     @property
     def logits_reader(self) -> LogitsReader | None:
-        """What stores the target's logits of each step for later drafts; None for nothing."""
+        """Return the reader that stores the logits of each step for later drafts; None where drafts read none."""
         return None if self.drafter is None else self.drafter.logits_reader
 
     @property
@@ -258,7 +258,7 @@ class Engine(Changeable):
 
     @property
     def samples_by_default(self) -> bool | None:
-        """Whether the checkpoint asks for sampling: `do_sample`, else the model's own; None if neither says."""
+        """Return whether the checkpoint asks for sampling, by `do_sample` or its config; None if neither says."""
         return self.model.generation_config.do_sample if self.do_sample is None else self.do_sample
 
     @property

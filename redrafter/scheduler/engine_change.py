@@ -36,7 +36,7 @@ class Models(Protocol):
 
     @property
     def logits_reader(self) -> LogitsReader | None:
-        """What stores the target's logits of each step for later drafts; None for nothing."""
+        """Return the reader that stores the logits of each step for later drafts; None where drafts read none."""
 
     def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
         """Return the policy that chooses the drafts of steps of these batch sizes."""

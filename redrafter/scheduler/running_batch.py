@@ -391,7 +391,7 @@ class RunningBatch:
 
     @property
     def requirements(self) -> BatchRequirements:
-        """What the sequences of the rows require together, of which the first call loads them into the sampler."""
+        """Return what the sequences of the rows require together; the first call loads them into the sampler."""
         if self._requirements is None:
             self.sampling.load_texts(self.rows)
             self._requirements = BatchRequirements(

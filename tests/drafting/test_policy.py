@@ -113,10 +113,12 @@ def test_the_time_to_read_a_token_follows_from_the_bytes_of_layers_without_a_win
 def test_costs_are_measured_by_steps_of_the_engine_itself(llama, monkeypatch):
     monkeypatch.setattr(step_timing, "TOKENS", (1, 8, 32))
     monkeypatch.setattr(step_timing, "ROWS", (1, 8))
-    engine = paged(with_tree(llama, tiny_drafter(), 3, 3))
+    engine, seconds = paged(with_tree(llama, tiny_drafter(), 3, 3)), step_timing._seconds  # noqa: SLF001
+    # On a busy machine a step without drafts may seem to take longer than one with drafts.
+    monkeypatch.setattr(step_timing, "_seconds", lambda *args: seconds(*args) + 9.0 * bool(args[1].depth))
     costs = measure_step_costs(engine.make_memory(), engine.proposer)
     assert [tokens for tokens, _ in costs.forward] == [1, 8, 32]
-    assert {beams for beams, _ in costs.level} <= {3, 24}, "a busy machine may time one of them as less than nothing"
+    assert [beams for beams, _ in costs.level] == [3, 24]
     assert costs.forward[0][1] > 0
 
 

@@ -211,7 +211,7 @@ class Worker:
 
     @property
     def _rests(self) -> bool:
-        """Whether there is nothing to do before the next message."""
+        """Return whether there is nothing to do before the next message."""
         return self.scheduler.idle and (self.scheduler.asleep or not self.scheduler.later)
 
     def _work_ahead(self) -> None:
