@@ -1,0 +1,97 @@
+"""Weights of linear layers as small integers with a scale, and perhaps a minimum, for each group of input features.
+
+This is the one form in which weights of 4 and 8 bits are computed, whatever file they come from: GGUF, AWQ, GPTQ,
+compressed-tensors, torchao, or an ordinary weight that was quantised at loading. A weight is `code * scale + minimum`
+in float32, with the numbers of the file, so that its values are those that the file's own library computes.
+
+Codes of 4 bits are stored two in a byte. In each block of 32 input features, byte j has the code of feature j in its
+low four bits and that of feature j + 16 in its high ones, as GGUF's Q4_0 and Q4_1 have.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor
+
+BLOCK = 32  # input features whose codes of 4 bits are in 16 bytes
+HALF = BLOCK // 2
+
+
+@dataclass(frozen=True)
+class GroupedWeight:
+    """A weight of a linear layer with F output and D input features, in groups of G input features.
+
+    Attributes:
+        codes: Two codes from 0 to 15 per byte, `[F, D / 2]` uint8, or codes from -128 to 127, `[F, D]` int8.
+        scale: Scale of each group, `[F, D / G]` float16 or float32. G is a multiple of 32 for codes of 4 bits, and of
+            16 for codes of 8.
+        minimum: What is added in each group, in the shape of `scale`, float16 or float32; None for zeros.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    minimum: Tensor | None = None
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code: 4 or 8."""
+        return 4 if self.codes.dtype == torch.uint8 else 8
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Output and input features."""
+        return len(self.codes), self.codes.shape[1] * 8 // self.bits
+
+    @property
+    def group(self) -> int:
+        """Input features per group."""
+        return self.shape[1] // self.scale.shape[1]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weight, `[F, D]`: computed in float32, then rounded to `dtype`."""
+        codes = unpack_codes(self.codes) if self.bits == 4 else self.codes
+        wide = codes.float() * repeat(self.scale.float(), "f g -> f (g n)", n=self.group)
+        if self.minimum is not None:
+            wide += repeat(self.minimum.float(), "f g -> f (g n)", n=self.group)
+        return wide.to(dtype)
+
+
+def pack_codes(codes: Tensor) -> Tensor:
+    """Return codes from 0 to 15, `[F, D]` with D a multiple of 32, as two in each byte, `[F, D / 2]` uint8."""
+    low, high = rearrange(codes.to(torch.uint8), "f (b half j) -> half f (b j)", half=2, j=HALF)
+    return low | high << 4
+
+
+def unpack_codes(packed: Tensor) -> Tensor:
+    """Return the codes that `pack_codes` has packed, `[F, D]` uint8."""
+    return rearrange([packed & 15, packed >> 4], "half f (b j) -> f (b half j)", j=HALF)
+
+
+def narrowest(numbers: Tensor) -> Tensor:
+    """Return numbers as float16 if that changes none of them, else as float32."""
+    narrow = numbers.half()
+    return narrow if torch.equal(narrow.float(), numbers.float()) else numbers.float()
+
+
+def quantize_groups(weight: Tensor, bits: int, group: int = BLOCK) -> GroupedWeight:
+    """Quantise a weight `[F, D]` to the nearest code, group by group.
+
+    Codes of 4 bits reach from the smallest to the largest number of a group; codes of 8 bits have no minimum, and a
+    scale by the largest absolute number. Scales and minima are float16, or float32 where float16 would overflow.
+    """
+    grouped = rearrange(weight.float(), "f (g n) -> f g n", n=group)
+    least, most = grouped.aminmax(dim=2)
+    minimum = _float16_or_wider(least) if bits == 4 else None
+    span = most - least if bits == 4 else torch.maximum(most.abs(), least.abs())
+    scale = _float16_or_wider(span / (15 if bits == 4 else 127))
+    steps = (grouped - (0 if minimum is None else minimum.float()[:, :, None])) / scale.float()[:, :, None]
+    codes = steps.nan_to_num(0).round()  # 0 / 0 in a group of equal numbers
+    if bits == 4:
+        return GroupedWeight(pack_codes(codes.clamp(0, 15).flatten(1)), scale, minimum)
+    return GroupedWeight(codes.clamp(-127, 127).to(torch.int8).flatten(1), scale)
+
+
+def _float16_or_wider(numbers: Tensor) -> Tensor:
+    narrow = numbers.half()
+    return narrow if bool(narrow.isfinite().all()) else numbers
