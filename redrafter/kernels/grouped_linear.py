@@ -1,0 +1,44 @@
+"""The operator for linear layers with grouped weights of 4 and 8 bits.
+
+Weights are the numbers of `GroupedWeight`, inputs are not quantised, and sums are in float32.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from redrafter import kernels
+from redrafter.kernels.grouped_weight import GroupedWeight
+
+
+@torch.library.custom_op("redrafter::grouped_linear", mutates_args=())
+def grouped_linear(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return `x @ weight.T + bias`, `[..., F]`, in the dtype of `x`.
+
+    Args:
+        x: Inputs, `[..., D]`.
+        codes: Codes of the weight, as in `GroupedWeight`.
+        scale: Scale of each group, `[F, G]`.
+        minimum: Minimum of each group, `[F, G]`; None for zeros.
+        bias: Bias, `[F]`; None for none.
+    """
+    return widened_linear(x, codes, scale, minimum, bias)
+
+
+@grouped_linear.register_fake
+def _(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | None, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], codes.shape[0])
+
+
+def widened_linear(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return what `grouped_linear` does, by torch's product with the dequantised weight."""
+    weight = GroupedWeight(codes, scale, minimum).dequantize(x.dtype)
+    return linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+
+def is_fast(device: torch.device | str) -> bool:
+    """Return whether there is a kernel for products of grouped weights on a device.
+
+    Without one, each product dequantises the weight, which takes longer than to read an ordinary one.
+    """
+    return torch.device(device).type == "cuda" and kernels.TRITON
