@@ -3,7 +3,9 @@
 python benchmarks/load.py http://127.0.0.1:8000 http://127.0.0.1:8001 --concurrency 1,8,32 --prompts prompts.jsonl
 
 Request i continues prompt i (`/v1/completions`) or answers chat i (`/v1/chat/completions`), modulo their number, with
-the seed plus i. Texts are compared with the first load's. Above 0.8 of a processor, the client limits the measurement.
+the seed plus i. Each concurrency has its own prompts while they last, and a warm-up the last ones of the file: a server
+that learns from the texts that it writes shall not know those that it is measured on. Texts are compared with those of
+the first server. Above 0.8 of a processor, the client limits the measurement.
 """
 
 import argparse
@@ -97,14 +99,17 @@ async def ask(session: ClientSession, url: str, index: int, body: dict[str, Any]
     return completion
 
 
-async def run_load(session: ClientSession, url: str, bodies: Sequence[dict[str, Any]], slots: int) -> list[Completion]:
-    """Send all requests, so many at once, and return them in the order in which they ended."""
+async def run_load(
+    session: ClientSession, url: str, bodies: Sequence[dict[str, Any]], slots: int, *, salted: bool = True
+) -> list[Completion]:
+    """Send all requests, so many at once, and return them in the order in which they ended; salted: apart each."""
     completions, indices = list[Completion](), iter(range(len(bodies)))  # shared: a slot takes the next index
 
     async def fill_slot() -> None:
         for index in indices:
             # Otherwise a server reuses keys and values, or drafts, of the same prompt before.
-            completions.append(await ask(session, url, index, bodies[index] | {"cache_salt": uuid4().hex}))
+            salt = {"cache_salt": uuid4().hex} if salted else {}
+            completions.append(await ask(session, url, index, bodies[index] | salt))
 
     await asyncio.gather(*(fill_slot() for _ in range(slots)))
     return completions
@@ -156,37 +161,44 @@ async def main() -> int:
     parser.add_argument("--concurrency", type=integers, default=(1, 8, 32), metavar="N,...")
     parser.add_argument("--num-requests", type=int, help="at each concurrency (default: 4 times that, 8 at least)")
     parser.add_argument("--prompts", help="file of prompts or rows (default: those that ship)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first request, from 0 (default: 0)")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", help="the server's name of its model (default: the first that it lists)")
+    parser.add_argument(
+        "--shared", action="store_true", help="requests share prefixes and recycled tokens, as a user's do"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write a line for each row")
     args = parser.parse_args()
     rows, key = read_prompts(args.prompts), os.environ.get("REDRAFTER_API_KEY") or os.environ.get("OPENAI_API_KEY")
     shared = {"max_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": 1.0, "ignore_eos": True}
     shared |= {"stream": True, "stream_options": {"include_usage": True}}
     headers, timeout = {"Authorization": f"Bearer {key}"} if key else {}, ClientTimeout(3600, sock_connect=10)
-    reference, lines = dict[int, str](), list[dict[str, Any]]()  # texts of the first load by request; rows
+    reference, lines = dict[int, str](), list[dict[str, Any]]()  # texts of the first server by request; rows
+    first = args.first
     async with ClientSession(headers=headers, connector=TCPConnector(limit=0), timeout=timeout) as session:
         for slots in args.concurrency:
+            count = args.num_requests or max(8, 4 * slots)
             for url in (url.rstrip("/").removesuffix("/v1") for url in args.urls):
                 async with session.get(f"{url}/v1/models") as response:
                     model = args.model or json.loads(await response.read())["data"][0]["id"]
                 bodies = [
-                    body_of(rows[index % len(rows)]) | shared | {"model": model, "seed": args.seed + index}
-                    for index in range(args.num_requests or max(8, 4 * slots))
+                    body_of(rows[index % len(rows)]) | shared | {"model": model, "seed": args.seed + abs(index)}
+                    for index in (*range(first, first + count), *range(-slots, 0))
                 ]
-                warm_up = await run_load(session, url, bodies[:slots], slots)
+                warm_up = await run_load(session, url, bodies[count:], slots, salted=not args.shared)
                 if all(one.error for one in warm_up):
                     raise SystemExit(f"{url} answers nothing: {warm_up[0].error}")
                 began, cpu = time.perf_counter(), time.process_time()
-                done = await run_load(session, url, bodies, slots)
+                done = await run_load(session, url, bodies[:count], slots, salted=not args.shared)
                 seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-                texts = {one.index: one.text for one in done if not one.error}
-                reference = reference or texts
+                texts = {first + one.index: one.text for one in done if not one.error}
+                reference = texts | reference
                 same = sum(text == reference.get(index, text) for index, text in texts.items())
                 line = {"server": url, "at once": slots, **summarize(done, slots, seconds)}
                 lines.append(line | {"same texts": f"{same}/{len(texts)}", "client": cpu / seconds})
+            first += count
     print(*format_table(list(lines[0]), [list(line.values()) for line in lines]), sep="\n")
     if args.json:
         Path(args.json).write_text("".join(json.dumps(line) + "\n" for line in lines))

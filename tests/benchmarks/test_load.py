@@ -88,7 +88,7 @@ def test_requests_ask_for_what_was_typed(measure, capsys, monkeypatch):
     warm_up, *bodies = asked.bodies
     salts = {body.pop("cache_salt") for body in asked.bodies}
     assert len(salts) == 1 + 4  # nothing of the warm-up, or of the same prompt before, is used again
-    assert warm_up == bodies[0]
+    assert (warm_up["prompt"], warm_up["seed"]) == ("two", 101)
     assert [(body["prompt"], body["seed"]) for body in bodies] == list(
         zip(["zero", "one", "two", "zero"], [100, 101, 102, 103], strict=True)
     )
@@ -107,6 +107,13 @@ def test_texts_of_servers_are_compared_at_each_concurrency(measure):
         (each.url, slots) for slots in (1, 3) for each in (first, second)
     ]
     assert [line["same texts"] for line in lines] == ["6/6", "4/6", "6/6", "4/6"]
+
+
+def test_each_concurrency_has_its_own_prompts_and_shares_tables_if_asked(measure):
+    with server(echo) as asked:
+        measure(asked, words="--concurrency 1,2 --num-requests 2 --first 1 --shared")
+    assert not any("cache_salt" in body for body in asked.bodies)
+    assert [body["seed"] for body in asked.bodies] == [1, 1, 2, 2, 1, 3, 4]
 
 
 def test_rows_of_messages_are_asked_as_chats(measure, tmp_path):
