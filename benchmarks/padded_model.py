@@ -40,7 +40,7 @@ from redrafter.cli.measure_options import BenchOptions, build_parser
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.errors import ArgumentError, UnsupportedError
-from redrafter.model.linear_layers import quantize_linears
+from redrafter.model.quantized_layers import quantize_linears
 from redrafter.model.target import Target
 
 ADDED_WEIGHT_STD = 0.02  # initialisation of Llama models
@@ -372,9 +372,9 @@ def load_pair(args: argparse.Namespace) -> tuple[Pair, str | None]:
     model: Any = small.model
     padded = pad_model(model, shape, device=device)
     if load.quantization is not None:
-        quantize_model(padded, args.pad_to)
+        quantize_model(padded, args.pad_to, load.quantization)
     if load.draft_quantization is not None:
-        quantize_linears(drafter, keep=(drafter.unquantized,))
+        quantize_linears(drafter, load.draft_quantization, keep=(drafter.unquantized,))
     with unmasked(padded):
         target = Target(padded)
     pair.engine = ReDrafter(target, drafter, small.shape, options=small.options)

@@ -77,6 +77,11 @@ FP8_WEIGHTS = Feature(
     "leave out quantization='fp8' (--quantization fp8)",
     {QUANTISED_WEIGHTS: "weights are quantised once"},
 )
+GROUPED_WEIGHTS = Feature(
+    "weights in groups of 4 or 8 bits",
+    "leave out quantization (--quantization)",
+    {QUANTISED_WEIGHTS: "weights are quantised once"},
+)
 TENSOR_PARALLELISM = Feature(
     "tensor parallelism",
     "run it in one process, without tp_size and torchrun",
@@ -84,6 +89,7 @@ TENSOR_PARALLELISM = Feature(
         RECURRENT_STATES: "states are not split between processes",
         QUANTISED_WEIGHTS: "quantised weights cannot be split yet",
         FP8_WEIGHTS: "quantised weights cannot be split yet",
+        GROUPED_WEIGHTS: "quantised weights cannot be split yet",
         GGUF_FILE: "the file is read whole",
     },
 )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from redrafter.app.flags import biases, flag, format_value, integers
 from redrafter.engine.options import EngineOptions
 from redrafter.errors import ArgumentError
+from redrafter.model.options import SCHEMES, STORED_SCHEMES
 from redrafter.options import dtype_word, option, whole
 
 if TYPE_CHECKING:
@@ -93,12 +94,13 @@ class LoadOptions(EngineOptions, TemplateOptions):
     trust_remote_code: bool = option(False, "run the modelling code that comes with the model")
     quantization: str | None = option(
         None,
-        "fp8: quantise the weights of the model's linear layers, its head apart, to 8 bits when it is loaded, and "
-        "round the inputs of these layers too, each token by itself",
-        choices=("fp8",),
+        "quantise the weights of the model's linear layers when it is loaded. fp8: to 8 bits, its head apart, and "
+        "round the inputs of these layers too, each token by itself. int4, int8: to 4 or 8 bits in groups, its head to "
+        "8. Another word says how the checkpoint is quantised already, which is recognised without it",
+        choices=(*SCHEMES, *STORED_SCHEMES),
     )
     draft_quantization: str | None = option(
-        None, "quantization of the drafter or the draft model, as --quantization for the model", choices=("fp8",)
+        None, "quantization of the drafter or the draft model, as --quantization for the model", choices=SCHEMES
     )
     base_embedding: bool = option(
         False, "draft with the model's embedding table instead of the drafter's own, which may be untrained"

@@ -17,7 +17,8 @@ from redrafter.drafting.drafter_types import open_drafter_model
 from redrafter.drafting.recycled import RecycledConfig, RecycledTokens
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, warn
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, check_config, wrong_kind_error
-from redrafter.model.linear_layers import quantize_linears
+from redrafter.model.options import SCHEMES
+from redrafter.model.quantized_layers import quantize_linears
 from redrafter.model.supported import config_width
 from redrafter.model.target import Target
 from redrafter.model.weights import hold_in_memory
@@ -44,7 +45,7 @@ def load_drafter(
         drafter: The drafter; None for the one inside the target's checkpoint, or else a table of recycled tokens.
         target: The target to draft for.
         revision: Revision of the merged checkpoint on the hub.
-        quantization: "fp8", or None for the stored weights.
+        quantization: One of `SCHEMES`, or None for the stored weights.
         base_embedding: Whether to use the target's embedding table instead of the drafter's own.
 
     Returns:
@@ -72,7 +73,9 @@ def load_drafter(
             raise ArgumentError(
                 "draft_quantization is for a drafter, and a table of tokens has no weights: leave it out"
             )
-        quantize_linears(module, keep=(module.unquantized,))
+        if quantization not in SCHEMES:
+            raise ArgumentError(f"draft_quantization of a drafter must be one of {', '.join(SCHEMES)}, or None")
+        quantize_linears(module, quantization, keep=(module.unquantized,))
     return module, defaults
 
 

@@ -28,13 +28,23 @@ from transformers.utils.hub import cached_file
 
 from redrafter.drafting.step_times import LARGE_BYTES
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, did_you_mean, first_line, warn
-from redrafter.features import FP8_WEIGHTS, GGUF_FILE, QUANTISED_WEIGHTS, TENSOR_PARALLELISM, FeatureSet
+from redrafter.features import (
+    FP8_WEIGHTS,
+    GGUF_FILE,
+    GROUPED_WEIGHTS,
+    QUANTISED_WEIGHTS,
+    TENSOR_PARALLELISM,
+    Feature,
+    FeatureSet,
+)
 from redrafter.files.checkpoint_kind import check_config, check_path, check_source, load_error, wrong_kind_error
 from redrafter.files.dtype_names import dtype_name, known_dtype
 from redrafter.files.gguf_file import SUFFIX, find_gguf, part_names, read_gguf, reading
 from redrafter.files.headers import read_headers, weight_files
-from redrafter.model.linear_layers import forward_bytes, is_quantized, quantize_linears
+from redrafter.model.linear_layers import forward_bytes, is_quantized, quantization_of
+from redrafter.model.options import SCHEMES, STORED_SCHEMES
 from redrafter.model.passed_tests import passed_tests, stamps_of_model
+from redrafter.model.quantized_layers import HEAD_SCHEMES, quantize_linears, quantized_form
 from redrafter.model.supported import base_of
 from redrafter.model.target import Target
 from redrafter.model.weights import hold_in_memory
@@ -90,7 +100,7 @@ def load_model(
         device: Device to move the model to; None leaves it where it is.
         trust_remote_code: Whether code in the checkpoint may run.
         caller: The `from_pretrained` whose argument an unknown keyword may be a misspelling of.
-        quantization: "fp8"; None for the stored weights.
+        quantization: A scheme by which to quantise its weights, or the word for how they are stored; None for that too.
         tp_size: Processes that share the model; all of them call this. 1 for a whole model.
         kwargs: For `from_pretrained` of transformers' auto class.
 
@@ -109,10 +119,13 @@ def load_model(
     (check_path if kwargs.get("local_files_only") else check_source)(str(name))
     check_config(Path(name))
     dtype = known_dtype(dtype) if isinstance(dtype, str) else dtype
+    if quantization in STORED_SCHEMES:
+        _check_stored(quantization, name, kwargs | {"trust_remote_code": trust_remote_code})
+        quantization = None
     _check_reserved_keywords(kwargs)
     if tp_size != 1:
         split_device(device)
-        check_splits(str(name), tp_size, trust_remote_code, kwargs, float8=quantization is not None)
+        check_splits(str(name), tp_size, trust_remote_code, kwargs, quantization=quantization)
         from transformers.distributed.configuration_utils import DistributedConfig
 
         # Each rank's part is loaded onto its own GPU already.
@@ -149,7 +162,7 @@ def load_model(
     with _device_errors(device):
         # Quantized layer by layer on the way to the device, which need not hold the whole model in 16 bits.
         if quantization is not None:
-            quantize_model(model, str(name), device)
+            quantize_model(model, str(name), quantization, device)
         if device is not None:
             model.to(device)
         hold_in_memory(model)
@@ -286,7 +299,7 @@ def check_loaded_size(model: PreTrainedModel, tp_size: int) -> None:
 
 
 def check_splits(
-    name: str, tp_size: int, trust_remote_code: bool, kwargs: Mapping[str, Any], *, float8: bool = False
+    name: str, tp_size: int, trust_remote_code: bool, kwargs: Mapping[str, Any], *, quantization: str | None = None
 ) -> None:
     """Check that `tp_size` processes can share a model, and open the connections between them.
 
@@ -295,7 +308,7 @@ def check_splits(
         tp_size: Number of processes.
         trust_remote_code: Whether code in the checkpoint may run.
         kwargs: Further arguments for transformers.
-        float8: Whether its weights are rounded to FP8 once they are loaded.
+        quantization: The scheme by which its weights are quantised once they are loaded; None for none.
 
     Raises:
         ArgumentError: Another number of processes was started, or it does not divide the model's heads.
@@ -309,8 +322,8 @@ def check_splits(
         shared.check(GGUF_FILE)
     config = config_to_load(name, {**kwargs, "trust_remote_code": trust_remote_code})
     text = config.get_text_config(decoder=True)
-    if float8:
-        shared.check(FP8_WEIGHTS)
+    if quantization is not None:
+        shared.check(_feature(quantization))
     if "quantization_config" in kwargs or getattr(config, "quantization_config", None):
         shared.check(QUANTISED_WEIGHTS)
     plan = getattr(text, "base_model_tp_plan", None)
@@ -378,45 +391,73 @@ def _check_unused(*arguments: str) -> None:
 
 
 def check_quantization(quantization: str | None, model: object, argument: str = "quantization") -> None:
-    """Raise `ArgumentError` unless `quantization` is "fp8", or None for not at all.
+    """Raise `ArgumentError` unless `quantization` is a scheme, a word for how a checkpoint is stored, or None.
 
     The model must not be loaded yet; it is None for what a checkpoint holds.
     """
-    if quantization not in ("fp8", None):
-        raise ArgumentError(f"{argument} must be 'fp8', which rounds inputs too, or None, got {quantization!r}")
+    if quantization not in (*SCHEMES, *STORED_SCHEMES, None):
+        raise ArgumentError(
+            f"{argument} must be one of {', '.join(SCHEMES)}, which quantise at loading, or None, or one of "
+            f"{', '.join(STORED_SCHEMES)}, which say how the checkpoint is stored, got {quantization!r}"
+        )
     if not isinstance(model, str | Path | None) and quantization is not None:
         _check_unused(argument)
 
 
-def quantize_model(model: Any, name: str, device: torch.device | str | None = None) -> None:
-    """Replace the linear layers of a Hugging Face model, its head apart, by FP8 ones.
+def _check_stored(quantization: str, name: str | Path, load: Mapping[str, Any]) -> None:
+    """Raise `ArgumentError` unless a model is stored as `quantization` says, as vLLM's argument of that name may."""
+    stored: str | None = "gguf"
+    if find_gguf(name) is None:
+        entries = quantization_of(config_to_load(name, load))
+        stored = None if entries is None else str(entries.get("quant_method") or "bitsandbytes")
+    if stored != quantization:
+        is_stored = "not quantised" if stored is None else f"stored as {stored}"
+        raise ArgumentError(
+            f"quantization={quantization!r} (--quantization {quantization}): {name} is {is_stored}; leave it out, "
+            "as how a checkpoint is stored is recognised"
+        )
+
+
+def _feature(quantization: str) -> Feature:
+    return FP8_WEIGHTS if quantization == "fp8" else GROUPED_WEIGHTS
+
+
+def quantize_model(model: Any, name: str, scheme: str, device: torch.device | str | None = None) -> None:
+    """Replace the linear layers of a Hugging Face model by quantised ones, and its head as the scheme says.
 
     Each weight is moved to `device` first, so that the others need no memory there; None leaves it where it is.
     """
+    feature = _feature(scheme)
     if is_quantized(model.config):
-        FeatureSet(name, QUANTISED_WEIGHTS).check(FP8_WEIGHTS)
+        FeatureSet(name, QUANTISED_WEIGHTS).check(feature)
+    if (form := quantized_form(model)) is not None:
+        raise UnsupportedError(f"{name} has {form} already, and weights are quantised once: {feature.remedy}")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     dtype = embedding.weight.dtype
     on_gpu = torch.device(embedding.weight.device if device is None else device).type == "cuda"
-    if dtype not in QUANTIZED_DTYPES or (on_gpu and dtype == torch.float32):
+    if dtype not in QUANTIZED_DTYPES or (on_gpu and dtype == torch.float32 and scheme == "fp8"):
         raise ArgumentError(
-            f"FP8 weights are multiplied in bfloat16 or float16, on a CPU in float32 too, and {name} has "
-            f"{dtype_name(dtype)}: add dtype='bfloat16' (--dtype bfloat16)"
+            f"{feature.words} are multiplied in bfloat16, float16 or float32, FP8 on a GPU not in float32, and {name} "
+            f"has {dtype_name(dtype)}: add dtype='bfloat16' (--dtype bfloat16)"
         )
     # accelerate's hooks keep weights on the meta device until a layer runs.
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise UnsupportedError(
             f"{name} is moved to its device layer by layer, and is not in memory to be quantised: leave out "
-            f"device_map, or {FP8_WEIGHTS.remedy}"
+            f"device_map, or {feature.remedy}"
         )
     # By identity, since a tied head is the embedding's own parameter.
     held = {id(x) for module in (embedding, head) if module is not None for x in module.parameters()}
     count = sum(x.numel() for x in model.parameters() if id(x) not in held)
-    quantized = quantize_linears(model, keep=(head,), device=device)
+    quantized = quantize_linears(model, scheme, keep=(head,), device=device)
     if not quantized:
-        raise UnsupportedError(f"{name} has no linear layers to quantise: {FP8_WEIGHTS.remedy}")
+        raise UnsupportedError(f"{name} has no linear layers to quantise: {feature.remedy}")
     if 2 * quantized < count:
         warn(
             f"only {quantized / count:.0%} of the weights of {name}, embedding and head apart, are in linear layers "
-            "and were quantised to FP8; the others, such as weights of experts, were not"
+            f"and were quantised to {scheme}; the others, such as weights of experts, were not"
         )
+    if (
+        of_head := HEAD_SCHEMES[scheme]
+    ) is not None:  # a tied head gets a weight of its own, as the embedding is read by row
+        quantize_linears(model, of_head, device=device)

@@ -23,8 +23,8 @@ from redrafter.files.checkpoint_kind import read_json
 from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE, read_file_headers
 from redrafter.files.stored_tensors import map_tensor
 from redrafter.model.forward_batch import decoder_stack
-from redrafter.model.linear_layers import multiply_blocks
 from redrafter.model.patch import MODEL_ERRORS
+from redrafter.model.quantized_layers import multiply_blocks
 from redrafter.model.target import Target
 
 

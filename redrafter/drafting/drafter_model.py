@@ -22,9 +22,9 @@ from redrafter.files.atomic_file import share_weights
 from redrafter.files.checkpoint_kind import check_drafter, load_error, read_json
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.stored_tensors import read_directory
-from redrafter.kernels.linear_operators import float8_linear, has_thin_kernel, thin_linear
+from redrafter.kernels.linear_operators import has_thin_kernel, thin_linear
 from redrafter.model.forward_batch import DrafterLayer, LogitsReader
-from redrafter.model.linear_layers import Float8Linear
+from redrafter.model.quantized_layers import QuantizedLinear
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.beam_search import PartOfScores
@@ -317,15 +317,15 @@ def partial_linear(layer: nn.Linear, x: Tensor, columns: slice, *, with_bias: bo
     Without gradients, it uses the kernel for few tokens if possible.
 
     Args:
-        layer: The layer, FP8 or not, with a low-rank update or without.
+        layer: The layer, quantised or not, with a low-rank update or without.
         x: Those input features, `[..., d]`.
         columns: Their indices among all input features.
         with_bias: Whether to add the layer's bias.
     """
-    weight, bias = layer.weight[:, columns], layer.bias if with_bias else None
-    if isinstance(layer, Float8Linear):
-        float8: Tensor = float8_linear(x, weight, layer.weight_scale, bias)
-        return float8
+    bias = layer.bias if with_bias else None
+    if isinstance(layer, QuantizedLinear):
+        return layer.multiply(x, columns, bias)
+    weight = layer.weight[:, columns]
     if isinstance(layer, LowRankLinear):
         return linear(x, weight, bias) + layer.update(x, columns)
     if torch.is_grad_enabled() or not has_thin_kernel(weight):

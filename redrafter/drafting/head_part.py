@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from redrafter.kernels.block_size import CHUNK
-from redrafter.model.linear_layers import Float8Linear, is_unmodified_linear
+from redrafter.model.linear_layers import is_unmodified_linear, tensors_of, with_tensors
 from redrafter.parallel.ranks import Ranks
 
 # Bytes of a head that a rank must not have to read for the message to pay, by type of device: it takes about 11 us on a
@@ -58,13 +58,7 @@ class HeadPart:
         if saved < MIN_SAVED_BYTES.get(device.type, saved + 1) or (ranks.size - 1) * share >= count:
             return None
         rows = slice(ranks.rank * share, min((ranks.rank + 1) * share, count))
-        kind: Any = type(head)  # an FP8 head has its own class
-        layer = kind.__new__(kind)
-        nn.Module.__init__(layer)
-        layer.in_features, layer.out_features, layer.bias = head.in_features, rows.stop - rows.start, None
         # Views: whoever changes the head's weight in place changes the part.
-        layer.weight = nn.Parameter(head.weight.detach()[rows], requires_grad=False)
-        if isinstance(head, Float8Linear):
-            layer.register_buffer("weight_scale", head.weight_scale[rows])
+        layer = with_tensors(head, {name: x.detach()[rows] for name, x in tensors_of(head).items()})
         names = torch.arange(rows.start, rows.stop, device=device) if draft_ids is None else draft_ids[rows]
         return cls(layer, rows.start, names, ranks)

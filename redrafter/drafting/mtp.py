@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from redrafter.cache.dense import CACHE_NAME, cache_argument
 from redrafter.cache.kv_cache import KVCache, LayerShape
@@ -251,10 +250,7 @@ class MTPProposer(SearchProposer[PagedEntries]):
             made: Tensor = step(table, *by_token, Past(context, rows, 1 + PAST))
             carried = made.view_as(carried)
             # Not by a call of the head, which may have hooks while another thread uses the target.
-            if isinstance(head, GatheredLinear):  # ranks share it
-                logits = GatheredLinear.forward(head, carried)
-            else:
-                logits = linear(carried, head.weight, head.bias)
+            logits = type(head).forward(head, carried)
             return sampler.draft_scores(logits, noise, k, None)
 
         return expand

@@ -18,7 +18,7 @@ from redrafter.errors import CheckpointError, UnsupportedError, first_line
 from redrafter.files.checkpoint_kind import read_json
 from redrafter.files.dtype_names import dtype_name
 from redrafter.formats.tensors import StoredTensor, Tensors, empty
-from redrafter.model.linear_layers import multiply_blocks
+from redrafter.model.quantized_layers import multiply_blocks
 
 _KEYS = ("quantization_config", "compression_config")  # of config.json; the second is older
 _MODELOPT_FILE = "hf_quant_config.json"

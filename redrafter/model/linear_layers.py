@@ -1,8 +1,4 @@
-"""Linear layers in our forwards: FP8 weights, fused layers, and the activation scales of other quantisers.
-
-Our quantised layers have FP8 (e4m3) weights: half the bytes of bfloat16, where reading weights takes most of the time.
-A layer's inputs are rounded to FP8 with a scale for each token, so the other tokens of a forward do not affect a token.
-The output keeps its dtype.
+"""Linear layers in our forwards: fused layers, the bytes that they read, and the activation scales of other quantisers.
 
 A small product does not use a GPU's full memory bandwidth: the query, key, value, gate and up projections of an 8B
 model take a seventh longer one by one than two at a time. So layers that read the same tensor are fused into one
@@ -22,95 +18,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from redrafter.errors import warn
-from redrafter.kernels.linear_operators import float8_linear, has_thin_kernel, thin_linear
+from redrafter.kernels.linear_operators import has_thin_kernel, thin_linear
 from redrafter.model.patch import ModelPatch, Running, find_places, has_hooks
-
-LARGEST = torch.finfo(torch.float8_e4m3fn).max
-
-
-def multiply_blocks(weight: Tensor, scale: Tensor, block: Sequence[int]) -> Tensor:
-    """Return a weight `[M, N]` multiplied by the scales of its blocks, float32; the last blocks may be cut.
-
-    Args:
-        weight: The weight, in FP8.
-        scale: The scale of each block, `[ceil(M / block[0]), ceil(N / block[1])]`.
-        block: Rows and columns of a block.
-    """
-    rows, columns = (torch.arange(count) // size for count, size in zip(weight.shape, block, strict=True))
-    return weight.float() * scale.float()[rows][:, columns]
-
-
-class Float8Linear(nn.Linear):
-    """A linear layer whose weight is FP8, with a scale for each output feature, and whose inputs are rounded to FP8.
-
-    Attributes:
-        weight: The weight divided by its scales, `[F, D]` float8_e4m3fn.
-        weight_scale: Multiplier of each row of the weight, `[F]` float32.
-    """
-
-    weight_scale: Tensor
-
-    def __init__(self, layer: nn.Linear, device: torch.device | str | None = None):
-        """Quantise a layer, sharing its bias; its weight then stays on `device`, or where it is for None."""
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        weight, scale = quantize_weight(layer.weight.detach().to(device))
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = layer.bias
-        self.register_buffer("weight_scale", scale)
-        self.train(layer.training)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer to `[..., D]`."""
-        product: Tensor = float8_linear(x, self.weight, self.weight_scale, self.bias)
-        return product
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> object:
-        """Apply a function that moves or casts tensors: a cast changes the bias alone."""
-
-        def without_cast(tensor: Tensor) -> Tensor:
-            return fn(tensor) if tensor is self.bias else fn(tensor.view(torch.uint8)).view(tensor.dtype)
-
-        return super()._apply(without_cast, recurse)
-
-
-def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a weight `[F, D]` divided by the scales of its rows and rounded to FP8, and the scales, `[F]` float32.
-
-    Scales are powers of two. They cost no precision, since FP8 numbers have an exponent, and a row scaled back to
-    bfloat16 is exact.
-    """
-    precise = weight.float()
-    mantissa, exponent = torch.frexp(precise.abs().amax(dim=1) / LARGEST)
-    # frexp returns mantissas from 0.5 up to 1, so a power of two would get a scale that is twice too large.
-    scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
-    return (precise / scale[:, None]).to(torch.float8_e4m3fn), scale
-
-
-def quantize_linears(
-    model: nn.Module, *, keep: tuple[nn.Module | None, ...] = (), device: torch.device | str | None = None
-) -> int:
-    """Replace the linear layers of a model by FP8 ones, permanently, and return the number of quantised weights.
-
-    Modules in `keep`, with all their submodules, are unchanged; `device` is as in `Float8Linear`.
-    """
-    kept = {id(module) for root in keep if root is not None for module in root.modules()}
-    replaced: dict[int, Float8Linear] = {}
-    # Outside of inference mode, or the weights could never be trained again.
-    with torch.inference_mode(False), torch.no_grad():
-        for parent in list(model.modules()):
-            for name, child in parent._modules.items():
-                if type(child) is nn.Linear and id(child) not in kept:
-                    # A layer that occurs twice stays one layer, or its weights would be stored twice.
-                    if id(child) not in replaced:
-                        replaced[id(child)] = Float8Linear(child, device)
-                    parent._modules[name] = replaced[id(child)]
-    return sum(layer.weight.numel() for layer in replaced.values())
-
-
-def has_float8_layers(model: nn.Module) -> bool:
-    """Return whether linear layers of a model were quantised to our FP8."""
-    return any(isinstance(module, Float8Linear) for module in model.modules())
+from redrafter.model.quantized_layers import BUFFERS, Float8Linear, GroupedLinear, QuantizedLinear, quantized_layers
 
 
 @contextmanager
@@ -131,7 +41,7 @@ def is_unmodified_linear(module: nn.Module) -> bool:
     its weight (torchao). A hook may change a layer's input and output.
     """
     return (
-        type(module) in (nn.Linear, Float8Linear)
+        type(module) in (nn.Linear, Float8Linear, GroupedLinear)
         and "forward" not in vars(module)
         and type(module.weight) is nn.Parameter
         and not has_hooks(module)
@@ -235,16 +145,30 @@ def fuse_layers(layers: Sequence[Any]) -> Any:
     kinds = {(type(m), m.bias is None, m.weight.dtype, m.weight.device, m.in_features) for m in layers}
     if len(kinds) > 1 or not all(map(is_unmodified_linear, layers)):
         return None
-    kind: Any = type(layers[0])
-    fused = kind.__new__(kind)
-    nn.Module.__init__(fused)
-    fused.in_features, fused.out_features = layers[0].in_features, sum(layer.out_features for layer in layers)
-    for name, x in (*layers[0].named_parameters(), *layers[0].named_buffers()):
-        whole = _fuse([getattr(layer, name) for layer in layers])
-        setattr(fused, name, nn.Parameter(whole, requires_grad=False) if isinstance(x, nn.Parameter) else whole)
-    if layers[0].bias is None:
-        fused.bias = None
-    return fused
+    names = {tuple((name, x.shape[1:]) for name, x in tensors_of(layer).items()) for layer in layers}
+    if len(names) > 1:  # other groups, or minima in some layers alone
+        return None
+    whole = {name: _fuse([getattr(layer, name) for layer in layers]) for name in tensors_of(layers[0])}
+    return with_tensors(layers[0], whole)
+
+
+def tensors_of(layer: nn.Linear) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a linear layer by name; each has a row for every output feature."""
+    return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+
+
+def with_tensors(layer: nn.Linear, tensors: Mapping[str, Tensor]) -> Any:
+    """Return a layer of the same class with other output features: these tensors in place of `tensors_of(layer)`."""
+    kind: Any = type(layer)
+    made = kind.__new__(kind)
+    nn.Module.__init__(made)
+    made.in_features, made.out_features = layer.in_features, len(tensors["weight"])
+    for name in ("weight", "bias"):
+        x = tensors.get(name)
+        made.register_parameter(name, None if x is None else nn.Parameter(x, requires_grad=False))
+    for name in BUFFERS if isinstance(layer, QuantizedLinear) else ():
+        made.register_buffer(name, tensors.get(name))
+    return made
 
 
 def _fuse(tensors: Sequence[Tensor]) -> Tensor:
@@ -275,7 +199,9 @@ def forward_bytes(model: PreTrainedModel) -> int:
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     skipped = set() if tied else set(map(id, embedding.parameters()))
-    return sum(weight.nbytes for weight in model.parameters() if id(weight) not in skipped)
+    parts = {id(part): part for layer in quantized_layers(model) for part in layer.parts.values()}
+    weights = parts | {id(weight): weight for weight in model.parameters() if id(weight) not in skipped}
+    return sum(weight.nbytes for weight in weights.values())
 
 
 def is_quantized(config: PretrainedConfig) -> bool:

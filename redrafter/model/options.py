@@ -4,6 +4,11 @@ from dataclasses import dataclass
 
 from redrafter.options import check_values, option, whole
 
+# How a model may be quantised when it is loaded; `quantized_layers.SCHEMES` says how.
+SCHEMES = "fp8", "int4", "int8"
+# How its checkpoint may be quantised, in vLLM's words.
+STORED_SCHEMES = "awq", "gptq", "gguf", "compressed-tensors", "torchao", "bitsandbytes"
+
 
 @dataclass(frozen=True)
 class ModelOptions:

@@ -30,11 +30,12 @@ from redrafter.errors import CheckpointError, UnsupportedError, first_line
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.float32_mode import HALF, InFloat32
 from redrafter.model.forward_batch import ForwardBatch, Prompts, decoder_stack
-from redrafter.model.linear_layers import has_float8_layers, is_quantized
+from redrafter.model.linear_layers import is_quantized
 from redrafter.model.passed_tests import PassedTests
 from redrafter.model.patch import MODEL_ERRORS, ModelPatch
 from redrafter.model.positions import masks_slots
 from redrafter.model.prompt_reader import PromptReader
+from redrafter.model.quantized_layers import rounds_inputs
 from redrafter.model.supported import Support, stored_shapes
 from redrafter.model.tree_forward import BoundModel
 from redrafter.tree.accept import Path
@@ -131,13 +132,13 @@ class SelfTest:
         by_layer = kinds.by_layer or ()
         self._far_layers = max([MIN_FAR_LAYERS, *(1 + by_layer.index(kind) for kind in set(by_layer))])
         # Where layers round their inputs, rounding may amplify the smallest difference.
-        rounds_inputs = self.rounding > ROUNDING or is_quantized(target.model.config) or has_float8_layers(target.model)
+        rounding = self.rounding > ROUNDING or is_quantized(target.model.config) or rounds_inputs(target.model)
         # The dtype in which the model computes may differ from the dtype of its logits.
-        tolerance = _QUANTIZED if rounds_inputs else _NARROW if target.dtype in HALF else _EXACT
+        tolerance = _QUANTIZED if rounding else _NARROW if target.dtype in HALF else _EXACT
         self._native_tolerance = max(tolerance, _RECURRENT if self._decoded else _EXACT)
         self._wide_tolerance = _RECURRENT_WIDENED if self._decoded else _WIDENED
         # Weights that are gathered for each layer would be widened while they are gathered.
-        self._test_in_float32 = target.dtype in HALF and not rounds_inputs and not _is_spread(target.model)
+        self._test_in_float32 = target.dtype in HALF and not rounding and not _is_spread(target.model)
 
     def run_trials(self, shapes: Sequence[LayerShape], new_cache: NewCache, *, far: bool = True) -> None:
         """Run every trial on caches of one kind.

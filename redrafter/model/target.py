@@ -38,12 +38,13 @@ from redrafter.model.forward_batch import (
     decoder_layers,
 )
 from redrafter.model.images import ImageReader, image_arguments, token_type_arguments
-from redrafter.model.linear_layers import has_float8_layers, is_quantized, warn_of_rounding
+from redrafter.model.linear_layers import is_quantized, warn_of_rounding
 from redrafter.model.lora import AdapterSlots
 from redrafter.model.passed_tests import NONE_PASSED, PassedTests
 from redrafter.model.patch import MODEL_ERRORS, ModelPatch, ModelState, hooked_module
 from redrafter.model.positions import find_dynamic_rope, find_switching_rope
 from redrafter.model.prompt_reader import PromptReader, ShowLogits
+from redrafter.model.quantized_layers import rounds_inputs
 from redrafter.model.self_test import CacheSupport
 from redrafter.model.shared_model import Revision
 from redrafter.model.supported import (
@@ -96,7 +97,7 @@ class Target(BoundModel):
         self.features = FeatureSet(self.name)
         self.features.add(TENSOR_PARALLELISM, self.ranks.size > 1)
         self.features.add(QUANTISED_WEIGHTS, is_quantized(model.config))
-        self.features.add(FP8_WEIGHTS, has_float8_layers(model))
+        self.features.add(FP8_WEIGHTS, rounds_inputs(model))
         super().__init__(model)
         self.config = model.config.get_text_config(decoder=True)
         self.embedding = model.get_input_embeddings()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from redrafter.errors import ArgumentError, CacheFullError, MismatchError, first_line
 from redrafter.files.dtype_names import dtype_name
-from redrafter.model.linear_layers import Float8Linear, quantize_weight
+from redrafter.model.quantized_layers import QuantizedLinear
 
 MOST_NAMED = 3  # names in a message about many
 
@@ -26,19 +26,20 @@ class NewWeights:
     Attributes:
         pairs: Tensors of the module with their new values.
         not_finite: Names of those that become NaN or infinite somewhere, perhaps as the module's dtype rounds them.
-        quantised: Our FP8 layers and the weights, not quantised, that each is made of.
+        quantised: Our quantised layers and the ordinary weight that each is made of.
     """
 
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     not_finite: list[str] = field(default_factory=list)
-    quantised: list[tuple[Float8Linear, Tensor]] = field(default_factory=list)
+    quantised: list[tuple[QuantizedLinear, Tensor]] = field(default_factory=list)
 
     @classmethod
     def for_module(cls, module: nn.Module, weights: Mapping[str, Tensor], name: str) -> "NewWeights":
         """Find the place of each tensor in a module; `name` is what messages call it.
 
         Names are those of the module's `state_dict`. Of tied weights one is enough. Numbers are rounded to the module's
-        dtype when they are written, as they are when a checkpoint is loaded; an FP8 layer of ours is quantised again.
+        dtype when they are written, as they are when a checkpoint is loaded; a layer that was quantised when it was
+        loaded is quantised again.
 
         Raises:
             ArgumentError: A weight is no tensor.
@@ -48,54 +49,75 @@ class NewWeights:
         if odd := [key for key, tensor in weights.items() if not isinstance(tensor, Tensor)]:
             raise ArgumentError(f"weights are tensors by name, and {listed(odd)} is none")
         places: dict[str, Tensor] = module.state_dict(keep_vars=True)
-        float8 = {f"{prefix}.weight": x for prefix, x in module.named_modules() if isinstance(x, Float8Linear)}
-        scales = {key.removesuffix("weight") + "weight_scale" for key in float8}
+        layers = {f"{prefix}.weight": x for prefix, x in module.named_modules() if isinstance(x, QuantizedLinear)}
+        # A quantised head has a weight of its own, and is tied in the checkpoint.
+        ties: Mapping[str, str] = getattr(module, "all_tied_weights_keys", {})
+        tied_heads = [key for key in layers if key not in weights and ties.get(key) in weights]
+        weights = {**weights, **{key: weights[ties[key]] for key in tied_heads}}
+        parts = {_part(key, name): key for key, layer in layers.items() for name in layer.parts if name != "weight"}
         given = {id(places[key]) for key in weights if key in places}
-        missing = [key for key, x in places.items() if id(x) not in given and key not in scales]
+        missing = [key for key, x in places.items() if id(x) not in given and key not in parts]
         if missing:
             wrong.append(f"missing {listed(missing)}")
         if unknown := [key for key in weights if key not in places]:
             wrong.append(f"unknown {listed(unknown)}")
         written: dict[int, tuple[str, Tensor]] = {}
-        quantised: set[str] = set()  # names of scales that belong to weights which are FP8 already
         for key, tensor in weights.items():
-            if key not in places or key in scales:
+            if key not in places or key in parts:
                 continue
             place = places[key]
-            scale = key.removesuffix("weight") + "weight_scale"
-            if tensor.shape != place.shape:
+            if key in layers:
+                wrong += new._fit(layers[key], key, weights)
+            elif tensor.shape != place.shape:
                 wrong.append(f"{key} of shape {tuple(tensor.shape)} instead of {tuple(place.shape)}")
-            elif not _alike(tensor.dtype, place.dtype) or (key in float8 and tensor.dtype.itemsize == 1):
-                if key in float8 and tensor.dtype == place.dtype and scale in weights:
-                    quantised.add(scale)
-                    given_scale, wanted_scale = weights[scale], places[scale]
-                    if (given_scale.shape, given_scale.dtype) != (wanted_scale.shape, wanted_scale.dtype):
-                        found, wanted = (f"{tuple(x.shape)} {dtype_name(x.dtype)}" for x in (given_scale, wanted_scale))
-                        wrong.append(f"{scale} of shape {found} instead of {wanted}")
-                    new.pairs.extend([(place, tensor), (wanted_scale, given_scale)])
-                    continue
-                found, wanted = (dtype_name(x.dtype) for x in (tensor, place))
-                wrong.append(f"{key} of {found}, which does not become {wanted}")
+            elif not _alike(tensor.dtype, place.dtype):
+                wrong.append(f"{key} of {dtype_name(tensor.dtype)}, which does not become {dtype_name(place.dtype)}")
             elif (tied := written.setdefault(id(place), (key, tensor)))[0] != key:
                 if tied[1] is not tensor and not torch.allclose(tied[1], tensor.to(tied[1]), 0, 0, equal_nan=True):
                     wrong.append(f"{key}, which is tied to {tied[0]}, with other numbers than that")
-            elif key in float8:
-                new.quantised.append((float8[key], tensor))
             else:
                 new.pairs.append((place, tensor))
-        if idle := [key for key in weights if key in scales - quantised]:
-            wrong.append(f"scales of weights that are not FP8: {listed(idle)}")
+        if idle := [key for key in weights if key in parts and weights[parts[key]].dtype != places[parts[key]].dtype]:
+            wrong.append(f"scales of weights that are not quantised: {listed(idle)}")
         if wrong:
             raise MismatchError(f"these are not the weights of {name}, and none was written: {'; '.join(wrong)}")
-        new.not_finite.extend(_not_finite({key: (weights[key], places[key].dtype) for key in weights}))
+        # A new weight becomes whole numbers, with scales of the dtype in which it must not be infinite.
+        rounded = {id(tensor): layer.weight_scale.dtype for layer, tensor in new.quantised}
+        dtypes = {key: rounded.get(id(x), places[key].dtype) for key, x in weights.items()}
+        new.not_finite.extend(_not_finite({key: (weights[key], dtypes[key]) for key in weights}))
         return new
+
+    def _fit(self, layer: QuantizedLinear, key: str, weights: Mapping[str, Tensor]) -> list[str]:
+        """Add the weight of a quantised layer, ordinary or in its parts, or return why it does not fit."""
+        tensor = weights[key]
+        if tensor.dtype != layer.weight.dtype:
+            shape = layer.out_features, layer.in_features
+            if tensor.shape != shape:
+                return [f"{key} of shape {tuple(tensor.shape)} instead of {shape}"]
+            if tensor.dtype.itemsize == 1 or not tensor.is_floating_point():
+                return [f"{key} of {dtype_name(tensor.dtype)}, which does not become {layer.form}"]
+            if not layer.requantizes:
+                return [f"{key}, which its file has as {layer.form}: load a file with the new weights"]
+            self.quantised.append((layer, tensor))
+            return []
+        wrong = []
+        for name, place in layer.parts.items():
+            found = weights.get(_part(key, name))
+            if found is None:
+                wrong.append(f"{key} of {dtype_name(tensor.dtype)} without {_part(key, name)}")
+            elif (found.shape, found.dtype) != (place.shape, place.dtype):
+                kinds = (f"{tuple(x.shape)} {dtype_name(x.dtype)}" for x in (found, place))
+                wrong.append(f"{_part(key, name)} of shape {' instead of '.join(kinds)}")
+            else:
+                self.pairs.append((place, found))
+        return wrong
 
     def write(self) -> None:
         """Write all numbers where the old ones are."""
         for layer, tensor in self.quantised:
-            weight, scale = quantize_weight(tensor.to(layer.weight.device))
-            self._copy(layer.weight, weight)
-            self._copy(layer.weight_scale, scale)
+            new = layer.quantize(tensor.to(layer.weight.device))
+            for name, place in layer.parts.items():
+                self._copy(place, new[name])
         for place, tensor in self.pairs:
             self._copy(place, tensor)
 
@@ -110,6 +132,11 @@ class NewWeights:
                 place.copy_(
                     numbers.to(place.dtype)
                 )  # rounded on their device; a failure after this leaves weights half written
+
+
+def _part(key: str, name: str) -> str:
+    """Return the name of a part of a quantised weight, whose own name is `key`."""
+    return key.removesuffix("weight") + name
 
 
 def hold_in_memory(module: nn.Module) -> None:

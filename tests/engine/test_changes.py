@@ -15,7 +15,7 @@ from redrafter.checkpoints.models import quantize_model
 from redrafter.drafting.proposer import UndraftedProposer
 from redrafter.engine.changes import ChangeDrafter, UpdateWeights
 from redrafter.errors import NotFiniteError
-from redrafter.model.linear_layers import quantize_weight
+from redrafter.model.quantized_layers import quantize_weight
 from redrafter.model.target import Target
 from redrafter.model.weights import NewWeights, ParkedMemory, snapshot
 from redrafter.scheduler.paged_memory import prepare
@@ -182,7 +182,7 @@ def test_weights_that_are_not_finite_are_refused_or_written_and_named():
         "float16 ends at 65,504"
     )
     quantised = tiny_model("llama")
-    quantize_model(quantised, "tiny")
+    quantize_model(quantised, "tiny", "fp8")
     assert drafting(quantised).update_weights(new) == [], "FP8 is scaled"
     scale = "model.layers.0.mlp.up_proj.weight_scale"
     wrong = snapshot(quantised) | {scale: torch.full((48,), torch.nan)}
@@ -194,13 +194,13 @@ def test_weights_that_are_not_finite_are_refused_or_written_and_named():
 
 def test_scales_of_fp8_weights_that_do_not_fit_are_refused():
     quantised = tiny_model("llama")
-    quantize_model(quantised, "tiny")
+    quantize_model(quantised, "tiny", "fp8")
     engine, weight = drafting(quantised), "model.layers.0.mlp.up_proj.weight"
     before, scale = snapshot(quantised), f"{weight}_scale"
     wrong = {
         rf"{scale} of shape \(1,\) float32 instead of \(48,\) float32": {scale: torch.ones(1)},
         rf"{scale} of shape \(48,\) float16 instead of \(48,\) float32": {scale: torch.ones(48).half()},
-        f"scales of weights that are not FP8: {scale}": {weight: torch.ones(48, 32)},
+        f"scales of weights that are not quantised: {scale}": {weight: torch.ones(48, 32)},
     }
     for told, tensors in wrong.items():
         with pytest.raises(MismatchError, match=told):
@@ -225,14 +225,14 @@ def test_tied_weights_may_be_given_once_and_not_with_two_values():
 
 def test_layers_of_fp8_are_quantised_anew():
     quantised, new = tiny_model("llama"), other()
-    quantize_model(quantised, "tiny")
+    quantize_model(quantised, "tiny", "fp8")
     engine = drafting(quantised)
     engine.update_weights(new.state_dict())
     layer, weight = engine.model.model.layers[0].mlp.up_proj, new.model.layers[0].mlp.up_proj.weight
     rounded, scale = quantize_weight(weight)
     assert torch.equal(layer.weight.view(torch.uint8), rounded.view(torch.uint8))
     assert torch.equal(layer.weight_scale, scale)
-    quantize_model(new, "tiny")
+    quantize_model(new, "tiny", "fp8")
     check_writes_as(engine, new)
     NewWeights.for_module(engine.model, snapshot(engine.model), "itself").write()  # as a drafter that goes back
     check_writes_as(engine, new)

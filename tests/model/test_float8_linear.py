@@ -16,15 +16,9 @@ from redrafter.checkpoints.models import quantize_model
 from redrafter.engine.options import EngineOptions
 from redrafter.features import FP8_WEIGHTS
 from redrafter.kernels.float8_inputs import round_inputs
-from redrafter.model.linear_layers import (
-    Float8Linear,
-    FusedLinears,
-    has_float8_layers,
-    linear_calls,
-    quantize_linears,
-    same_inputs,
-)
+from redrafter.model.linear_layers import FusedLinears, linear_calls, same_inputs
 from redrafter.model.patch import ModelPatch
+from redrafter.model.quantized_layers import Float8Linear, quantize_linears, quantized_form
 from redrafter.model.target import Target
 
 NEW = 20
@@ -34,7 +28,7 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, to
 def quantized(architecture: str = "llama", **changes: object) -> Any:
     """Return a tiny model with FP8 weights, which ends at no token."""
     model = tiny_model(architecture, **changes)
-    quantize_model(model, architecture)
+    quantize_model(model, architecture, "fp8")
     model.generation_config.eos_token_id = None
     return model
 
@@ -116,7 +110,7 @@ def test_the_largest_weights_of_a_row_are_not_cut():
 def test_linear_layers_take_a_quarter_of_float32_and_the_head_stays():
     model = tiny_model("llama")
     before = {name: module.weight.nbytes for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    quantize_model(model, "llama")
+    quantize_model(model, "llama", "fp8")
     for name, size in before.items():
         layer = model.get_submodule(name)
         assert isinstance(layer, Float8Linear) == (name != "lm_head")
@@ -136,14 +130,14 @@ def test_a_cast_leaves_weights_and_scales_and_moves_biases():
 def test_a_layer_that_stands_in_two_places_stays_one():
     shared = nn.Linear(4, 4)
     model = nn.ModuleList([nn.Sequential(shared), nn.Sequential(shared)])
-    assert quantize_linears(model) == 16
+    assert quantize_linears(model, "fp8") == 16
     assert model[0][0] is model[1][0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_half_precision_model_is_bound_and_decodes(dtype):
     model = tiny_model("llama").to(dtype)
-    quantize_model(model, "llama")
+    quantize_model(model, "llama", "fp8")
     engine = with_tree(model, tiny_drafter().to(dtype), 3, 4)
     assert engine.target.dtype == dtype
     assert engine.generate(uneven_batch()[0], max_new_tokens=NEW, do_sample=False, eos_token_id=[]).shape[1] == 31
@@ -152,17 +146,17 @@ def test_a_half_precision_model_is_bound_and_decodes(dtype):
 def test_an_engine_quantises_what_it_loads(checkpoint):
     both = {"quantization": "fp8", "draft_quantization": "fp8"}
     engine = ReDrafter.from_pretrained(checkpoint / "base", checkpoint / "drafter", **both)
-    assert has_float8_layers(engine.model)
-    assert has_float8_layers(engine.drafter)
+    assert quantized_form(engine.model)
+    assert quantized_form(engine.drafter)
     assert isinstance(engine.drafter.lm_head, Float8Linear)
     check_texts(engine)
     same = {"tokenizer": boxed_pair(), "draft_tokenizer": boxed_pair()}
     engine = DraftTarget.from_pretrained(checkpoint / "base", checkpoint / "base", draft_quantization="fp8", **same)
-    assert has_float8_layers(engine.draft_model.model)
-    assert not has_float8_layers(engine.model)
+    assert quantized_form(engine.draft_model.model)
+    assert not quantized_form(engine.model)
     check_texts(engine)
     engine = PromptLookup.from_pretrained(checkpoint / "base", quantization="fp8")
-    assert has_float8_layers(engine.model)
+    assert quantized_form(engine.model)
     check_texts(engine)
 
 
@@ -173,8 +167,8 @@ FORMS += [{"recurrence": "trtllm"}, {"num_draft_layers": 0}, None]
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_an_fp8_drafter_changes_no_token(form):
     drafter = random_head() if form is None else tiny_drafter(**form)
-    quantize_linears(drafter, keep=(drafter.unquantized,))
-    assert has_float8_layers(drafter)
+    quantize_linears(drafter, "fp8", keep=(drafter.unquantized,))
+    assert quantized_form(drafter)
     engine = with_tree(quantized(), drafter, 3, 4)
     if form is not None and drafter.config.rnn:
         drafter.tabulate(engine.target.embedding)  # as on a GPU
@@ -183,7 +177,7 @@ def test_an_fp8_drafter_changes_no_token(form):
 
 def test_an_fp8_drafter_drafts_about_what_it_did():
     whole, fp8 = tiny_drafter(recurrence="gated"), tiny_drafter(recurrence="gated")
-    quantize_linears(fp8, keep=(fp8.unquantized,))
+    quantize_linears(fp8, "fp8", keep=(fp8.unquantized,))
     embedding, hidden = torch.randn(2, 5, 32), torch.randn(2, 5, 32)
     with torch.no_grad():
         first, second = (drafter.step(embedding, None, drafter.begin(hidden))[0] for drafter in (whole, fp8))
@@ -194,8 +188,8 @@ def test_an_fp8_drafter_drafts_about_what_it_did():
 def test_unknown_quantisations_are_refused_before_anything_is_loaded():
     for engine in (ReDrafter, DraftTarget):
         for argument in ("quantization", "draft_quantization"):
-            with pytest.raises(ArgumentError, match=f"{argument} must be 'fp8', .* got 'int4'"):
-                engine.from_pretrained("nowhere", "nowhere", **{argument: "int4"})
+            with pytest.raises(ArgumentError, match=f"{argument} must be one of fp8, .* got 'int3'"):
+                engine.from_pretrained("nowhere", "nowhere", **{argument: "int3"})
 
 
 def test_what_is_loaded_is_not_quantised(checkpoint):
@@ -230,12 +224,12 @@ def partly_on_meta() -> Any:
 )
 def test_a_model_that_cannot_be_quantised_is_refused(make, error, said):
     with pytest.raises(error, match=said):
-        quantize_model(make(), "mine")
+        quantize_model(make(), "mine", "fp8")
 
 
 def test_experts_that_stay_as_they_are_are_told():
     with pytest.warns(UserWarning, match=r"only \d+% of the weights of mine"):
-        quantize_model(tiny_model("qwen3_moe"), "mine")
+        quantize_model(tiny_model("qwen3_moe"), "mine", "fp8")
 
 
 def test_batch_invariance_is_refused_by_name():

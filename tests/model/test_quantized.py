@@ -157,7 +157,7 @@ def test_one_warning_names_the_scheme_whose_scales_tokens_share(merged, name):
 def test_a_deep_base_whose_inputs_are_rounded_is_bound_unless_its_tree_sees_too_much(tmp_path, monkeypatch, own):
     model = AutoModelForCausalLM.from_pretrained(boxed_pair(), dtype=torch.float32)
     if own:
-        quantize_model(model, "boxed")
+        quantize_model(model, "boxed", "fp8")
     else:
         save_compressed(tmp_path, "FP8 per tensor", model)
         model = AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from helpers.processes import soon
 from redrafter import MismatchError, UnsupportedError
 from redrafter.drafting.head_part import MIN_SAVED_BYTES, HeadPart
-from redrafter.model.linear_layers import Float8Linear
+from redrafter.model.quantized_layers import Float8Linear
 from redrafter.parallel import ranks as module
 from redrafter.parallel.local_shards import GatheredLinear, SummedLinear, own_heads
 from redrafter.parallel.ranks import ALONE, Ranks

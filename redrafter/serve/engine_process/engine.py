@@ -13,7 +13,7 @@ from redrafter.errors import ArgumentError
 from redrafter.features import ADAPTIVE_DRAFTS, BATCH_INVARIANCE, SERVING, FeatureSet
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.record import UNDRAFTED
-from redrafter.model.linear_layers import has_float8_layers
+from redrafter.model.quantized_layers import quantized_form
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.paged_memory import MOST_ROWS
 from redrafter.scheduler.scheduler import Scheduler
@@ -85,7 +85,8 @@ def _describe(pair: Pair, scheduler: Scheduler, options: ServeOptions) -> tuple[
     drafts = "no drafts"
     if proposer is not None and pair.method != UNDRAFTED:
         drafts = f"{pair.method}, {proposer.sizes or 'no drafts at one row'}"
-    weights = ", FP8 weights" if has_float8_layers(target.model) else ""
+    form = quantized_form(target.model)
+    weights = "" if form is None else f", {form}"
     invariant = ", batch-invariant" if BATCH_INVARIANCE in target.features else ""
     host = scheduler.memory.host
     on_host = "" if host is None else f", and {(host.num_blocks - 1) * 16:,} more on the host"
