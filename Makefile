@@ -15,7 +15,7 @@ HELD_OUT := tests/data/held_out.jsonl
 SMOLLM2 := build/smollm2
 DRAFTER ?= examples/smollm2/drafter
 
-.PHONY: benchmarks chat demo real test test-variants test-slow test-all zoo mutants hostile lint check docs format clean
+.PHONY: benchmarks chat demo real test test-values test-variants test-slow test-all zoo mutants hostile lint check docs format clean
 
 demo: $(READY)
 	$(BIN)/redrafter generate --compare --max-new-tokens 120 --temperature 0.7 --seed 1 \
@@ -31,10 +31,13 @@ real: $(READY) $(SMOLLM2)/config.json
 $(SMOLLM2)/config.json: | $(READY)
 	$(BIN)/python examples/smollm2/make.py $(SMOLLM2)
 
-# One case of each test that is not slow; then other cases, until any two values of a test's parameters have met; then the
-# rest and what takes long; then all, with coverage.
+# One case of each test that is not slow; then other cases, until each value of a test's parameters was there; until any two
+# of them have met; then the rest and what takes long; then all, with coverage.
 test: $(READY)
 	$(PYTEST) -m "not slow and not variant"
+
+test-values: $(READY)
+	$(PYTEST) -m "variant and not pair and not slow"
 
 test-variants: $(READY)
 	$(PYTEST) -m "variant and not slow"

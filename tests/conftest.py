@@ -72,8 +72,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave one case of each costly test on each cache among the fast ones: the one whose name has the least checksum.
 
-    A checksum spreads what is left over the values of all parameters. Of the other cases, those that
-    are `redundant` are slow.
+    A checksum spreads what is left over the values of all parameters. Of the other cases, those without which any two
+    values of parameters still meet are slow, and those without which each value is still tested are marked `pair`.
     """
     cases: dict[tuple, list[Any]] = defaultdict(list)
     for item in items:
@@ -85,30 +85,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.variant)
     tests: dict[tuple, list[Any]] = defaultdict(list)
     for item in items:
-        crossed = hasattr(item, "callspec") and len(item.callspec.params) > 2  # of two, each case is a pair of its own
-        if crossed and "slow" not in item.keywords:
+        if hasattr(item, "callspec") and "slow" not in item.keywords:
             tests[item.path, item.originalname].append(item)
     for crossing in tests.values():
-        for item in redundant(crossing):
+        count = len(crossing[0].callspec.params)
+        slow = redundant(crossing, 2) if count > 2 else []  # of two, each case is a pair of its own
+        for item in slow:
             item.add_marker(pytest.mark.slow)
+        for item in redundant([item for item in crossing if item not in slow], 1) if count > 1 else ():
+            if not item.get_closest_marker("variant").kwargs.get("own_way"):
+                item.add_marker(pytest.mark.pair)
 
 
 def checksum(item: Any) -> int:
     return crc32(item.callspec.id.encode())
 
 
-def redundant(cases: list[Any]) -> list[Any]:
-    """Return the variants of a test without which any two values of its parameters that meet in a case still do.
+def redundant(cases: list[Any], count: int) -> list[Any]:
+    """Return the variants of a test without which any `count` values of its parameters that meet in a case still do.
 
     Nearly all faults need one value or two that meet; what takes three is left to the slow tests. The variant with the
-    most pairs that are still missing stays first, which leaves about as few as there can be.
+    most of them that are still missing stays first, which leaves about as few as there can be.
     """
 
-    def pairs(item: Any) -> set[tuple]:
+    def values(item: Any) -> set[tuple]:
         params = item.callspec.params.items()  # of which some have no hash, and some no end when they are written
-        return set(combinations([(key, repr(of) if isinstance(of, str | int) else id(of)) for key, of in params], 2))
+        return set(
+            combinations([(key, repr(of) if isinstance(of, str | int) else id(of)) for key, of in params], count)
+        )
 
-    met = {item: pairs(item) for item in cases}
+    met = {item: values(item) for item in cases}
     variants = sorted((item for item in cases if "variant" in item.keywords), key=checksum)
     missing = set().union(*met.values()).difference(*(met[item] for item in cases if item not in variants))
     while missing:

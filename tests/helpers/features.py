@@ -362,7 +362,10 @@ ALIKE = ("DSpark", "DFlash2", "MTP and text", "EAGLE and text", "drafter and tex
 PAIRS = [of for of in PAIRS if of[1] not in ALIKE or of[0] in ("text", "latent keys", "convolutions", "states")]
 
 
-def case(*names: str, fast: bool) -> Any:
-    """Return a parameter of these names, a variant unless it is fast."""
-    marks = [] if fast else [pytest.mark.variant]
+def case(*names: str, fast: bool, own: bool = True) -> Any:
+    """Return a parameter of these names, a variant unless it is fast.
+
+    With `own`, a variant of `OWN_WAYS` is not marked as a `pair`.
+    """
+    marks = [] if fast else [pytest.mark.variant(own_way=own and names[:2] in OWN_WAYS)]
     return pytest.param(*names, id="-".join(names), marks=marks)

@@ -31,7 +31,12 @@ FAST = {
 }
 FEW = [PREEMPTING, ("dense", "in turn"), ("chunks", "in turn"), ("host", "in turn")]
 CASES = [
-    case(*of, "-".join(schedule), fast=of in FAST and schedule in (FEW[:2] if of == ("text", "drafter") else FEW[:1]))
+    case(
+        *of,
+        "-".join(schedule),
+        fast=of in FAST and schedule in (FEW[:2] if of == ("text", "drafter") else FEW[:1]),
+        own=schedule == PREEMPTING,
+    )
     for of in sorted(SIMPLE | OWN_WAYS)
     for schedule in (SCHEDULES if of[0] in ("text", "adapters") and of[1] not in (*ALIKE, "DFlash", "MTP") else FEW)
     if schedule[0] != "host" or FEATURES[of[0]].stores_keys
