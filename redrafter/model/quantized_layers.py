@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from redrafter.kernels.grouped_linear import grouped_linear
+from redrafter.kernels.grouped_linear import multiply_grouped
 from redrafter.kernels.grouped_weight import BLOCK, GroupedWeight, quantize_groups
 from redrafter.kernels.linear_operators import float8_linear
 
@@ -161,8 +161,7 @@ class GroupedLinear(QuantizedLinear):
     def multiply(self, x: Tensor, columns: slice, bias: Tensor | None) -> Tensor:
         """Return the product with some of the input features, whole groups; see `QuantizedLinear`."""
         weight = self.grouped().columns(columns)
-        product: Tensor = grouped_linear(x, weight.codes, weight.scale, weight.minimum, bias)
-        return product
+        return multiply_grouped(x, weight.codes, weight.scale, weight.minimum, bias)
 
 
 def _parts(weight: GroupedWeight) -> dict[str, Tensor]:

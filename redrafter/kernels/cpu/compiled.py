@@ -1,0 +1,69 @@
+"""Functions in C, compiled once by this machine's compiler for its own CPU, and kept for later starts."""
+
+import ctypes
+import functools
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from redrafter.errors import ReDrafterError, warn
+from redrafter.files.atomic_file import write_atomically
+from redrafter.files.home import KeptResults, home
+
+COMPILERS = ("cc", "gcc", "clang")
+FLAGS = ("-O3", "-march=native", "-fPIC", "-shared")
+MAX_SECONDS = 300  # of a compilation, which takes two
+
+
+@functools.cache
+def load_library(source: Path) -> ctypes.CDLL | None:
+    """Return the library of a file in C; None, after a warning, where it cannot be compiled or loaded."""
+    try:
+        compiler = shlex.split(os.environ.get("CC") or next(filter(shutil.which, COMPILERS), ""))
+        if not compiler:
+            raise FileNotFoundError(f"there is none of {', '.join(COMPILERS)}")
+        decides = [source.read_text(encoding="utf-8"), compiler, FLAGS, _cpu()]
+        kept = home() / "kernels" / f"{source.stem}-{KeptResults.digest(decides)[:32]}.so"
+        with suppress(OSError):  # not compiled yet
+            if _is_whole(kept.read_bytes()):
+                return ctypes.CDLL(str(kept))
+        return _compile(compiler, source, kept)
+    except (OSError, ValueError, RuntimeError, subprocess.SubprocessError) as error:
+        printed = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
+        warn(
+            f"cannot compile a fast kernel for this CPU: {printed.splitlines()[0] if printed else error}. Weights of 4 "
+            "and 8 bits are widened; install gcc or clang, or name a compiler in the environment variable CC"
+        )
+        return None
+
+
+def _compile(compiler: list[str], source: Path, kept: Path) -> ctypes.CDLL:
+    """Compile a file, move the library to `kept` if that can be written, and load it."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / kept.name
+        command = [*compiler, *FLAGS, "-o", str(made), str(source)]
+        subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=MAX_SECONDS)
+        with suppress(OSError, ReDrafterError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            library = made.read_bytes()
+            write_atomically(kept, library + hashlib.sha256(library).digest())
+            made = kept
+        return ctypes.CDLL(str(made))  # stays loaded without its file
+
+
+def _is_whole(library: bytes) -> bool:
+    """Return whether a library ends with its digest, without which a damaged one would end the process."""
+    return hashlib.sha256(library[:-32]).digest() == library[-32:]
+
+
+def _cpu() -> list[str]:
+    """Return what identifies the CPU and its instructions, by which `-march=native` chooses."""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+        return [line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))]
+    return []
