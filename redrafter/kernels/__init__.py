@@ -15,6 +15,7 @@ if TRITON:
         cache_tiles,
         float8_matmul,
         float8_rounding,
+        grouped_matmul,
         linear,
         ordered_attention,
         ordered_linear,

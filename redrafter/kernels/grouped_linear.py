@@ -59,3 +59,16 @@ def is_fast(device: torch.device | str) -> bool:
     """
     kind = torch.device(device).type
     return grouped_product.find_kernel() is not None if kind == "cpu" else kind == "cuda" and kernels.TRITON
+
+
+if kernels.TRITON:
+
+    @grouped_linear.register_kernel("cuda")
+    def _(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | None, bias: Tensor | None) -> Tensor:
+        flat, weight = x.reshape(-1, x.shape[-1]), GroupedWeight(codes, scale, minimum)
+        if len(flat) > kernels.grouped_matmul.MAX_TOKENS:
+            wide = kernels.grouped_matmul.widen_grouped(weight, x.dtype)
+            out = linear(flat, wide, None if bias is None else bias.to(x.dtype))
+        else:
+            out = kernels.grouped_matmul.grouped_product(flat, weight, bias)
+        return out.view(*x.shape[:-1], len(codes))

@@ -1,0 +1,277 @@
+"""Products with grouped weights of 4 and 8 bits, which are dequantised in registers.
+
+Reading the weight takes most of the time for few tokens, and the instructions that dequantise it take almost as much.
+So each program reads a tile of codes and scales along a part of the input features, and multiplies it block by block: a
+block is 16 bytes of a row, the codes of 32 or 16 input features with one scale. Output features are the rows of the
+sums and tokens the columns, hence no two warps dequantise the same number. The last program of a tile to finish adds up
+the parts.
+
+The parts of a sum, and the order of its blocks, depend only on the sizes of the weight. So a token has the same bits
+whatever else is in the forward.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from redrafter.kernels.grouped_weight import GroupedWeight
+from redrafter.kernels.launch import Tiling, supports_dependent_launch
+from redrafter.kernels.linear import (
+    MAX_SPLIT_TILES,
+    add_parts,
+    choose_splits,
+    finished_counts,
+    is_last_part,
+    parts_of_tile,
+)
+
+BYTES = tl.constexpr(16)  # of a row's block
+UNIT = 256  # bytes of a row per unit of a part, a multiple of every step
+PROGRAMS_AT_ONCE = 660  # five on each multiprocessor of a large GPU, of two warps each
+FEATURES = 64  # output features of the tiles that the number of parts depends on, for any number of tokens
+MAX_TOKENS = 128  # for more tokens, dequantising the weight first costs less than a slower product
+
+# A register of four bytes becomes float32 numbers by a few instructions of NVIDIA GPUs: a code's bits are placed in the
+# mantissa of a power of two. Of codes of 4 bits c these are the numbers 16 + c, first of the low and then of the high
+# halves of bytes; of codes of 8 bits 2**23 + 128 + c. The GPU's own instruction converts at a quarter of the rate.
+_ASSEMBLY = {
+    4: """
+{
+    .reg .b32 low, high;
+    shl.b32 low, $8, 3;
+    shr.u32 high, $8, 1;
+    lop3.b32 low, low, 0x78787878, 0x80808080, 0xEA;
+    lop3.b32 high, high, 0x78787878, 0x80808080, 0xEA;
+    prmt.b32 $0, low, 0x41, 0x4055;
+    prmt.b32 $1, low, 0x41, 0x4155;
+    prmt.b32 $2, low, 0x41, 0x4255;
+    prmt.b32 $3, low, 0x41, 0x4355;
+    prmt.b32 $4, high, 0x41, 0x4055;
+    prmt.b32 $5, high, 0x41, 0x4155;
+    prmt.b32 $6, high, 0x41, 0x4255;
+    prmt.b32 $7, high, 0x41, 0x4355;
+}
+""",
+    8: """
+{
+    .reg .b32 code;
+    xor.b32 code, $4, 0x80808080;
+    prmt.b32 $0, code, 0x4B, 0x4550;
+    prmt.b32 $1, code, 0x4B, 0x4551;
+    prmt.b32 $2, code, 0x4B, 0x4552;
+    prmt.b32 $3, code, 0x4B, 0x4553;
+}
+""",
+}
+
+
+@functools.cache
+def codes_assembly(bits: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return assembly that widens codes, for `tl.inline_asm_elementwise`; None for float32, and without NVIDIA's GPU.
+
+    A minimum that is less than 1/512 of its scale is then rounded to about 2**-21 of it.
+    """
+    if device.type != "cuda" or torch.version.cuda is None or dtype == torch.float32:
+        return None
+    return _ASSEMBLY[bits]
+
+
+@triton.jit
+def _columns(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+    """Return the columns of `x [ROWS, COLUMNS]` in parts, which the compiler finds in the registers of `x`."""
+    if PARTS == 1:
+        return (x,)
+    else:
+        low, high = tl.split(x.reshape([ROWS, 2, COLUMNS // 2]).permute([0, 2, 1]))
+        half: tl.constexpr = COLUMNS // 2
+        return _columns(low, ROWS, half, PARTS // 2) + _columns(high, ROWS, half, PARTS // 2)
+
+
+@triton.jit
+def _dequantize(codes, scale, minimum, X, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Return the numbers of codes in the dtype of `X`: of low and of high halves of bytes; of 8 bits twice the same."""
+    if ASSEMBLY is None:
+        low = ((codes & 15) if BITS == 4 else codes).to(tl.float32)
+        high = (codes >> 4 if BITS == 4 else codes).to(tl.float32)
+    elif BITS == 4:
+        low, high = tl.inline_asm_elementwise(
+            ASSEMBLY, "=r,=r,=r,=r,=r,=r,=r,=r,r", [codes], (tl.float32, tl.float32), is_pure=True, pack=4
+        )
+        minimum -= 16 * scale
+    else:
+        low = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,=r,=r,r", [codes], tl.float32, is_pure=True, pack=4)
+        low -= 8388736.0
+        high = low
+    return (low * scale + minimum).to(X.dtype.element_ty), (high * scale + minimum).to(X.dtype.element_ty)
+
+
+@triton.jit(do_not_specialize=["tokens", "splits"])
+def _grouped_product_kernel(
+    X, W, SCALE, MINIMUM, BIAS, OUT, PARTS, COUNTS, tokens, features, inner, row, groups, splits,
+    BITS: tl.constexpr, GROUP: tl.constexpr, PER: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
+    STEP: tl.constexpr, UNIT: tl.constexpr, WHOLE: tl.constexpr, HAS_MINIMUM: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SPLIT: tl.constexpr, ASSEMBLY: tl.constexpr, FOLLOW: tl.constexpr,
+):  # fmt: skip
+    """Multiply a tile of the weight with a tile of tokens, over one of `splits` parts of the input features.
+
+    A step is `STEP` of the `row` bytes of a row, which have `PER` scales. `WHOLE` is set if all tiles and steps of the
+    weight are full, `FOLLOW` if the kernel may be launched while the previous one runs (programmatic dependent launch)
+    and must wait for it before it reads `X`.
+    """
+    split, tile = tl.program_id(2), tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    f = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+    j, g = tl.arange(0, STEP), tl.arange(0, PER)
+    IN_BYTE: tl.constexpr = 8 // BITS
+    INPUTS: tl.constexpr = STEP * IN_BYTE  # of a step
+    BLOCKS: tl.constexpr = STEP // BYTES
+    # Parts are whole units, so that their borders do not depend on the step of a tiling.
+    share = tl.cdiv(tl.cdiv(row, UNIT), splits) * (UNIT // STEP)
+    low = split * share
+    high = tl.minimum(low + share, tl.cdiv(row, STEP))
+    live = (t < tokens)[:, None]
+    k = j // BYTES * (BYTES * IN_BYTE) + j % BYTES  # of 4 bits those in the low halves of bytes; high ones are 16 later
+    w_at = W + f.to(tl.int64)[:, None] * row + j[None, :]
+    x_at = X + t.to(tl.int64)[:, None] * inner + k[None, :]
+    s_at = f.to(tl.int64)[:, None] * groups + g[None, :]
+    acc = tl.zeros([FEATURES, TOKENS], tl.float32)
+    if FOLLOW:
+        tl.extra.cuda.gdc_wait()
+    for step in range(low, high):
+        if PER * GROUP == INPUTS:
+            at = s_at + step * PER
+        else:  # a group that is no part of a step
+            at = f.to(tl.int64)[:, None] * groups + ((step * PER + g) * (INPUTS // PER) // GROUP)[None, :]
+        minimum = tl.zeros([FEATURES, PER], tl.float32)
+        if WHOLE:
+            codes = tl.load(w_at + step * STEP, eviction_policy="evict_first")
+            scale = tl.load(SCALE + at)
+            x_low = tl.load(x_at + step * INPUTS, live, 0.0)
+            x_high = tl.load(x_at + step * INPUTS + BYTES, live, 0.0) if BITS == 4 else x_low
+            if HAS_MINIMUM:
+                minimum = tl.load(MINIMUM + at)
+        else:
+            valid = (f < features)[:, None]
+            inside = (step * STEP + j < row)[None, :]
+            grouped = valid & ((step * PER + g) * (INPUTS // PER) < inner)[None, :]
+            codes = tl.load(w_at + step * STEP, valid & inside, 0)
+            scale = tl.load(SCALE + at, grouped, 0.0)
+            x_low = tl.load(x_at + step * INPUTS, live & inside, 0.0)
+            x_high = tl.load(x_at + step * INPUTS + BYTES, live & inside, 0.0) if BITS == 4 else x_low
+            if HAS_MINIMUM:
+                minimum = tl.load(MINIMUM + at, grouped, 0.0)
+        scales = _columns(scale.to(tl.float32), FEATURES, PER, PER)
+        minima = _columns(minimum.to(tl.float32), FEATURES, PER, PER)
+        blocks = _columns(codes, FEATURES, STEP, BLOCKS)
+        x_lows, x_highs = _columns(x_low, TOKENS, STEP, BLOCKS), _columns(x_high, TOKENS, STEP, BLOCKS)
+        for i in tl.static_range(BLOCKS):
+            scale_i = scales[i * PER // BLOCKS].reshape([FEATURES, 1])
+            minimum_i = minima[i * PER // BLOCKS].reshape([FEATURES, 1])
+            w_low, w_high = _dequantize(blocks[i], scale_i, minimum_i, X, BITS, ASSEMBLY)
+            acc = tl.dot(w_low, tl.trans(x_lows[i]), acc, input_precision="ieee")
+            if BITS == 4:
+                acc = tl.dot(w_high, tl.trans(x_highs[i]), acc, input_precision="ieee")
+    if SPLIT:
+        parts = parts_of_tile(PARTS, tile, splits, FEATURES, TOKENS)
+        if not is_last_part(acc, parts, COUNTS + tile, split, splits):
+            return
+        acc = add_parts(parts, splits, FEATURES, TOKENS)
+    if HAS_BIAS:
+        acc += tl.load(BIAS + f, f < features, 0.0).to(tl.float32)[:, None]
+    out = OUT + t.to(tl.int64)[None, :] * features + f[:, None]
+    tl.store(out, acc.to(OUT.dtype.element_ty), (t < tokens)[None, :] & (f < features)[:, None])
+
+
+@triton.jit
+def _widen_kernel(
+    W, SCALE, MINIMUM, OUT, row, groups,
+    BITS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, HAS_MINIMUM: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Dequantise a part of one row of the weight."""
+    f = tl.program_id(0).to(tl.int64)
+    j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    IN_BYTE: tl.constexpr = 8 // BITS
+    k = j // BYTES * (BYTES * IN_BYTE) + j % BYTES
+    codes = tl.load(W + f * row + j, j < row, 0)
+    at = f * groups + k // GROUP
+    scale = tl.load(SCALE + at, j < row, 0.0).to(tl.float32)
+    minimum = tl.zeros([COLUMNS], tl.float32)
+    if HAS_MINIMUM:
+        minimum = tl.load(MINIMUM + at, j < row, 0.0).to(tl.float32)
+    low, high = _dequantize(codes, scale, minimum, OUT, BITS, ASSEMBLY)
+    tl.store(OUT + f * row * IN_BYTE + k, low, j < row)
+    if BITS == 4:
+        tl.store(OUT + f * row * IN_BYTE + k + BYTES, high, j < row)
+
+
+def _choose_tiling(tokens: int, features: int) -> Tiling:
+    """Choose the tiling by the numbers of tokens and output features; steps are in bytes of a row."""
+    if tokens <= 16:
+        return Tiling(16, FEATURES, 64, 4, 2)
+    if tokens <= 32:
+        return Tiling(32, FEATURES, 64, 4, 2)
+    return Tiling(64, FEATURES, 64, 3, 2)
+
+
+def _contiguous(weight: GroupedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
+    minimum = weight.minimum
+    return weight.codes.contiguous(), weight.scale.contiguous(), None if minimum is None else minimum.contiguous()
+
+
+def grouped_product(
+    x: Tensor, weight: GroupedWeight, bias: Tensor | None = None, tiling: Tiling | None = None
+) -> Tensor:
+    """Return `x @ weight.T + bias`, `[T, F]`, in the dtype of `x`.
+
+    Args:
+        x: Inputs, `[T, D]`.
+        weight: Weight, `[F, D]`.
+        bias: `[F]`; None for none.
+        tiling: Tiling of the product; None for one that suits its size. Its steps are in bytes of a row.
+    """
+    (tokens, inner), (features, row) = x.shape, weight.codes.shape
+    out = x.new_empty(tokens, features)
+    if not out.numel():
+        return out
+    tiling = _choose_tiling(tokens, features) if tiling is None else tiling
+    blocks, tiles = triton.cdiv(tokens, tiling.tokens), triton.cdiv(features, tiling.features)
+    # Not by the tiling's own width, or the number of tokens would change the order of sums.
+    splits = tiling.splits or choose_splits(triton.cdiv(features, FEATURES), triton.cdiv(row, UNIT), PROGRAMS_AT_ONCE)
+    parts = out
+    if splits > 1:
+        if blocks > 1 and blocks * tiles > MAX_SPLIT_TILES:  # the number of counters is limited
+            most = max(MAX_SPLIT_TILES // tiles, 1) * tiling.tokens
+            # With the same tiling, or the parts of these sums would differ from other calls'.
+            return torch.cat([grouped_product(part, weight, bias, tiling) for part in x.split(most)])
+        parts = x.new_empty(blocks * tiles * splits * tiling.features * tiling.tokens, dtype=torch.float32)
+    follow = supports_dependent_launch(x.device)
+    inputs = tiling.step * 8 // weight.bits
+    scales = max(inputs // min(weight.group & -weight.group, inputs), 2)
+    _grouped_product_kernel[(blocks, tiles, splits)](
+        x.contiguous(), *_contiguous(weight), bias, out, parts, finished_counts(x.device),
+        tokens, features, inner, row, weight.scale.shape[1], splits,
+        BITS=weight.bits, GROUP=weight.group, PER=scales, TOKENS=tiling.tokens, FEATURES=tiling.features,
+        STEP=tiling.step, UNIT=UNIT, WHOLE=features % tiling.features == 0 and row % tiling.step == 0,
+        HAS_MINIMUM=weight.minimum is not None, HAS_BIAS=bias is not None, SPLIT=splits > 1,
+        ASSEMBLY=codes_assembly(weight.bits, x.dtype, x.device), FOLLOW=follow, launch_pdl=follow,
+        num_warps=tiling.warps, num_stages=tiling.stages,
+    )  # fmt: skip
+    return out
+
+
+def widen_grouped(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
+    """Return what `weight.dequantize(dtype)` does, `[F, D]`, without tensors in between."""
+    features, row = weight.codes.shape
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.codes.device)
+    if not out.numel():
+        return out
+    columns = min(triton.next_power_of_2(row), 2048)
+    _widen_kernel[(features, triton.cdiv(row, columns))](
+        *_contiguous(weight), out, row, weight.scale.shape[1],
+        BITS=weight.bits, GROUP=weight.group, COLUMNS=columns, HAS_MINIMUM=weight.minimum is not None,
+        ASSEMBLY=codes_assembly(weight.bits, dtype, out.device),
+    )  # fmt: skip
+    return out
