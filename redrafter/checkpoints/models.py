@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils.hub import cached_file
 
+from redrafter.checkpoints.gguf_weights import GgufWeights
 from redrafter.drafting.step_times import LARGE_BYTES
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, did_you_mean, first_line, warn
 from redrafter.features import (
@@ -95,14 +96,16 @@ def load_model(
 
     Args:
         name: Hub id, directory, GGUF file or loaded model.
-        dtype: Dtype of the weights, as `AutoModelForCausalLM.from_pretrained` takes it; for "auto", quantised weights
-            of a GGUF file are dequantised to bfloat16. Unused for a loaded model.
+        dtype: Dtype of the weights, as `AutoModelForCausalLM.from_pretrained` takes it. Where the weights of a GGUF
+            file are computed as they are stored, it is that of the others; "auto" is then float32 on a CPU, and
+            bfloat16 elsewhere. Unused for a loaded model.
         device: Device to move the model to; None leaves it where it is.
         trust_remote_code: Whether code in the checkpoint may run.
         caller: The `from_pretrained` whose argument an unknown keyword may be a misspelling of.
         quantization: A scheme by which to quantise its weights, or the word for how they are stored; None for that too.
         tp_size: Processes that share the model; all of them call this. 1 for a whole model.
-        kwargs: For `from_pretrained` of transformers' auto class.
+        kwargs: For `from_pretrained` of transformers' auto class. With a device map, or
+            `quantization_config=GgufConfig(dequantize=True)`, weights of a GGUF file are dequantised.
 
     Raises:
         ArgumentError: If an argument is unknown, or does not suit the model.
@@ -131,15 +134,18 @@ def load_model(
         # Each rank's part is loaded onto its own GPU already.
         device = None
         kwargs = kwargs | {"distributed_config": DistributedConfig(tp_size=tp_size, tp_plan="auto")}
-    file, as_saved = find_gguf(name), dtype == "auto"
+    file, as_saved, weights = find_gguf(name), dtype == "auto", None
     folder = Path(name, str(kwargs.get("subfolder") or ""))
     if not kwargs.keys() & {"variant", "use_safetensors"} and weight_files(folder)[0]:
         read_headers(folder)  # refuses what transformers would load from the wrong file
     if file is not None:
+        as_stored = quantization is None and not kwargs.keys() & {"quantization_config", "device_map"}
+        with _device_errors(device):
+            weights = GgufWeights(read_gguf(file), device="cpu" if device is None else device, as_stored=as_stored)
         kwargs = {"quantization_config": GgufConfig(dequantize=True)} | kwargs
-        dtype = read_gguf(file).dtype if dtype == "auto" else dtype
+        dtype = weights.dtype if dtype == "auto" else dtype
     try:
-        with reading(name) as (source, gguf):
+        with reading(name, weights=weights) as (source, gguf):
             loaded: Any = auto_class(name, trust_remote_code, kwargs).from_pretrained(
                 source, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **gguf, **kwargs
             )
@@ -151,10 +157,11 @@ def load_model(
         if Path(name).is_dir() and (wrong_kind := wrong_kind_error(Path(name), "model")):
             raise wrong_kind
         raise CheckpointError(f"{name} is not whole: missing {', '.join(sorted(info['missing_keys'])[:5])}")
-    if file is not None:
+    if weights is not None:
+        weights.group_layers(model)
         model.name_or_path = model.config.name_or_path = str(name)
         # A GGUF file has no generation config, and may have several end tokens.
-        ends, config = read_gguf(file).ends, model.config.get_text_config(decoder=True)
+        ends, config = weights.file.ends, model.config.get_text_config(decoder=True)
         pad = ends[0] if ends and config.pad_token_id is None else config.pad_token_id
         model.generation_config = GenerationConfig(
             bos_token_id=config.bos_token_id, eos_token_id=ends if len(ends) > 1 else (*ends, None)[0], pad_token_id=pad

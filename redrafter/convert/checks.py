@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
 
 from redrafter.cache.dense import cache_in
 from redrafter.cache.states import StateShape
+from redrafter.checkpoints.gguf_weights import describe_formats, is_grouped
 from redrafter.checkpoints.merged import Defaults, boxed_pair
 from redrafter.checkpoints.mtp_layer import find_layer
 from redrafter.convert.info import SIZES, Stored, drafter_facts, model_facts
@@ -109,7 +110,9 @@ def _describe_model(base: SourceBase, stored: Stored) -> dict[str, object]:
         return facts | {"ranks": len(base.ranks)}
     if base.gguf is not None:
         facts["stored_as"] = base.gguf.stored_as
-        facts["loaded_as"] = f"{dtype_name(base.gguf.dtype)}, unless --dtype names another format"
+        grouped = "float32 on a CPU, else " if any(map(is_grouped, base.gguf.tensors)) else ""
+        facts["computed_as"] = describe_formats(base.gguf)
+        facts["loaded_as"] = f"{grouped}{dtype_name(base.gguf.dtype)}, unless --dtype names another format"
     return facts | {"target": _describe_target(base.config)}
 
 

@@ -8,7 +8,7 @@ import os
 import re
 import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -16,7 +16,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from redrafter.errors import CheckpointError, MissingDependencyError, UnsupportedError, first_line, how_to_install
 
@@ -28,6 +28,7 @@ SUFFIX = ".gguf"
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")  # the names that llama-gguf-split gives
 _TEXT = 8  # type of metadata values
 _TOKENS = "tokenizer.ggml.tokens"
+NO_TEXT = b""  # in place of the text of a token
 # Keys of the ids that end a turn, as in Gemma's and Llama 3's files, in addition to the end token.
 _END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
@@ -77,8 +78,20 @@ def find_parts(file: Path) -> list[Path]:
     return parts
 
 
+class WeightReader(Protocol):
+    """Reads the tensors of a file in place of functions of transformers and gguf."""
+
+    def load_checkpoint(self, load: Callable[..., dict[str, Any]], path: str, **options: Any) -> dict[str, Any]:
+        """Return what transformers' `load_gguf_checkpoint`, given as `load`, returns of the file."""
+
+    def dequantize(self, data: Any, kind: Any) -> Any:
+        """Return what `gguf.dequantize` returns."""
+
+
 @contextmanager
-def reading(name: str | Path, *, texts: bool = False) -> Iterator[tuple[str, dict[str, str]]]:
+def reading(
+    name: str | Path, *, texts: bool = False, weights: WeightReader | None = None
+) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the arguments of transformers' `from_pretrained` for a model: a name, and `gguf_file=` for a GGUF file.
 
     The name of a GGUF file's model is an empty directory. In the file's own directory, transformers would prefer a
@@ -87,6 +100,7 @@ def reading(name: str | Path, *, texts: bool = False) -> Iterator[tuple[str, dic
     Args:
         name: Name of the model.
         texts: Whether the tokenizer's arrays are read; a model needs the number of tokens alone.
+        weights: What reads the tensors; None where none are read.
 
     Raises:
         CheckpointError: The file is not a GGUF file, or truncated.
@@ -106,20 +120,35 @@ def reading(name: str | Path, *, texts: bool = False) -> Iterator[tuple[str, dic
 
     loader: Any = import_module("transformers.modeling_gguf_pytorch_utils")
     gguf: Any = import_module("gguf")
-    opened = model if texts else model.without_texts()
+    headers: Any = import_module("transformers.integrations.gguf.reader")
+    # Versions with a reader of their own for all tokenizers take no texts from gguf's.
+    own_texts = find_spec("transformers.integrations.gguf.gguf_tokenizer_mapping") is not None
+    opened = model if texts and not own_texts else model.without_texts()
     with _PATCHING:  # one load at a time, as these modules are the process's
-        bar, reader, name_map = loader.tqdm, gguf.GGUFReader, gguf.get_tensor_name_map
-        # Its progress bar is not among those that transformers can switch off.
-        loader.tqdm = partial(bar, disable=not is_progress_bar_enabled())
-        # transformers reads a file three times, and makes the table of names, of every layer, for each module of the
-        # model: 4 s.
-        gguf.GGUFReader, gguf.get_tensor_name_map = lambda path: opened, lru_cache(name_map)
+        parse, mapped = loader._gguf_parse_value, headers._mapped
+        replaced: list[tuple[Any, str, Any]] = [
+            # A progress bar that is not among those that transformers can switch off.
+            (loader, "tqdm", partial(loader.tqdm, disable=not is_progress_bar_enabled())),
+            # transformers reads a file three times, and makes the table of names, of every layer, for each module of
+            # the model: 4 s. It parses the texts of all tokens, and slices a memmap for each: 1 s.
+            (gguf, "GGUFReader", lambda path: opened),
+            (gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map)),
+            (loader, "_gguf_parse_value", lambda value, kinds: "" if value is NO_TEXT else parse(value, kinds)),
+            (headers, "_mapped", lambda path: mapped(path).view(import_module("numpy").ndarray)),
+        ]
+        if weights is not None:
+            load = partial(weights.load_checkpoint, loader.load_gguf_checkpoint)
+            replaced += [(loader, "load_gguf_checkpoint", load), (gguf, "dequantize", weights.dequantize)]
+        before = [(module, attribute, getattr(module, attribute)) for module, attribute, _ in replaced]
         try:
+            for module, attribute, value in replaced:
+                setattr(module, attribute, value)
             # An empty directory, so that transformers finds no other file than the GGUF file itself.
             with TemporaryDirectory(prefix="redrafter-") as empty:
                 yield empty, {"gguf_file": str(file.absolute())}
         finally:
-            loader.tqdm, gguf.GGUFReader, gguf.get_tensor_name_map = bar, reader, name_map
+            for module, attribute, value in before:
+                setattr(module, attribute, value)
 
 
 def _archs_of_one_file() -> Sequence[str]:
@@ -186,7 +215,7 @@ class GgufModel:
         arrays = {key for key, x in self.fields.items() if key.startswith("tokenizer.") and len(x.data) > 1}
         fields = {key: field for key, field in self.fields.items() if key not in arrays}
         if _TOKENS in arrays:
-            fields[_TOKENS] = self.fields[_TOKENS]._replace(parts=[b""] * self.tokens, data=range(self.tokens))
+            fields[_TOKENS] = self.fields[_TOKENS]._replace(parts=[NO_TEXT] * self.tokens, data=range(self.tokens))
         return replace(self, fields=fields)
 
 
@@ -229,15 +258,6 @@ def _read_parts(parts: tuple[tuple[Path, int, int], ...]) -> GgufModel:
             "with llama-gguf-split --merge"
         )
     return model
-
-
-def dequantize(tensor: Any) -> "torch.Tensor":
-    """Return a tensor of `GgufModel.tensors` as float32."""
-    import torch
-    from gguf import dequantize
-
-    values = dequantize(tensor.data, tensor.tensor_type)
-    return torch.tensor(values, dtype=torch.float32).reshape(*shape_of(tensor))
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PretrainedConfig
 
 from redrafter.checkpoints.drafters import check_fits_base, embedding_norms
+from redrafter.checkpoints.gguf_weights import dequantize
 from redrafter.checkpoints.merged import Defaults
 from redrafter.checkpoints.models import load_config
 from redrafter.drafting.drafter_config import AnyDrafterConfig, DrafterConfig
@@ -27,7 +28,7 @@ from redrafter.files.checkpoint_kind import (
     read_json,
 )
 from redrafter.files.dtype_names import dtype_name
-from redrafter.files.gguf_file import GgufModel, dequantize, find_gguf, find_parts, read_gguf, shape_of
+from redrafter.files.gguf_file import GgufModel, find_gguf, find_parts, read_gguf, shape_of
 from redrafter.files.headers import read_headers, weight_files
 from redrafter.files.hub import find_model_file
 from redrafter.files.stored_tensors import read_pickle

@@ -8,10 +8,11 @@ Codes of 4 bits are stored two in a byte. In each block of 32 input features, by
 low four bits and that of feature j + 16 in its high ones, as GGUF's Q4_0 and Q4_1 have.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from einops import rearrange, repeat
+from einops import rearrange
 from torch import Tensor
 
 BLOCK = 32  # input features whose codes of 4 bits are in 16 bytes
@@ -65,10 +66,20 @@ class GroupedWeight:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight, `[F, D]`: computed in float32, then rounded to `dtype`."""
         codes = unpack_codes(self.codes) if self.bits == 4 else self.codes
-        wide = codes.float() * repeat(self.scale.float(), "f g -> f (g n)", n=self.group)
+        wide = codes.unflatten(1, (-1, self.group)).float().mul_(self.scale.float()[:, :, None])
         if self.minimum is not None:
-            wide += repeat(self.minimum.float(), "f g -> f (g n)", n=self.group)
-        return wide.to(dtype)
+            wide += self.minimum.float()[:, :, None]
+        return wide.flatten(1).to(dtype)
+
+
+def join_rows(parts: Sequence[GroupedWeight]) -> GroupedWeight:
+    """Return the weight whose output features are those of all parts, which have the same bits and groups."""
+    minima = [part.minimum for part in parts if part.minimum is not None]
+    return GroupedWeight(
+        torch.cat([part.codes for part in parts]),
+        torch.cat([part.scale for part in parts]),
+        torch.cat(minima) if minima else None,
+    )
 
 
 def pack_codes(codes: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from redrafter.kernels.grouped_linear import multiply_grouped
-from redrafter.kernels.grouped_weight import BLOCK, GroupedWeight, quantize_groups
+from redrafter.kernels.grouped_weight import BLOCK, GroupedWeight, join_rows, quantize_groups
 from redrafter.kernels.linear_operators import float8_linear
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -172,12 +172,7 @@ def _parts(weight: GroupedWeight) -> dict[str, Tensor]:
 def round_to_groups(weight: Tensor, bits: int) -> GroupedWeight:
     """Quantise a weight `[F, D]` to the nearest codes of 4 or 8 bits, a few rows at a time, in groups of `BLOCK`."""
     pieces = [quantize_groups(rows, bits) for rows in weight.split(max(MAX_ROUNDED_NUMBERS // weight.shape[1], 1))]
-    minima = [piece.minimum for piece in pieces if piece.minimum is not None]
-    return GroupedWeight(
-        torch.cat([piece.codes for piece in pieces]),
-        torch.cat([piece.scale for piece in pieces]),
-        torch.cat(minima) if minima else None,
-    )
+    return join_rows(pieces)
 
 
 def _rounded_to_groups(layer: nn.Linear, device: torch.device | str | None, *, bits: int) -> GroupedLinear | None:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import gguf
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -26,6 +27,33 @@ LAYER = {  # names of a Llama's weights in its layers, and llama.cpp's
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+
+
+# By format: the bytes at which blocks have float16 numbers, and what these are when weights have a spread of about 1.
+HALVES = {
+    gguf.GGMLQuantizationType[name]: numbers
+    for name, numbers in {
+        "Q4_0": {0: 1 / 5},
+        "Q4_1": {0: 1 / 5, 2: -1.5},
+        "Q4_K": {0: 1 / 280, 2: 1 / 37},
+        "Q5_0": {0: 1 / 9},
+        "Q5_1": {0: 1 / 9, 2: -1.7},
+        "Q5_K": {0: 1 / 560, 2: 1 / 36},
+        "Q6_K": {208: 1 / 1370},
+        "Q8_0": {0: 1 / 74},
+    }.items()
+}
+
+
+def random_blocks(kind: gguf.GGMLQuantizationType, rows: int, columns: int, spread: float = 0.2) -> np.ndarray:
+    """Return the bytes of a random matrix in a format, which gguf quantises to or not, `[rows, N]` uint8."""
+    weights, size = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(rows + columns + kind)
+    blocks = random.integers(0, 256, (rows, columns // weights, size), dtype=np.uint8)
+    for at, number in HALVES[kind].items():
+        halves = spread * number * random.uniform(0.5, 1.5, (rows, columns // weights, 1))
+        blocks[..., at : at + 2] = halves.astype(np.float16).view(np.uint8)
+    return blocks.reshape(rows, -1)
 
 
 def write_gguf(
@@ -66,7 +94,9 @@ def write_gguf(
 
     def add(name: str, weight: Tensor) -> None:
         kind = matrices if weight.dim() > 1 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(name, gguf.quantize(weight.detach().float().numpy(), kind), raw_dtype=kind)
+        data = random_blocks(kind, *weight.shape) if kind in HALVES and kind.name.endswith("K") else None
+        data = gguf.quantize(weight.detach().float().numpy(), kind) if data is None else data
+        writer.add_tensor(name, data, raw_dtype=kind)
 
     weights = model.state_dict()
     add("token_embd.weight", weights["model.embed_tokens.weight"])
