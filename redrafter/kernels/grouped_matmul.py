@@ -35,27 +35,20 @@ FEATURES = 64  # output features of the tiles that the number of parts depends o
 MAX_TOKENS = 128  # for more tokens, dequantising the weight first costs less than a slower product
 
 # A register of four bytes becomes float32 numbers by a few instructions of NVIDIA GPUs: a code's bits are placed in the
-# mantissa of a power of two. Of codes of 4 bits c these are the numbers 16 + c, first of the low and then of the high
-# halves of bytes; of codes of 8 bits 2**23 + 128 + c. The GPU's own instruction converts at a quarter of the rate.
-_ASSEMBLY = {
-    4: """
+# mantissa of a power of two. Codes of 4 bits, c, become 16 + c; codes of 8 bits become 2**23 + 128 + c. The GPU's own
+# instruction converts at a quarter of the rate.
+_FOUR_BITS = """
 {
-    .reg .b32 low, high;
-    shl.b32 low, $8, 3;
-    shr.u32 high, $8, 1;
-    lop3.b32 low, low, 0x78787878, 0x80808080, 0xEA;
-    lop3.b32 high, high, 0x78787878, 0x80808080, 0xEA;
-    prmt.b32 $0, low, 0x41, 0x4055;
-    prmt.b32 $1, low, 0x41, 0x4155;
-    prmt.b32 $2, low, 0x41, 0x4255;
-    prmt.b32 $3, low, 0x41, 0x4355;
-    prmt.b32 $4, high, 0x41, 0x4055;
-    prmt.b32 $5, high, 0x41, 0x4155;
-    prmt.b32 $6, high, 0x41, 0x4255;
-    prmt.b32 $7, high, 0x41, 0x4355;
+    .reg .b32 code;
+    SHIFT;
+    lop3.b32 code, code, 0x78787878, 0x80808080, 0xEA;
+    prmt.b32 $0, code, 0x41, 0x4055;
+    prmt.b32 $1, code, 0x41, 0x4155;
+    prmt.b32 $2, code, 0x41, 0x4255;
+    prmt.b32 $3, code, 0x41, 0x4355;
 }
-""",
-    8: """
+"""
+_EIGHT_BITS = """
 {
     .reg .b32 code;
     xor.b32 code, $4, 0x80808080;
@@ -64,12 +57,16 @@ _ASSEMBLY = {
     prmt.b32 $2, code, 0x4B, 0x4552;
     prmt.b32 $3, code, 0x4B, 0x4553;
 }
-""",
+"""
+# Of the low and of the high halves of bytes; those of codes of 8 bits are the same.
+_ASSEMBLY = {
+    4: (_FOUR_BITS.replace("SHIFT", "shl.b32 code, $4, 3"), _FOUR_BITS.replace("SHIFT", "shr.u32 code, $4, 1")),
+    8: (_EIGHT_BITS, _EIGHT_BITS),
 }
 
 
 @functools.cache
-def codes_assembly(bits: int, dtype: torch.dtype, device: torch.device) -> str | None:
+def codes_assembly(bits: int, dtype: torch.dtype, device: torch.device) -> tuple[str, str] | None:
     """Return assembly that widens codes, for `tl.inline_asm_elementwise`; None for float32, and without NVIDIA's GPU.
 
     A minimum that is less than 1/512 of its scale is then rounded to about 2**-21 of it.
@@ -91,29 +88,31 @@ def _columns(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _dequantize(codes, scale, minimum, X, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Return the numbers of codes in the dtype of `X`: of low and of high halves of bytes; of 8 bits twice the same."""
+def _spread(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return `x [ROWS, COLUMNS]` with each column repeated, `[ROWS, WIDTH]`."""
+    return tl.broadcast_to(x[:, :, None], [ROWS, COLUMNS, WIDTH // COLUMNS]).reshape([ROWS, WIDTH])
+
+
+@triton.jit
+def _dequantize(codes, scale, minimum, X, HIGH: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Return the numbers of codes, or of the low or `HIGH` halves of bytes, in the dtype of `X`."""
     if ASSEMBLY is None:
-        low = ((codes & 15) if BITS == 4 else codes).to(tl.float32)
-        high = (codes >> 4 if BITS == 4 else codes).to(tl.float32)
-    elif BITS == 4:
-        low, high = tl.inline_asm_elementwise(
-            ASSEMBLY, "=r,=r,=r,=r,=r,=r,=r,=r,r", [codes], (tl.float32, tl.float32), is_pure=True, pack=4
-        )
-        minimum -= 16 * scale
+        wide = codes.to(tl.float32) if BITS == 8 else (codes >> 4 if HIGH else codes & 15).to(tl.float32)
     else:
-        low = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,=r,=r,r", [codes], tl.float32, is_pure=True, pack=4)
-        low -= 8388736.0
-        high = low
-    return (low * scale + minimum).to(X.dtype.element_ty), (high * scale + minimum).to(X.dtype.element_ty)
+        wide = tl.inline_asm_elementwise(ASSEMBLY[HIGH], "=r,=r,=r,=r,r", [codes], tl.float32, is_pure=True, pack=4)
+        if BITS == 4:
+            minimum -= 16 * scale
+        else:
+            wide -= 8388736.0
+    return (wide * scale + minimum).to(X.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=["tokens", "splits"])
 def _grouped_product_kernel(
     X, W, SCALE, MINIMUM, BIAS, OUT, PARTS, COUNTS, tokens, features, inner, row, groups, splits,
     BITS: tl.constexpr, GROUP: tl.constexpr, PER: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
-    STEP: tl.constexpr, UNIT: tl.constexpr, WHOLE: tl.constexpr, HAS_MINIMUM: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SPLIT: tl.constexpr, ASSEMBLY: tl.constexpr, FOLLOW: tl.constexpr,
+    STEP: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, HAS_MINIMUM: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SPLIT: tl.constexpr, ASSEMBLY: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of the weight with a tile of tokens, over one of `splits` parts of the input features.
 
@@ -163,17 +162,26 @@ def _grouped_product_kernel(
             x_high = tl.load(x_at + step * INPUTS + BYTES, live & inside, 0.0) if BITS == 4 else x_low
             if HAS_MINIMUM:
                 minimum = tl.load(MINIMUM + at, grouped, 0.0)
-        scales = _columns(scale.to(tl.float32), FEATURES, PER, PER)
-        minima = _columns(minimum.to(tl.float32), FEATURES, PER, PER)
-        blocks = _columns(codes, FEATURES, STEP, BLOCKS)
-        x_lows, x_highs = _columns(x_low, TOKENS, STEP, BLOCKS), _columns(x_high, TOKENS, STEP, BLOCKS)
-        for i in tl.static_range(BLOCKS):
-            scale_i = scales[i * PER // BLOCKS].reshape([FEATURES, 1])
-            minimum_i = minima[i * PER // BLOCKS].reshape([FEATURES, 1])
-            w_low, w_high = _dequantize(blocks[i], scale_i, minimum_i, X, BITS, ASSEMBLY)
-            acc = tl.dot(w_low, tl.trans(x_lows[i]), acc, input_precision="ieee")
-            if BITS == 4:
-                acc = tl.dot(w_high, tl.trans(x_highs[i]), acc, input_precision="ieee")
+        scale, minimum = scale.to(tl.float32), minimum.to(tl.float32)
+        if WIDE:
+            scale = _spread(scale, FEATURES, PER, STEP)
+            minimum = _spread(minimum, FEATURES, PER, STEP)
+            for half in tl.static_range(IN_BYTE):
+                w = _dequantize(codes, scale, minimum, X, half, BITS, ASSEMBLY)
+                acc = tl.dot(w, tl.trans(x_high if half else x_low), acc, input_precision="ieee")
+        else:
+            scales, minima = _columns(scale, FEATURES, PER, PER), _columns(minimum, FEATURES, PER, PER)
+            blocks = _columns(codes, FEATURES, STEP, BLOCKS)
+            x_blocks = (_columns(x_low, TOKENS, STEP, BLOCKS), _columns(x_high, TOKENS, STEP, BLOCKS))
+            # Of 4 bits, the low halves of four blocks and then their high ones, as above.
+            for four in tl.static_range(BLOCKS // 4):
+                for half in tl.static_range(IN_BYTE):
+                    for i in tl.static_range(4):
+                        scale_i = scales[(four * 4 + i) * PER // BLOCKS].reshape([FEATURES, 1])
+                        minimum_i = minima[(four * 4 + i) * PER // BLOCKS].reshape([FEATURES, 1])
+                        w = _dequantize(blocks[four * 4 + i], scale_i, minimum_i, X, half, BITS, ASSEMBLY)
+                        x = x_blocks[half][four * 4 + i]
+                        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
     if SPLIT:
         parts = parts_of_tile(PARTS, tile, splits, FEATURES, TOKENS)
         if not is_last_part(acc, parts, COUNTS + tile, split, splits):
@@ -201,19 +209,25 @@ def _widen_kernel(
     minimum = tl.zeros([COLUMNS], tl.float32)
     if HAS_MINIMUM:
         minimum = tl.load(MINIMUM + at, j < row, 0.0).to(tl.float32)
-    low, high = _dequantize(codes, scale, minimum, OUT, BITS, ASSEMBLY)
-    tl.store(OUT + f * row * IN_BYTE + k, low, j < row)
-    if BITS == 4:
-        tl.store(OUT + f * row * IN_BYTE + k + BYTES, high, j < row)
+    for half in tl.static_range(IN_BYTE):
+        wide = _dequantize(codes, scale, minimum, OUT, half, BITS, ASSEMBLY)
+        tl.store(OUT + f * row * IN_BYTE + k + half * BYTES, wide, j < row)
 
 
-def _choose_tiling(tokens: int, features: int) -> Tiling:
-    """Choose the tiling by the numbers of tokens and output features; steps are in bytes of a row."""
+def _choose_tiling(tokens: int, half: bool) -> Tiling:
+    """Choose the tiling by the number of tokens and the dtype; steps are in bytes of a row.
+
+    Four warps and more multiply by the instructions of a warp group, with the same bits.
+    """
+    if not half:
+        return Tiling(16, 32, 64, 2, 4)
     if tokens <= 16:
         return Tiling(16, FEATURES, 64, 4, 2)
     if tokens <= 32:
         return Tiling(32, FEATURES, 64, 4, 2)
-    return Tiling(64, FEATURES, 64, 3, 2)
+    if tokens <= 64:
+        return Tiling(64, FEATURES, 64, 3, 2)
+    return Tiling(128, 128, 64, 3, 8)
 
 
 def _contiguous(weight: GroupedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -236,7 +250,7 @@ def grouped_product(
     out = x.new_empty(tokens, features)
     if not out.numel():
         return out
-    tiling = _choose_tiling(tokens, features) if tiling is None else tiling
+    tiling = _choose_tiling(tokens, x.element_size() == 2) if tiling is None else tiling
     blocks, tiles = triton.cdiv(tokens, tiling.tokens), triton.cdiv(features, tiling.features)
     # Not by the tiling's own width, or the number of tokens would change the order of sums.
     splits = tiling.splits or choose_splits(triton.cdiv(features, FEATURES), triton.cdiv(row, UNIT), PROGRAMS_AT_ONCE)
@@ -254,9 +268,10 @@ def grouped_product(
         x.contiguous(), *_contiguous(weight), bias, out, parts, finished_counts(x.device),
         tokens, features, inner, row, weight.scale.shape[1], splits,
         BITS=weight.bits, GROUP=weight.group, PER=scales, TOKENS=tiling.tokens, FEATURES=tiling.features,
-        STEP=tiling.step, UNIT=UNIT, WHOLE=features % tiling.features == 0 and row % tiling.step == 0,
-        HAS_MINIMUM=weight.minimum is not None, HAS_BIAS=bias is not None, SPLIT=splits > 1,
-        ASSEMBLY=codes_assembly(weight.bits, x.dtype, x.device), FOLLOW=follow, launch_pdl=follow,
+        STEP=tiling.step, UNIT=UNIT, WIDE=tiling.warps >= 4,
+        WHOLE=features % tiling.features == 0 and row % tiling.step == 0, HAS_MINIMUM=weight.minimum is not None,
+        HAS_BIAS=bias is not None, SPLIT=splits > 1, ASSEMBLY=codes_assembly(weight.bits, x.dtype, x.device),
+        FOLLOW=follow, launch_pdl=follow,
         num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     return out
