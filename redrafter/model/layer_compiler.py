@@ -21,31 +21,41 @@ Compiled: TypeAlias = Callable[..., Any]
 class LayerCompiler:
     """A backend for torch.compile that cuts graphs into pieces, and compiles equal pieces once."""
 
-    def __init__(self, cuts: Collection[str], compile: Callable[[fx.GraphModule, list[object]], Compiled]):
+    def __init__(
+        self,
+        cuts: Collection[str],
+        compile: Callable[[fx.GraphModule, list[object]], Compiled],
+        extend: Callable[[fx.GraphModule, Sequence[str]], object] | None = None,
+    ):
         """Make a backend.
 
         Args:
             cuts: Names of the operators at which graphs are cut, such as "redrafter::tree_attention".
             compile: The backend for pieces, whose outputs are tuples.
+            extend: Is called with the graph of calls of pieces and the names of those that are operators alone, before
+                the others are compiled, and may add calls of them.
         """
-        self._cuts, self._compile = frozenset(cuts), compile
+        self._cuts, self._compile, self._extend = frozenset(cuts), compile, extend
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[object]) -> Compiled:
         """Return the compiled function of a graph that Dynamo has traced."""
         number = 0
         numbers = dict[fx.Node, int]()  # odd for operators that are cut out
         for node in graph.graph.nodes:
-            alone = self._is_cut(node)
-            number += alone
+            is_cut = self._is_cut(node)
+            number += is_cut
             numbers[node] = number
-            number += alone
+            number += is_cut
         whole = split_module(graph, graph, numbers.__getitem__, keep_original_order=True)
         known = dict[object, Compiled]()
         pieces = dict[str, Any](whole.named_children())
+        alone = [name for name, piece in pieces.items() if any(map(self._is_cut, piece.graph.nodes))]
+        if self._extend is not None:
+            self._extend(whole, alone)
         for name, piece in pieces.items():
-            if any(self._is_cut(node) for node in piece.graph.nodes):
+            if name in alone:
                 continue  # has nothing to compile, and is called as it is
-            structure = _structure(piece)
+            structure = structure_of(piece)
             if structure not in known:
                 known[structure] = self._compile_piece(piece)
             delattr(whole, name)
@@ -68,7 +78,7 @@ class LayerCompiler:
         return compiled if several else lambda *inputs: compiled(*inputs)[0]
 
 
-def _structure(piece: fx.GraphModule) -> tuple[object, ...]:
+def structure_of(piece: fx.GraphModule) -> tuple[object, ...]:
     """Return a key that two pieces share if and only if they compute the same of inputs of the same kinds."""
     names = {node: f"%{index}" for index, node in enumerate(piece.graph.nodes)}
 

@@ -27,9 +27,10 @@ from redrafter.model.forward_batch import ForwardBatch, Prompts
 from redrafter.model.layer_compiler import LayerCompiler
 from redrafter.model.linear_layers import FusedLinears, linear_calls, same_inputs
 from redrafter.model.mixer_operator import MixerOperators
-from redrafter.model.patch import ModelPatch
+from redrafter.model.patch import MODEL_ERRORS, ModelPatch
 from redrafter.model.positions import answer_by_position
 from redrafter.model.recurrent_layers import PromptStates, TreeStates, mixer_plan, replace_mixers
+from redrafter.model.repeated_layers import RepeatedLayers
 from redrafter.model.tree_forward import BoundModel, TreeForward
 
 COMPILE_OPTIONS: dict[str, object] = {
@@ -85,6 +86,7 @@ class VarlenForward(TreeForward):
         self._positions: Any = None  # `[T]` int64, likewise
         self._fused: FusedLinears | None = None
         self._operators: MixerOperators | None = None  # of a compiled forward with mixers
+        self._repeated: RepeatedLayers | None = None  # of a compiled forward; None where all layers are traced
         self.outdated = False
         self.row_by_row: Callable[[ModelPatch], None] | None = None
 
@@ -141,8 +143,10 @@ class VarlenForward(TreeForward):
         mixing = mixer_plan(batch, padded=False) if self._mixers else None
         on_host = bound.device.type == "cpu" and not self._compiled
         attention = HOST_ATTENTION_NAME if on_host else ATTENTION_NAME
-        with bound.lock, self._attending(attention, plan, mixing, keep, self._operators):
-            logits, hidden = self._run(ids, positions, head_index, plan, prompt, keep)
+        attending = partial(self._attending, attention, plan, mixing, keep, self._operators)
+        repeated = self._repeated if keep is None and not bound.aux_modules else None
+        with bound.lock:
+            logits, hidden = self._run_in(attending, (ids, positions, head_index, plan, prompt, keep), repeated)
         hidden = hidden[: len(new_ids)]
         if bound.drafter_layer is not None:
             slots = batch.slots()[:, tree.verified_nodes]
@@ -160,6 +164,28 @@ class VarlenForward(TreeForward):
             return logits[:of_nodes, None], hidden[index[:of_nodes]][:, None], ends
         logits, hidden = (x[None] if batch.flat_outputs else tree.by_row(x) for x in (logits[:count], hidden[:count]))
         return logits, hidden, ends
+
+    def _run_in(
+        self, attending: Callable[..., Any], inputs: tuple[Any, ...], repeated: RepeatedLayers | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run the model in a context; with `repeated` layers, check the result of a run that has compiled them."""
+        if repeated is not None:
+            try:
+                with attending(repeated=repeated):
+                    logits, hidden = self._run(*inputs)
+                if repeated.checked:
+                    return logits, hidden
+                with attending():
+                    _, expected = self._eager(*inputs)
+                if repeated.agrees(hidden, expected):
+                    return logits, hidden
+            except MODEL_ERRORS:
+                if repeated.checked:
+                    raise
+            self._repeated = None  # from now on, all layers are traced
+        with attending():
+            logits, hidden = self._run(*inputs)
+        return logits, hidden
 
     def read_pieces(self, pieces: Sequence[Piece], read: Prompts, *, all_tokens: bool) -> tuple[Tensor, Tensor]:
         """Read pieces of prompts, T tokens together, in one forward on a CPU.
@@ -227,7 +253,7 @@ class VarlenForward(TreeForward):
 
     def compile(self, compiled: bool = True) -> None:
         """Enable or disable torch.compile for later calls."""
-        self._run, self._operators, self._compiled = self._eager, None, compiled
+        self._run, self._operators, self._compiled, self._repeated = self._eager, None, compiled, None
         if not compiled:
             return
         from torch._inductor import config  # these take seconds to import
@@ -240,7 +266,12 @@ class VarlenForward(TreeForward):
         if self._mixers:
             self._operators = MixerOperators(self.bound.model, self._mixers)
         inductor: Any = partial(compile_fx, config_patches=options)
-        backend = LayerCompiler(CUTS, inductor)
+        bound, extend = self.bound, None
+        if not (self._mixers or self._slot_readers or bound.rope or self.row_by_row):
+            self._repeated = RepeatedLayers.find(bound.model, bound.config)
+        if self._repeated is not None:
+            extend = self._repeated.extend
+        backend = LayerCompiler(CUTS, inductor, extend)
         self._run = torch.compile(self._eager, fullgraph=True, backend=backend)
 
     def _eager(
@@ -286,11 +317,12 @@ class VarlenForward(TreeForward):
         mixing: TreeStates | PromptStates | None,
         keep: Tensor | None,
         operators: MixerOperators | None = None,
+        repeated: RepeatedLayers | None = None,
     ) -> Iterator[None]:
         """Have the model attend by this library's function of that name, which `plan` describes the forward to.
 
         `mixing` is what mixers must know of it, and `keep` the columns of adapters that each token keeps.
-        `operators` call the mixers in a compiled forward.
+        `operators` call the mixers in a compiled forward, of which the first of the `repeated` layers are traced.
         """
         bound, running = self.bound, RUNNING_PLAN.set(plan)
         try:
@@ -309,6 +341,8 @@ class VarlenForward(TreeForward):
                     self._fused.add_to(patch)
                 if keep is not None:  # its stand-ins are called before those for fused layers
                     bound.adapters.stacks.add_to(patch, keep)
+                if repeated is not None:
+                    repeated.add_to(patch)
                 if self._slot_readers:  # after the fused layers, whose stand-ins have the hooks then
                     answer_by_position(patch, self._slot_readers, self._new_positions)
                 yield

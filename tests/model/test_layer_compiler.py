@@ -8,7 +8,13 @@ from helpers.generation import same_undrafted
 from helpers.models import paged, tiny_model, uneven_batch
 from redrafter import PromptLookup
 from redrafter.attention.tree_attention import tree_attention
+from redrafter.cache.paged import PagedCache
+from redrafter.model.batch_invariance import small_pool
+from redrafter.model.forward_batch import ForwardBatch
 from redrafter.model.layer_compiler import LayerCompiler
+from redrafter.model.repeated_layers import RepeatedLayers
+from redrafter.model.target import Target
+from redrafter.tree.token_tree import chain
 
 WIDTH = 8
 
@@ -109,3 +115,66 @@ def test_a_model_of_many_layers_is_compiled_in_three_pieces(architecture, change
     )
     assert torch.equal(out, expected)
     assert len(pieces) == compiled
+
+
+@torch.no_grad()
+def agrees(model, monkeypatch, change=lambda: None):
+    """Compare the logits of a compiled forward with those of the model, before and after a change of the weights.
+
+    Returns whether all are equal, and how many layers each graph has that was traced.
+    """
+    monkeypatch.setattr("redrafter.attention.tree_attention._operator", lambda plan, device: tree_attention)
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda piece, _, config_patches: piece.forward)
+    traced, compile_graph = [], LayerCompiler.__call__
+
+    def counting(self, graph, inputs):
+        traced.append(sum("tree_attention" in str(node.target) for node in graph.graph.nodes))
+        return compile_graph(self, graph, inputs)
+
+    monkeypatch.setattr(LayerCompiler, "__call__", counting)
+    torch._dynamo.reset()
+    target = Target(model)
+    target.varlen_forward.compile()
+    ids, blocks = torch.arange(7)[None] % target.vocab_size, torch.ones(1, 1, dtype=torch.int32)
+    cache, equal = PagedCache(small_pool(target.paged_shapes), blocks, torch.zeros(1).long()), True
+    for _ in range(2):
+        logits = target.verify(ForwardBatch(chain(ids), torch.zeros(1).long(), cache)).logits
+        equal &= torch.allclose(logits, model(ids).logits, atol=1e-5)
+        change()
+    return equal, traced
+
+
+def test_three_layers_are_traced_for_all_that_are_alike(monkeypatch):
+    model = tiny_model("llama", num_hidden_layers=5)
+    assert agrees(model, monkeypatch, lambda: model.model.layers[4].mlp.down_proj.weight.mul_(-3)) == (True, [3])
+
+
+@pytest.mark.variant
+def test_all_layers_are_traced_where_a_copy_of_a_layer_computes_something_else(monkeypatch):
+    weight = RepeatedLayers.weight
+    monkeypatch.setattr(RepeatedLayers, "weight", lambda self, layer, text: weight(self, min(layer, 2), text))
+    assert agrees(tiny_model("llama", num_hidden_layers=5), monkeypatch) == (True, [3, 5])
+
+
+@pytest.mark.variant
+def test_all_layers_are_traced_where_the_third_is_not_as_the_second(monkeypatch):
+    model = tiny_model("llama", num_hidden_layers=5)
+    forward = type(model.model.layers[0]).forward
+
+    def numbered(self, hidden, **kwargs):
+        return forward(self, hidden * (1 + 0.01 * self.self_attn.layer_idx), **kwargs)
+
+    monkeypatch.setattr(type(model.model.layers[0]), "forward", numbered)
+    assert agrees(model, monkeypatch) == (True, [3, 5])
+
+
+def test_layers_that_differ_in_more_than_weights_and_numbers_are_not_repeated():
+    model = tiny_model("llama", num_hidden_layers=5)
+    assert RepeatedLayers.find(model, model.config) is not None
+    model.config.sizes_of_layers = [1, 1, 1, 2, 1]
+    assert RepeatedLayers.find(model, model.config) is None
+    del model.config.sizes_of_layers
+    model.model.layers[4].input_layernorm.variance_epsilon = 0.5
+    assert RepeatedLayers.find(model, model.config) is None
+    few = tiny_model("llama", num_hidden_layers=3)
+    assert RepeatedLayers.find(few, few.config) is None
