@@ -93,6 +93,30 @@ def attend_for_others(
     return out.transpose(1, 2), None
 
 
+def stacked_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend as transformers' "sdpa" does under a mask, without a copy of keys and values for each query head.
+
+    Queries `[B, Hq, M, d]` that share a key head are stacked along the tokens. The copies took most of the time of
+    attention on a CPU: with 4 nodes, 0.5 of 1.2 ms over 1,024 slots, and 0.4 of 0.6 over 320.
+    """
+    group = query.shape[1] // key.shape[1]
+    if group == 1 or attention_mask is None or attention_mask.shape[1] > 1 or kwargs.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    stacked = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
+    mask = attention_mask.repeat(1, 1, group, 1)
+    out = scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=scaling)
+    return out.view(*query.shape[:3], -1).transpose(1, 2).contiguous(), None
+
+
 ATTENTION_NAME = "redrafter_tree"
 HOST_ATTENTION_NAME = "redrafter_tree_on_host"  # the same, where forwards are neither compiled nor captured
 

@@ -37,19 +37,20 @@ def widened_linear(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | No
     return linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 
-@grouped_linear.register_kernel("cpu")
-def _on_cpu(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | None, bias: Tensor | None) -> Tensor:
-    if (kernel := grouped_product.find_kernel()) is None or not grouped_product.is_supported(x, codes, scale):
-        return widened_linear(x, codes, scale, minimum, bias)
-    return grouped_product.multiply(kernel, x, codes, scale, minimum, bias)
+def _multiply_on_cpu(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | None, bias: Tensor | None) -> Tensor:
+    product = grouped_product.multiply(x, codes, scale, minimum, bias)
+    return widened_linear(x, codes, scale, minimum, bias) if product is None else product
 
 
 def multiply_grouped(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | None, bias: Tensor | None) -> Tensor:
     """Return what `grouped_linear` does, on a CPU without its dispatch, which takes as long as a small product."""
     if type(x) is Tensor and x.is_cpu and not x.requires_grad and not torch.compiler.is_compiling():
-        return _on_cpu(x, codes, scale, minimum, bias)
+        return _multiply_on_cpu(x, codes, scale, minimum, bias)
     product: Tensor = grouped_linear(x, codes, scale, minimum, bias)
     return product
+
+
+grouped_linear.register_kernel("cpu")(_multiply_on_cpu)
 
 
 def is_fast(device: torch.device | str) -> bool:

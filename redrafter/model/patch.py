@@ -9,7 +9,7 @@ forwards and adapters. So the `ModelState` of the last call is compared with the
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -87,7 +87,7 @@ class ModelPatch:
             undo, *args = self._undo.pop()
             undo(*args)
 
-    def put(self, entries: dict[str, Any], name: str, value: object) -> None:
+    def put(self, entries: MutableMapping[str, Any], name: str, value: object) -> None:
         """Replace an entry of a module's own tables, such as `vars(module)` or those of its children and buffers."""
         undo = (entries.__setitem__, name, entries[name]) if name in entries else (entries.__delitem__, name)
         self._undo.append(undo)

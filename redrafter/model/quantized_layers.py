@@ -158,6 +158,10 @@ class GroupedLinear(QuantizedLinear):
         """Return the parts of a new weight; see `QuantizedLinear`."""
         return _parts(round_to_groups(weight, self.grouped().bits))
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer to `[..., D]`."""
+        return multiply_grouped(x, self.weight, self.weight_scale, self.weight_minimum, self.bias)
+
     def multiply(self, x: Tensor, columns: slice, bias: Tensor | None) -> Tensor:
         """Return the product with some of the input features, whole groups; see `QuantizedLinear`."""
         weight = self.grouped().columns(columns)

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from redrafter.attention.mask import TreeSlots, additive_mask
+from redrafter.attention.tree_attention import stacked_attention
 from redrafter.attention.tree_plan import ChunkEnds
 from redrafter.cache.dense import CACHE_NAME, DenseCache, cache_argument
 from redrafter.errors import UnsupportedError
@@ -212,6 +215,9 @@ class PaddedForward(TreeForward):
                 bound.rope.add_to(patch, lambda: at_least[:, None])
             self._index, self._written = index, cache
             mask = None if cache.committed else self._mask(slots)
+            # Not under another name, as models that look for "sdpa" in their config would give it other masks.
+            if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward and bound.device.type == "cpu":
+                patch.put(ALL_ATTENTION_FUNCTIONS, "sdpa", stacked_attention)
             out = self._call_model(tree.tokens[:, -new:], positions, cache, attention_mask=mask)
             hidden = self._recorded_hidden().to(bound.device)  # [B, M, F]
         if mixing is not None:

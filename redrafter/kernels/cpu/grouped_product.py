@@ -14,6 +14,8 @@ from redrafter.kernels.cpu.compiled import load_library
 MAX_FEW_TOKENS = 48  # for more, it is faster to dequantise the weight and to use torch's product
 MAX_INNER = 1 << 16  # input features, of which a thread has four rows on its stack
 MIN_FEATURES = 4  # output features that the kernel computes at once
+UNITS = {torch.uint8: 32, torch.int8: 16}  # input features that it dequantises at once
+DTYPES = {torch.float32, torch.bfloat16, torch.float16}  # of inputs
 MIN_SHARED = 1 << 17  # numbers of a weight that is worth a second thread
 MAX_TILE = 1 << 26  # numbers of a weight that are dequantised at once
 _ARGUMENTS = [ctypes.c_void_p] * 6 + [ctypes.c_size_t] * 4 + [ctypes.c_int] * 4
@@ -31,31 +33,25 @@ def find_kernel() -> Kernel | None:
     return library.grouped_product
 
 
-def is_supported(x: Tensor, codes: Tensor, scale: Tensor) -> bool:
-    """Return whether the kernel computes a product: its dtype and sizes."""
-    inner, unit = x.shape[-1], 32 if codes.dtype == torch.uint8 else 16  # the kernel dequantises so many at once
-    return (
-        x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and inner <= MAX_INNER
-        and len(codes) >= MIN_FEATURES
-        and inner // scale.shape[1] % unit == 0
-    )
-
-
-def multiply(
-    kernel: Kernel, x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | None, bias: Tensor | None
-) -> Tensor:
-    """Return `x @ weight.T + bias`, `[..., F]`, with the arguments of `grouped_linear`.
+def multiply(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """Return `x @ weight.T + bias`, `[..., F]`, with the arguments of `grouped_linear`; None if the kernel cannot.
 
     Up to `MAX_FEW_TOKENS`, sums are in float32, and the bits of a token do not depend on the other tokens.
     """
-    if x.shape.numel() > MAX_FEW_TOKENS * x.shape[-1]:
+    # A small product takes as few microseconds as these lines do, so that no conversion is called in vain.
+    features, (*outer, inner), dtype, kernel = codes.shape[0], x.shape, x.dtype, find_kernel()
+    if kernel is None or features < MIN_FEATURES or inner > MAX_INNER or dtype not in DTYPES:
+        return None
+    if inner // scale.shape[1] % UNITS[codes.dtype]:
+        return None
+    tokens = x.numel() // inner
+    if tokens > MAX_FEW_TOKENS:
         return _multiply_dequantized(kernel, x, codes, scale, minimum, bias)
-    out = torch.empty(*x.shape[:-1], len(codes))
-    if x.numel():
-        bias = None if bias is None else bias.float()
-        _call(kernel, x.float().contiguous(), codes, scale, minimum, bias, out, x.shape[-1])
-    return out.to(x.dtype)
+    out, is_wide = torch.empty((*outer, features)), dtype is torch.float32
+    if tokens:
+        wide = (x if is_wide else x.float()).contiguous()
+        _call(kernel, tokens, wide, codes, scale, minimum, None if bias is None else bias.float(), out)
+    return out if is_wide else out.to(dtype)
 
 
 def _multiply_dequantized(
@@ -66,22 +62,22 @@ def _multiply_dequantized(
     for tile in range(tiles):  # of one size, so that none has too few rows for the kernel
         rows = slice(features * tile // tiles, features * (tile + 1) // tiles)
         wide = torch.empty(rows.stop - rows.start, inner)
-        _call(kernel, None, codes[rows], scale[rows], None if minimum is None else minimum[rows], None, wide, inner)
+        _call(kernel, 0, None, codes[rows], scale[rows], None if minimum is None else minimum[rows], None, wide)
         parts.append(linear(x, wide.to(x.dtype), None if bias is None else bias[rows].to(x.dtype)))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def _call(
-    kernel: Kernel, x: Tensor | None, codes: Tensor, scale: Tensor, minimum: Tensor | None, bias: Tensor | None,
-    out: Tensor, inner: int,
+    kernel: Kernel, tokens: int, x: Tensor | None, codes: Tensor, scale: Tensor, minimum: Tensor | None,
+    bias: Tensor | None, out: Tensor,
 ) -> None:  # fmt: skip
     """Write the product to `out`, or the weight if there is no `x`; all are contiguous."""
-    features = len(codes)
+    (features, width), bits = codes.shape, 4 if codes.dtype is torch.uint8 else 8
+    inner = width * 8 // bits
     kernel(
-        0 if x is None else x.data_ptr(), codes.data_ptr(), scale.data_ptr(),
-        0 if minimum is None else minimum.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
-        0 if x is None else x.numel() // inner, features, inner, inner // scale.shape[1],
-        4 if codes.dtype == torch.uint8 else 8, scale.dtype == torch.float32,
-        minimum is not None and minimum.dtype == torch.float32,
-        torch.get_num_threads() if codes.numel() >= MIN_SHARED else 1,
+        None if x is None else x.data_ptr(), codes.data_ptr(), scale.data_ptr(),
+        None if minimum is None else minimum.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
+        tokens, features, inner, inner // scale.shape[1], bits, scale.dtype is torch.float32,
+        minimum is not None and minimum.dtype is torch.float32,
+        torch.get_num_threads() if features * inner >= MIN_SHARED else 1,
     )  # fmt: skip
