@@ -17,7 +17,7 @@ from redrafter.app.program import import_libraries, run_command
 from redrafter.checkpoints.merged import Defaults
 from redrafter.checkpoints.mtp_layer import find_layer
 from redrafter.errors import ArgumentError
-from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, check_path, kind_of, read_json
+from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, check_path, kind_of, read_json, scheme_name
 from redrafter.files.drafter_kinds import drafter_kinds
 from redrafter.files.gguf_file import find_gguf
 from redrafter.files.headers import DTYPE_NAMES, read_headers
@@ -51,7 +51,7 @@ def describe_files(directory: Path) -> dict[str, object] | None:
         if not isinstance(names, list) or not all(type(text.get(size)) is int for size in SIZES):
             return None
         quantization = config.get("quantization_config")
-        method = str(quantization.get("quant_method")) if isinstance(quantization, dict) else None
+        method = scheme_name(quantization) if isinstance(quantization, dict) else None
         document["model"] = model_facts(", ".join(map(str, names)), [text[size] for size in SIZES], stored, method)
     if kind == "model":
         return document | {"unchecked": UNCHECKED} if find_layer(stored) is None else None
@@ -82,7 +82,7 @@ def model_facts(architecture: str, sizes: Sequence[int | None], tensors: Stored,
         architecture: Names of its class.
         sizes: The values of `SIZES`; None if unknown.
         tensors: Shape and number format of each tensor.
-        method: Name of the quantization method; None if the model is not quantised.
+        method: Name of the quantisation; None if the model is not quantised.
     """
     facts = {"architecture": architecture, **stored_facts(tensors)}
     facts |= zip(("hidden_size", "layers", "vocabulary", "context"), sizes, strict=True)

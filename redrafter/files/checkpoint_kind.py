@@ -3,7 +3,7 @@
 import json
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,24 @@ SHAPE_FILE = "redrafter.json"  # of a merged checkpoint: the tree shape and othe
 TOKENIZER_FILES = (  # of which each tokenizer has at least one
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json"),
 )
+
+
+def scheme_name(settings: Mapping[str, Any]) -> str:
+    """Return a name of the quantisation in a config.json, such as `gptq, 4 bits in groups of 128`."""
+    found = dict(reversed(list(_leaves(settings))))  # of several values of a key, the first one
+    keys = ("quant_method", "format", "quant_algo", "fmt", "_type")
+    named = " ".join(str(found[key]) for key in keys if found.get(key)) or "of an unnamed method"
+    bits, group = found.get("num_bits") or found.get("bits"), found.get("group_size")
+    grouped = f" in groups of {group}" if isinstance(group, int) and group > 0 else ""
+    return f"{named}, {bits} bits{grouped}" if bits else named
+
+
+def _leaves(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value)
+        else:
+            yield key, value
 
 
 def kind_of(directory: Path) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from redrafter.errors import CheckpointError, UnsupportedError, first_line
-from redrafter.files.checkpoint_kind import read_json
+from redrafter.files.checkpoint_kind import read_json, scheme_name
 from redrafter.files.dtype_names import dtype_name
 from redrafter.formats.tensors import StoredTensor, Tensors, empty
 from redrafter.model.quantized_layers import multiply_blocks
@@ -63,19 +63,13 @@ def read_quantized(
             read[name] = _scaled(tensor, scale, block, dtype, directory)
         elif scale is not None or tensor.dtype not in (*_FLOATS, torch.int64, torch.bool):
             raise UnsupportedError(
-                f"{directory} is quantised ({_describe(settings)}: {name} is {dtype_name(tensor.dtype)}), and of "
+                f"{directory} is quantised ({scheme_name(settings)}: {name} is {dtype_name(tensor.dtype)}), and of "
                 "quantised drafters only FP8 weights are read: give the drafter that it was made from; "
                 "--draft-quantization fp8 rounds its weights to 8 bits when it is loaded"
             )
         else:
             read[name] = tensor
     return unquantized, read
-
-
-def _describe(settings: Mapping[str, Any]) -> str:
-    """Return what a quantisation calls itself, such as `compressed-tensors nvfp4-pack-quantized`."""
-    found = (settings.get(key) for key in ("quant_method", "format", "quant_algo", "fmt"))
-    return " ".join(str(name) for name in found if name) or "of an unnamed method"
 
 
 def _block_size(settings: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -26,6 +26,7 @@ from redrafter.files.checkpoint_kind import (
     config_errors,
     kind_of,
     read_json,
+    scheme_name,
 )
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.gguf_file import GgufModel, find_gguf, find_parts, read_gguf, shape_of
@@ -110,7 +111,7 @@ class SourceBase:
             settings = self.trtllm_config.get("quantization") or {}
             return settings.get("quant_algo") or settings.get("kv_cache_quant_algo")
         entries = quantization_of(self.config)
-        return None if entries is None else str(entries.get("quant_method"))
+        return None if entries is None else scheme_name(entries)
 
 
 def open_base(directory: Path) -> SourceBase:

@@ -1,0 +1,142 @@
+"""Bases that AWQ, GPTQ, compressed-tensors or torchao has packed, loaded without these packages."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, TorchAoConfig
+
+from helpers.models import tiny_drafter, tiny_model
+from helpers.packed import AWQ, GPTQ, as_awq, as_compressed, as_gptq, save_packed
+from redrafter import CheckpointError, ReDrafter, ReDrafterWarning, UnsupportedError
+from redrafter.checkpoints import models, packed_loading
+from redrafter.checkpoints.drafters import embedding_norms
+from redrafter.checkpoints.models import load_model
+from redrafter.model.linear_layers import is_quantized
+from redrafter.model.quantized_layers import GroupedLinear
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+FORMATS = {
+    "awq": (AWQ, as_awq),
+    "gptq": (GPTQ, as_gptq),
+    "gptq of 8 bits": (GPTQ | {"bits": 8}, as_gptq),
+}
+PROMPT = torch.tensor([[5, 6, 7, 8]])
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    """Have grouped layers on every device."""
+    for module in (packed_loading, models):
+        monkeypatch.setattr(module, "is_fast", lambda device: True)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_packed_bases_decode_as_transformers_does_with_their_numbers(tmp_path, name):
+    plain = tiny_model("llama", **SIZES)
+    save_packed(tmp_path, plain, *FORMATS[name])
+    norms = embedding_norms(plain.get_input_embeddings().weight)
+    drafter = tiny_drafter(hidden_size=64, draft_beams=3, base_embedding_norms=norms)
+    engine = ReDrafter.from_pretrained(tmp_path, drafter, dtype="float32")
+    grouped = [x for x in engine.target.model.modules() if isinstance(x, GroupedLinear)]
+    assert len(grouped) == 7 * plain.config.num_hidden_layers
+    assert not is_quantized(engine.target.model.config)
+    expected = plain.generate(PROMPT, max_new_tokens=30, do_sample=False, eos_token_id=None)
+    for speculate in (True, False):
+        assert torch.equal(engine.generate(PROMPT, max_new_tokens=30, eos_token_id=[], speculate=speculate), expected)
+    assert torch.equal(engine.target.model.generate(PROMPT, max_new_tokens=30, eos_token_id=None), expected)
+
+
+def load(folder, **options):
+    """Load a model in float32, on the CPU."""
+    return load_model(folder, **({"dtype": "float32", "device": None, "trust_remote_code": False} | options))
+
+
+def grouped_layers(model) -> list[str]:
+    """Return the names of grouped layers."""
+    return [name for name, layer in model.named_modules() if isinstance(layer, GroupedLinear)]
+
+
+def logits(model) -> torch.Tensor:
+    """Return the logits of the prompt."""
+    with torch.no_grad():
+        return model(PROMPT).logits
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "phi3"])
+def test_biases_experts_and_merged_projections(tmp_path, kind):
+    plain = tiny_model(kind, **SIZES)
+    with torch.no_grad():
+        for name, bias in plain.named_parameters():
+            bias.normal_() if name.endswith("bias") else None
+    model = load(save_packed(tmp_path, plain, GPTQ, as_gptq))
+    assert len(grouped_layers(model)) == 3 * (4 if kind == "phi3" else 7 if kind == "qwen2" else 4)
+    assert torch.allclose(logits(model), logits(plain), atol=1e-5)
+
+
+def test_without_a_kernel_all_weights_are_dequantised_in_the_dtype_of_the_checkpoint(tmp_path, monkeypatch):
+    plain = tiny_model("llama", **SIZES).half()
+    save_packed(tmp_path, plain)
+    assert load(tmp_path, dtype="auto").dtype == torch.float32  # activations
+    for module in (packed_loading, models):
+        monkeypatch.setattr(module, "is_fast", lambda device: False)
+    model = load(tmp_path, dtype="auto")
+    assert model.dtype == torch.float16
+    assert not grouped_layers(model)
+    assert torch.equal(model.model.layers[0].mlp.up_proj.weight, plain.model.layers[0].mlp.up_proj.weight)
+
+
+def test_layers_with_permuted_groups_are_dequantised_with_a_warning(tmp_path):
+    plain = tiny_model("llama", **SIZES)
+    save_packed(tmp_path, plain, GPTQ | {"desc_act": True}, as_gptq)
+    state = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj"
+    state[f"{name}.g_idx"] = state[f"{name}.g_idx"].flip(0).contiguous()
+    for part in ("scales", "qzeros"):
+        state[f"{name}.{part}"] = state[f"{name}.{part}"].flip(0).contiguous()
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.warns(ReDrafterWarning, match="1 packed weights of .* such as model.layers.1.mlp.down_proj.weight"):
+        model = load(tmp_path)
+    assert len(grouped_layers(model)) == 20
+    assert torch.allclose(logits(model), logits(plain), atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bases_of_compressed_tensors_equal_those_that_it_loads_itself(tmp_path, bits):
+    pytest.importorskip("compressed_tensors")
+    weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": 32}
+    group = {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}
+    entries = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+    entries |= {"ignore": ["lm_head"], "quantization_status": "compressed", "bits": bits}
+    save_packed(tmp_path, tiny_model("llama", **SIZES), entries, as_compressed)
+    ours = load(tmp_path)
+    assert len(grouped_layers(ours)) == 21
+    theirs = load(tmp_path, quantization_config=CompressedTensorsConfig())
+    assert not grouped_layers(theirs)
+    assert torch.allclose(logits(ours), logits(theirs), atol=1e-2)  # float16 there
+
+
+def test_bases_of_torchao_equal_those_that_it_loads_itself(tmp_path):
+    ao = pytest.importorskip("torchao.quantization")
+    plain, folder = tmp_path / "plain", tmp_path / "packed"
+    tiny_model("llama", **SIZES).save_pretrained(plain)
+    kwargs = {"quantization_config": TorchAoConfig(ao.Int8WeightOnlyConfig())}
+    AutoModelForCausalLM.from_pretrained(plain, **kwargs).save_pretrained(folder)
+    ours, theirs = load(folder), load(folder, **kwargs)
+    assert len(grouped_layers(ours)) == 21
+    assert torch.allclose(logits(ours), logits(theirs), atol=1e-5)
+
+
+def test_a_packed_base_is_quantised_once(tmp_path):
+    save_packed(tmp_path, tiny_model("llama", **SIZES))
+    with pytest.raises(UnsupportedError, match="int4 weights in groups of 32 already"):
+        load(tmp_path, quantization="fp8")
+
+
+def test_tensors_that_do_not_fit_the_model_are_refused(tmp_path):
+    save_packed(tmp_path, tiny_model("llama", **SIZES))
+    state = load_file(tmp_path / "model.safetensors")
+    for part in ("qweight", "qzeros", "scales"):
+        state[f"model.layers.0.mlp.up_proj.{part}"] = state[f"model.layers.0.mlp.up_proj.{part}"][:, :8].contiguous()
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="up_proj"):
+        load(tmp_path)
