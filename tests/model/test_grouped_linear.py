@@ -15,6 +15,7 @@ from redrafter.kernels.grouped_weight import GroupedWeight, quantize_groups
 from redrafter.model.linear_layers import forward_bytes, fuse_layers
 from redrafter.model.options import SCHEMES as NAMES
 from redrafter.model.quantized_layers import SCHEMES, GroupedLinear, quantize_linears, quantized_form, round_to_groups
+from redrafter.model.target import Target
 from redrafter.model.weights import NewWeights, snapshot
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": True}
@@ -34,6 +35,13 @@ def test_drafted_texts_are_those_of_plain_decoding(scheme, architecture, on):
     engine = on(with_tree(quantized(scheme, architecture), tiny_drafter(hidden_size=64), 3, 4))
     assert engine.target.rounding == 0
     check_texts(engine)
+
+
+def test_a_bfloat16_model_passes_its_self_test_in_float32():
+    """That mode gives functions converted copies of their arguments, whose memory a kernel must not outlive."""
+    model = tiny_model("llama", **SIZES).to(torch.bfloat16)
+    quantize_model(model, "llama", "int4")
+    assert Target(model).rounding == 0
 
 
 @pytest.mark.parametrize("form", [{}, {"recurrence": "gated", "target_layers": (0, 1), "head_rank": 32}, None])
