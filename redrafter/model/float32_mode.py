@@ -12,7 +12,8 @@ from redrafter.model.patch import count_writes
 
 HALF = (torch.float16, torch.bfloat16)
 MAX_HELD_BYTES = 2 << 30  # memory of weights in float32 on a CPU
-_NOT_WIDENED = frozenset({"__get__", "__set__", "__setitem__"})  # functions that refer to the tensor object itself
+# Functions that refer to the tensor object itself, or to its memory: kernels for CPUs read numbers as they are stored.
+_NOT_WIDENED = frozenset({"__get__", "__set__", "__setitem__", "data_ptr"})
 
 _EMBEDDING: Any = functional.embedding
 

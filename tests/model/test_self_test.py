@@ -13,6 +13,8 @@ from torch.nn import functional
 from redrafter import PromptLookup, UnsupportedError
 from redrafter.checkpoints.models import bind, load_model
 from redrafter.files.home import HOME, KeptResults
+from redrafter.kernels.grouped_linear import multiply_grouped
+from redrafter.kernels.grouped_weight import quantize_groups
 from redrafter.model import float32_mode, passed_tests, self_test
 from redrafter.model.float32_mode import InFloat32
 
@@ -44,6 +46,14 @@ def test_in_float32_a_weight_is_converted_once_unless_the_copy_was_written_to(mo
         copy = layer.weight.to(torch.float32)  # code that is right without the mode, which gives it a copy of its own
         copy += 1
         assert torch.equal(layer(x), expected)
+
+
+def test_in_float32_a_product_with_grouped_weights_reads_scales_as_they_are_stored():
+    weight = quantize_groups(torch.randn(64, 64), 4)
+    parts, x = (weight.codes, weight.scale, weight.minimum, None), torch.randn(14, 64)
+    expected = multiply_grouped(x, *parts)
+    with InFloat32():
+        assert torch.equal(multiply_grouped(x, *parts), expected)
 
 
 @pytest.mark.parametrize("limit", [0, 4 * 24])
