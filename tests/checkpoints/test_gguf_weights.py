@@ -76,6 +76,8 @@ def test_numbers_are_those_of_gguf_bit_by_bit(kind):
     assert torch.equal(dequantize(tensor, torch.bfloat16, rows), expected[rows].bfloat16())
     experts = Tensor(data[:4].reshape(2, 2, -1), kind)
     assert torch.equal(dequantize(experts), expected[:4].view(2, 2, -1))
+    one = random_blocks(kind, 1, gguf.GGML_QUANT_SIZES[kind][0])  # a block, whose parts are contiguous where they are
+    assert torch.equal(dequantize(Tensor(one, kind)), torch.from_numpy(gguf.dequantize(one, kind)))
     assert expected.std() == pytest.approx(0.2, rel=0.5)
 
 
