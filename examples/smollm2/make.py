@@ -46,7 +46,8 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         print(f"making {args.out}, once: downloads 98 MB, takes half a minute", file=sys.stderr)
         file = args.gguf or download(folder)
-        model = load_model(file, dtype="auto", device="cpu", trust_remote_code=False)
+        ordinary = transformers.GgufConfig(dequantize=True)  # layers that can be saved
+        model = load_model(file, dtype="bfloat16", device="cpu", trust_remote_code=False, quantization_config=ordinary)
         tokenizer = load_tokenizer(file)
     model.generation_config.update(**SAMPLING)
 
