@@ -3,6 +3,10 @@
 Weights are the numbers of `GroupedWeight`, inputs are not quantised, and sums are in float32.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
@@ -10,6 +14,21 @@ from torch.nn.functional import linear
 from redrafter import kernels
 from redrafter.kernels.cpu import grouped_product
 from redrafter.kernels.grouped_weight import GroupedWeight
+
+_IN_ONE_ORDER: ContextVar[bool] = ContextVar("in_one_order", default=False)
+
+
+@contextmanager
+def in_one_order() -> Iterator[None]:
+    """Have products add up in one order for any number of tokens within the context.
+
+    Many tokens are otherwise multiplied by torch's product, which is faster.
+    """
+    token = _IN_ONE_ORDER.set(True)
+    try:
+        yield
+    finally:
+        _IN_ONE_ORDER.reset(token)
 
 
 @torch.library.custom_op("redrafter::grouped_linear", mutates_args=())
@@ -38,6 +57,10 @@ def widened_linear(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | No
 
 
 def _multiply_on_cpu(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | None, bias: Tensor | None) -> Tensor:
+    most, inner = grouped_product.MAX_FEW_TOKENS, x.shape[-1]
+    if _IN_ONE_ORDER.get() and x.numel() > most * inner:
+        parts = [_multiply_on_cpu(part, codes, scale, minimum, bias) for part in x.reshape(-1, inner).split(most)]
+        return torch.cat(parts).view(*x.shape[:-1], -1)
     product = grouped_product.multiply(x, codes, scale, minimum, bias)
     return widened_linear(x, codes, scale, minimum, bias) if product is None else product
 
@@ -70,7 +93,7 @@ if kernels.TRITON:
     @grouped_linear.register_kernel("cuda")
     def _(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | None, bias: Tensor | None) -> Tensor:
         flat, weight = x.reshape(-1, x.shape[-1]), GroupedWeight(codes, scale, minimum)
-        if len(flat) > kernels.grouped_matmul.MAX_TOKENS:
+        if len(flat) > kernels.grouped_matmul.MAX_TOKENS and not _IN_ONE_ORDER.get():
             wide = kernels.grouped_matmul.widen_grouped(weight, x.dtype)
             out = linear(flat, wide, None if bias is None else bias.to(x.dtype))
         else:

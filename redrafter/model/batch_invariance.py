@@ -21,6 +21,7 @@ from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.errors import UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.kernels.grouped_linear import in_one_order
 from redrafter.kernels.invariant_linear import in_full_vectors, invariant_expert_linear, invariant_linear
 from redrafter.model.forward_batch import ForwardBatch
 from redrafter.model.patch import ModelPatch
@@ -111,7 +112,7 @@ class RowByRow:
     """Patches a forward so that a model computes each row as it would alone, except attention.
 
     Linear layers, and all calls of `torch.nn.functional.linear`, use `invariant_linear`, and experts use
-    `experts_row_by_row`.
+    `experts_row_by_row`. Layers with groups of 4 or 8 bits have an operator of their own, which does so `in_one_order`.
     """
 
     def __init__(self, model: nn.Module, device: torch.device):
@@ -126,6 +127,7 @@ class RowByRow:
         for config in self._configs:
             patch.set(config, "_experts_implementation", EXPERTS_NAME)
         patch.enter(_InvariantLinears())
+        patch.enter(in_one_order())
         # On a GPU two sizes that are equal by chance when the forward is compiled stay distinct, and all share one
         # variant.
         patch.enter(_FullVectors() if self._on_cpu else fx_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]

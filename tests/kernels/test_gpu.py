@@ -22,6 +22,7 @@ from helpers.seeing_models import prompts_with_images, tiny_seeing_model
 from helpers.vocabularies import renumbered
 from redrafter import DraftTarget, Engine, ReDrafter
 from redrafter.attention.tree_attention import tree_attention_reference
+from redrafter.checkpoints.models import quantize_model
 from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.engine.options import EngineOptions
 from redrafter.kernels.attention_inputs import AttentionInputs
@@ -76,6 +77,18 @@ def test_captured_steps_write_what_model_generate_writes(architecture):
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_compiled_steps_write_what_model_generate_writes(architecture):
     check(on_gpu(architecture, compile=True))
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["captured", "compiled"])
+@pytest.mark.parametrize("scheme", ["int4", "int8"])
+def test_a_base_with_groups_of_small_integers_writes_what_model_generate_writes(scheme, compile):
+    model = tiny_model("llama", hidden_size=64, intermediate_size=96).cuda()
+    quantize_model(model, "llama", scheme)
+    engine = with_tree(model, tiny_drafter(hidden_size=64).cuda(), 5, 5)
+    engine.options = EngineOptions(kv_cache_free_gpu_memory_fraction=0.1, compile=compile)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*slower", UserWarning)  # a step that cannot be captured says so
+        check(engine)
 
 
 @pytest.mark.parametrize("compile", [False, True], ids=["captured", "compiled"])
@@ -430,11 +443,15 @@ def test_rejection_sampling_keeps_the_distribution(devices):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen3_moe", "gpt_oss", "llama in int4"])
 def test_batch_invariant_steps_change_no_bit(architecture, dtype):
     ids, mask = batch()
     options = EngineOptions(kv_cache_free_gpu_memory_fraction=0.1, batch_invariant=True)
-    target = Target(tiny_model(architecture).to("cuda", dtype))
+    name, _, scheme = architecture.partition(" in ")
+    model = tiny_model(name).to("cuda", dtype)
+    if scheme:
+        quantize_model(model, name, scheme)
+    target = Target(model)
     engine = ReDrafter(target, tiny_drafter().to("cuda", dtype), TreeShape(5, 5, 999), options=options)
     arguments = {"max_new_tokens": NEW, "min_new_tokens": NEW, "return_dict_in_generate": True, "output_logits": True}
     for kind in ({"do_sample": False}, SAMPLING, PROCESSED):

@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 from helpers.attention import DEVICE
 from helpers.models import assert_close_by_scale
 from redrafter.kernels import grouped_matmul
+from redrafter.kernels.grouped_linear import grouped_linear, in_one_order
 from redrafter.kernels.grouped_matmul import grouped_product, widen_grouped
 from redrafter.kernels.grouped_weight import GroupedWeight, quantize_groups
 from redrafter.kernels.launch import Tiling
@@ -95,6 +96,35 @@ def test_how_many_tokens_there_are_changes_no_bit_of_one(bits, features, inner, 
     for tokens in (1, 17, 33, 65):
         few = grouped_product(x[:tokens], weight)
         assert torch.equal(few, many[:tokens]) if CUDA else torch.allclose(few, many[:tokens], atol=0.02)
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+@pytest.mark.parametrize(("bits", "dtype"), [(4, torch.bfloat16), (8, torch.float16), (4, torch.float32)])
+def test_many_tokens_change_no_bit_where_products_have_one_order(bits, dtype):
+    x, weight = random(1000, 4096, dtype=dtype), quantized(bits, 1024, 4096, 32)
+    parts = weight.codes, weight.scale, weight.minimum, None
+    with in_one_order():
+        many = grouped_linear(x, *parts)
+    assert torch.equal(many[:1], grouped_linear(x[:1], *parts))
+    assert_close_by_scale(grouped_linear(x, *parts).double(), full(x, weight), CLOSE[dtype])
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+def test_a_product_is_one_operator_of_a_compiled_and_captured_forward():
+    x, weight = random(26, 256, dtype=torch.bfloat16), quantized(4, 128, 256, 32)
+
+    def forward(x):
+        return grouped_linear(2 * x, weight.codes, weight.scale, weight.minimum, None).relu()
+
+    expected, compiled, graph = forward(x), torch.compile(forward, fullgraph=True), torch.cuda.CUDAGraph()
+    assert torch.equal(compiled(x), expected)
+    with torch.cuda.graph(graph):
+        out = compiled(x)
+    for tokens in (x, x.flip(0)):
+        expected = forward(tokens)
+        x.copy_(tokens)
+        graph.replay()
+        assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("dtype", HALF)
