@@ -34,7 +34,7 @@ from redrafter.app.flags import read_options
 from redrafter.app.loading import NO_DRAFT_OPTIONS, Pair, check_options
 from redrafter.app.options import LoadOptions
 from redrafter.app.program import run_command
-from redrafter.checkpoints.models import quantize_model
+from redrafter.checkpoints.quantization import quantize_model
 from redrafter.cli.measure import bench_pair
 from redrafter.cli.measure_options import BenchOptions, build_parser
 from redrafter.drafting.drafter import RecurrentDrafter

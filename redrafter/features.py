@@ -89,7 +89,6 @@ TENSOR_PARALLELISM = Feature(
         RECURRENT_STATES: "states are not split between processes",
         QUANTISED_WEIGHTS: "quantised weights cannot be split yet",
         FP8_WEIGHTS: "quantised weights cannot be split yet",
-        GROUPED_WEIGHTS: "quantised weights cannot be split yet",
         GGUF_FILE: "the file is read whole",
     },
 )

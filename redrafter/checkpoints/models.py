@@ -28,15 +28,13 @@ from transformers.utils.hub import cached_file
 
 from redrafter.checkpoints.gguf_weights import GgufWeights
 from redrafter.checkpoints.packed_loading import packed_arguments
+from redrafter.checkpoints.quantization import feature_of, quantize_model
 from redrafter.drafting.step_times import LARGE_BYTES
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, did_you_mean, first_line, warn
 from redrafter.features import (
-    FP8_WEIGHTS,
     GGUF_FILE,
-    GROUPED_WEIGHTS,
     QUANTISED_WEIGHTS,
     TENSOR_PARALLELISM,
-    Feature,
     FeatureSet,
 )
 from redrafter.files.checkpoint_kind import check_config, check_path, check_source, load_error, wrong_kind_error
@@ -47,13 +45,12 @@ from redrafter.kernels.grouped_linear import is_fast
 from redrafter.model.linear_layers import forward_bytes, is_quantized, quantization_of
 from redrafter.model.options import SCHEMES, STORED_SCHEMES
 from redrafter.model.passed_tests import passed_tests, stamps_of_model
-from redrafter.model.quantized_layers import HEAD_SCHEMES, quantize_linears, quantized_form
 from redrafter.model.supported import base_of
 from redrafter.model.target import Target
 from redrafter.model.weights import hold_in_memory
+from redrafter.parallel.local_shards import use_local_shards
 from redrafter.parallel.ranks import join_ranks
 
-QUANTIZED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Keyword arguments of `load_model` itself; it hands all others to transformers.
 LOAD_ARGUMENTS = ("dtype", "device", "trust_remote_code", "caller", "quantization", "tp_size")
 _WITHOUT = "load it in one process, without tp_size and torchrun"
@@ -183,6 +180,8 @@ def load_model(
     with _device_errors(device):
         # Quantized layer by layer on the way to the device, which need not hold the whole model in 16 bits.
         if quantization is not None:
+            if tp_size != 1:
+                use_local_shards(model)  # whose layers have groups of their own input features
             quantize_model(model, str(name), quantization, device)
         if device is not None:
             model.to(device)
@@ -344,7 +343,7 @@ def check_splits(
     config = config_to_load(name, {**kwargs, "trust_remote_code": trust_remote_code})
     text = config.get_text_config(decoder=True)
     if quantization is not None:
-        shared.check(_feature(quantization))
+        shared.check(feature_of(quantization))
     if "quantization_config" in kwargs or getattr(config, "quantization_config", None):
         shared.check(QUANTISED_WEIGHTS)
     plan = getattr(text, "base_model_tp_plan", None)
@@ -437,48 +436,3 @@ def _check_stored(quantization: str, name: str | Path, load: Mapping[str, Any]) 
             f"quantization={quantization!r} (--quantization {quantization}): {name} is {is_stored}; leave it out, "
             "as how a checkpoint is stored is recognised"
         )
-
-
-def _feature(quantization: str) -> Feature:
-    return FP8_WEIGHTS if quantization == "fp8" else GROUPED_WEIGHTS
-
-
-def quantize_model(model: Any, name: str, scheme: str, device: torch.device | str | None = None) -> None:
-    """Replace the linear layers of a Hugging Face model by quantised ones, and its head as the scheme says.
-
-    Each weight is moved to `device` first, so that the others need no memory there; None leaves it where it is.
-    """
-    feature = _feature(scheme)
-    if is_quantized(model.config):
-        FeatureSet(name, QUANTISED_WEIGHTS).check(feature)
-    if (form := quantized_form(model)) is not None:
-        raise UnsupportedError(f"{name} has {form} already, and weights are quantised once: {feature.remedy}")
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    dtype = embedding.weight.dtype
-    on_gpu = torch.device(embedding.weight.device if device is None else device).type == "cuda"
-    if dtype not in QUANTIZED_DTYPES or (on_gpu and dtype == torch.float32 and scheme == "fp8"):
-        raise ArgumentError(
-            f"{feature.words} are multiplied in bfloat16, float16 or float32, FP8 on a GPU not in float32, and {name} "
-            f"has {dtype_name(dtype)}: add dtype='bfloat16' (--dtype bfloat16)"
-        )
-    # accelerate's hooks keep weights on the meta device until a layer runs.
-    if any(parameter.device.type == "meta" for parameter in model.parameters()):
-        raise UnsupportedError(
-            f"{name} is moved to its device layer by layer, and is not in memory to be quantised: leave out "
-            f"device_map, or {feature.remedy}"
-        )
-    # By identity, since a tied head is the embedding's own parameter.
-    held = {id(x) for module in (embedding, head) if module is not None for x in module.parameters()}
-    count = sum(x.numel() for x in model.parameters() if id(x) not in held)
-    quantized = quantize_linears(model, scheme, keep=(head,), device=device)
-    if not quantized:
-        raise UnsupportedError(f"{name} has no linear layers to quantise: {feature.remedy}")
-    if 2 * quantized < count:
-        warn(
-            f"only {quantized / count:.0%} of the weights of {name}, embedding and head apart, are in linear layers "
-            f"and were quantised to {scheme}; the others, such as weights of experts, were not"
-        )
-    if (
-        of_head := HEAD_SCHEMES[scheme]
-    ) is not None:  # a tied head gets a weight of its own, as the embedding is read by row
-        quantize_linears(model, of_head, device=device)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from redrafter.attention.mask import additive_mask
@@ -106,6 +106,11 @@ class AssistantDrafter(DrafterModel):
         """Wrap transformers' model of an assistant."""
         super().__init__(config)
         self.assistant = assistant
+
+    @property
+    def unquantized(self) -> nn.Module | None:  # type: ignore[override]
+        """The head, where single rows of it are read."""
+        return None if self.assistant.masked_embedding is None else self.assistant.lm_head
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: object, **kwargs: Any) -> object:  # type: ignore[override]

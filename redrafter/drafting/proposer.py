@@ -219,7 +219,7 @@ class SearchProposer(Generic[Context]):
     @property
     def draft_bytes(self) -> int:
         """Bytes of the weights that a draft reads, of the drafter and of the target's head."""
-        head = sum(weight.nbytes for weight in self.target.head.parameters())
+        head = sum(weight.nbytes for weight in self.target.head.state_dict().values())
         reads = self.drafter.part_reads(self.depth).get("target.head", 0)
         return self.drafter.draft_bytes(self.depth) + round(reads * head)
 

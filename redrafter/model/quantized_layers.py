@@ -71,6 +71,10 @@ class QuantizedLinear(nn.Linear):
         """Return the parts, by name, of a new weight `[F, D]`, in the sizes and dtypes that `parts` has."""
 
     @abstractmethod
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weight as that of an ordinary layer, `[F, D]`."""
+
+    @abstractmethod
     def multiply(self, x: Tensor, columns: slice, bias: Tensor | None) -> Tensor:
         """Return the product of inputs `[..., d]` with the weight's columns of those d input features, plus a bias."""
 
@@ -110,6 +114,10 @@ class Float8Linear(QuantizedLinear):
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """Return the parts of a new weight; see `QuantizedLinear`."""
         return dict(zip(("weight", "weight_scale"), quantize_weight(weight), strict=True))
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weight as that of an ordinary layer, `[F, D]`."""
+        return (self.weight.float() * self.weight_scale[:, None]).to(dtype)
 
     def multiply(self, x: Tensor, columns: slice, bias: Tensor | None) -> Tensor:
         """Return the product with some of the input features; see `QuantizedLinear`."""
@@ -161,6 +169,9 @@ class GroupedLinear(QuantizedLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to `[..., D]`."""
         return multiply_grouped(x, self.weight, self.weight_scale, self.weight_minimum, self.bias)
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weight as that of an ordinary layer, `[F, D]`."""
+        return self.grouped().dequantize(dtype)
 
     def multiply(self, x: Tensor, columns: slice, bias: Tensor | None) -> Tensor:
         """Return the product with some of the input features, whole groups; see `QuantizedLinear`."""

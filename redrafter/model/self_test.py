@@ -125,8 +125,7 @@ class SelfTest:
         self._far_logits: dict[tuple[int, tuple[LayerShape, ...]], Tensor] = {}  # of causal forwards
         if not bool(self._near.expected.isfinite().all()):
             raise CheckpointError(
-                f"{target.name} gives logits that are not finite; its weights are damaged, or its dtype is too narrow "
-                "for them"
+                f"{target.name} gives logits that are not finite; its weights are damaged, or too large for its dtype"
             )
         self.rounding = self._measure_rounding() if target.dtype == torch.float32 else 0.0
         by_layer = kinds.by_layer or ()

@@ -16,7 +16,7 @@ from redrafter.cache.dense import CACHE_NAME, cache_argument
 from redrafter.errors import UnsupportedError
 from redrafter.model.forward_batch import decoder_layers, join_hidden
 from redrafter.model.patch import ModelPatch
-from redrafter.model.quantized_layers import GroupedLinear
+from redrafter.model.quantized_layers import QuantizedLinear
 from redrafter.model.recurrent_layers import PromptStates, replace_mixers
 from redrafter.model.traits import learn_traits
 
@@ -40,8 +40,8 @@ class TeacherOutput:
         assert x is not None
         if weight is None:
             head: Any = self.head
-            grouped = isinstance(head, GroupedLinear)
-            weight = head.grouped().dequantize(x.dtype) if grouped else getattr(head, "weight", None)
+            quantized = isinstance(head, QuantizedLinear)
+            weight = head.dequantize(x.dtype) if quantized else getattr(head, "weight", None)
             if not isinstance(weight, Tensor) or weight.shape != (self.logits.shape[-1], x.shape[-1]):
                 weight = None
             if weight is None or weight.dtype.itemsize == 1:

@@ -25,7 +25,7 @@ from redrafter.drafting.drafter_types import make_drafter
 from redrafter.drafting.eagle import EagleDrafter
 from redrafter.drafting.text_drafters import TrainableDrafter, require
 from redrafter.errors import ArgumentError
-from redrafter.model.quantized_layers import GroupedLinear
+from redrafter.model.quantized_layers import QuantizedLinear
 from redrafter.model.supported import config_width
 from redrafter.model.target import context_of
 from redrafter.train.config import TrainConfig
@@ -210,14 +210,16 @@ def _prepare_eagle(drafter: EagleDrafter, model: PreTrainedModel, draft_ids: Ten
 
 def _copy_end(drafter: EagleDrafter | DFlashDrafter, model: PreTrainedModel, draft_ids: Tensor | None) -> None:
     """Start from the base's final norm, and from its head if the drafter has one. Collective if the base is sharded."""
-    width, layer = drafter.config.width, model.get_output_embeddings()
-    head = layer.grouped().dequantize() if isinstance(layer, GroupedLinear) else gather_tensor(layer.weight)
+    width, product = drafter.config.width, model.get_output_embeddings()
+    head = product.dequantize() if isinstance(product, QuantizedLinear) else gather_tensor(product.weight)
     norm = getattr(getattr(model.get_decoder(), "norm", None), "weight", None)  # the final norm, if it has this name
     if isinstance(norm, Tensor) and norm.shape == (width,):
         drafter.norm.weight.copy_(gather_tensor(norm))
     if drafter.lm_head is None:
         return
-    if head.shape == (drafter.config.vocab_size, width) and head.dtype.itemsize > 1:  # FP8 would need its scale
+    if (
+        head.shape == (drafter.config.vocab_size, width) and head.dtype.itemsize > 1
+    ):  # another library's would need its scale
         ids = slice(None) if draft_ids is None else draft_ids.to(head.device)
         drafter.lm_head.weight.copy_(head[ids])
 

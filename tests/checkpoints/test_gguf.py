@@ -57,7 +57,7 @@ ENGINES = {
     "DraftTarget": lambda models, target: DraftTarget.from_pretrained(
         target, models / "file.gguf", num_beams=2, dtype="float32"
     ),
-    "PromptLookup": lambda models, target: PromptLookup.from_pretrained(target, dtype="float32"),
+    "PromptLookup": lambda models, target: PromptLookup.from_pretrained(target, dtype="float32", quantization="gguf"),
 }
 
 

@@ -92,8 +92,9 @@ def test_drafts_are_those_of_transformers_and_change_no_text(on, place, monkeypa
     assert max(checked) > 20  # more than a window
 
 
-def test_trees_of_an_assistant_change_no_text(place):
-    engine = ReDrafter.from_pretrained(base(), place, num_beams=3, draft_len_per_beam=3)
+@pytest.mark.parametrize("scheme", [None, "fp8"])
+def test_trees_of_an_assistant_change_no_text(scheme, place):
+    engine = ReDrafter.from_pretrained(base(), place, num_beams=3, draft_len_per_beam=3, draft_quantization=scheme)
     check_texts(engine)
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from helpers.models import tiny_drafter, tiny_model
 from redrafter import ArgumentError, CheckpointError, DraftTarget, Engine, MismatchError, ReDrafter, UnsupportedError
 from redrafter.checkpoints.drafters import embedding_norms
-from redrafter.checkpoints.models import quantize_model
+from redrafter.checkpoints.quantization import quantize_model
 from redrafter.drafting.proposer import UndraftedProposer
 from redrafter.engine.changes import ChangeDrafter, UpdateWeights
 from redrafter.errors import NotFiniteError

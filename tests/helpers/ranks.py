@@ -23,6 +23,9 @@ NEW = 20  # tokens of a text
 SHARED = {"vocab_size": VOCAB, "num_key_value_heads": 4}
 # Models with fewer key-value heads than ranks, which hold the same ones then: the number of their heads.
 FEW_HEADS = {"llama_of_one_key_head": 1, "llama_of_two_key_heads": 2}
+# A model that is quantised when it is loaded, with whole groups of input features for each of two ranks.
+INT4 = "llama_in_int4"
+IN_GROUPS = {"head_dim": 16, "intermediate_size": 128}
 WITH_MTP = "llama_with_mtp"  # a Llama whose checkpoint has an MTP layer
 TESTS = Path(__file__).parents[1]
 
@@ -50,7 +53,8 @@ def run_on_ranks(
 
 def make_models(folder: Path, *kinds: str) -> Path:
     """Write tiny models of these architectures, a draft model and a drafter into a folder, and return the folder."""
-    models = {kind: tiny_model(kind, **SHARED) for kind in kinds if kind not in (*FEW_HEADS, WITH_MTP)}
+    models = {kind: tiny_model(kind, **SHARED) for kind in kinds if kind not in (*FEW_HEADS, WITH_MTP, INT4)}
+    models[INT4] = tiny_model("llama", **SHARED | IN_GROUPS)
     models[WITH_MTP] = tiny_model("llama", **SHARED)
     models |= {
         kind: tiny_model("llama", **SHARED | {"num_key_value_heads": heads}) for kind, heads in FEW_HEADS.items()
@@ -69,6 +73,7 @@ def load_engine(folder: Path, kind: str, method: str, tp_size: int) -> Engine:
     """Load a tiny model, on a CPU in double precision, with what drafts for it."""
     dtype = torch.float32 if torch.cuda.is_available() else torch.float64
     load: dict[str, Any] = {"dtype": dtype, "tp_size": tp_size, "experts_implementation": "eager"}
+    load |= {"quantization": "int4", "dtype": torch.float32} if kind == INT4 else {}
     Engine.pauses = False
     if method in ("drafter", "eagle"):
         engine = ReDrafter.from_pretrained(folder / kind, folder / method, **load)

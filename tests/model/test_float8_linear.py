@@ -12,7 +12,7 @@ from helpers.generation import ON_BOTH_CACHES
 from helpers.models import check_texts, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import ArgumentError, DraftTarget, PromptLookup, ReDrafter, UnsupportedError, boxed_pair
 from redrafter.checkpoints.drafters import embedding_norms
-from redrafter.checkpoints.models import quantize_model
+from redrafter.checkpoints.quantization import quantize_model
 from redrafter.engine.options import EngineOptions
 from redrafter.features import FP8_WEIGHTS
 from redrafter.kernels.float8_inputs import round_inputs

@@ -6,18 +6,23 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.adapters import adapted
 from helpers.eagle import random_head
 from helpers.generation import ON_BOTH_CACHES
-from helpers.models import check_texts, tiny_drafter, tiny_model, with_tree
-from redrafter import ArgumentError, MismatchError, UnsupportedError
-from redrafter.checkpoints.models import check_quantization, quantize_model
+from helpers.models import check_texts, tiny_drafter, tiny_model, uneven_batch, with_tree
+from redrafter import ArgumentError, MismatchError, PromptLookup, ReDrafter, UnsupportedError
+from redrafter.checkpoints.models import check_quantization
+from redrafter.checkpoints.quantization import quantize_model
+from redrafter.engine.options import EngineOptions
 from redrafter.kernels.grouped_weight import GroupedWeight, quantize_groups
 from redrafter.model.linear_layers import forward_bytes, fuse_layers
 from redrafter.model.options import SCHEMES as NAMES
 from redrafter.model.quantized_layers import SCHEMES, GroupedLinear, quantize_linears, quantized_form, round_to_groups
 from redrafter.model.target import Target
+from redrafter.model.teacher import Teacher
 from redrafter.model.weights import NewWeights, snapshot
 
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": True}
 
 
@@ -151,6 +156,49 @@ def test_new_weights_that_do_not_fit_are_refused():
     large["model.layers.1.mlp.up_proj.weight"][0, 0] = 1e5
     found = NewWeights.for_module(quantized(), large, "tiny").not_finite
     assert found == ["model.layers.1.mlp.up_proj.weight"], "scales are float16"
+
+
+def test_adapters_are_added_to_the_products_of_groups(tmp_path):
+    theirs = adapted(model=quantized(), target_modules=["q_proj", "down_proj"])
+    theirs.save_pretrained(tmp_path)
+    engine = with_tree(quantized(), tiny_drafter(hidden_size=64), 3, 3)
+    engine.load_adapter("one", tmp_path)
+    ids, mask = uneven_batch()
+    whole, drafted = (engine.generate(ids, mask, adapter="one", speculate=x, **GREEDY) for x in (False, True))
+    assert torch.equal(drafted, whole)
+    assert torch.equal(whole, theirs.generate(input_ids=ids, attention_mask=mask, **GREEDY))
+
+
+def test_a_batch_invariant_model_has_the_same_bits_in_any_batch():
+    options = EngineOptions(batch_invariant=True)
+    engine = ReDrafter(Target(quantized()), tiny_drafter(hidden_size=64), options=options)
+    check_texts(engine)
+
+
+def test_a_drafter_is_trained_through_the_head_of_a_quantised_base():
+    base = quantized()
+    with Teacher(base) as teacher:
+        read = teacher.read_batch(torch.arange(8)[None])
+    x = torch.randn(1, 2, 64)
+    _, weight = read.fill_head((x, None))
+    assert torch.equal(weight, base.lm_head.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("stored", "word", "said"),
+    [
+        ({}, "awq", r"quantization='awq' \(--quantization awq\): .* is not quantised; leave it out"),
+        ({"quant_method": "gptq"}, "awq", "is stored as gptq; leave it out"),
+        ({"load_in_4bit": True}, "gguf", "is stored as bitsandbytes; leave it out"),
+    ],
+)
+def test_a_word_for_another_form_of_checkpoint_is_refused_with_the_right_one(stored, word, said, tmp_path):
+    model = tiny_model("llama")
+    if stored:
+        model.config.quantization_config = stored
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(ArgumentError, match=said):
+        PromptLookup.from_pretrained(tmp_path, quantization=word)
 
 
 def test_every_scheme_has_a_name_of_its_own():

@@ -23,7 +23,7 @@ from helpers.quantized import keys, save_compressed
 from redrafter import ReDrafter, ReDrafterWarning, UnsupportedError, boxed_pair
 from redrafter.attention.mask import TreeSlots
 from redrafter.checkpoints.drafters import embedding_norms
-from redrafter.checkpoints.models import quantize_model
+from redrafter.checkpoints.quantization import quantize_model
 from redrafter.formats.sources import open_base
 from redrafter.model.linear_layers import is_quantized, linear_calls, shared_scales
 from redrafter.model.target import Target

@@ -15,7 +15,7 @@ JOBS = {
     2: [
         *("llama:drafter", "qwen3:drafter", "gemma2:drafter", "qwen3_moe:drafter"),
         *("llama:draft model", "llama:lookup", "llama:astray", "llama:eagle"),
-        *("llama_with_mtp:mtp", "llama_of_one_key_head:drafter"),
+        *("llama_with_mtp:mtp", "llama_of_one_key_head:drafter", "llama_in_int4:drafter"),
     ],
     4: ["llama:drafter", "qwen3_moe:drafter", "llama:draft model", "llama_of_two_key_heads:drafter"],
 }

@@ -100,6 +100,7 @@ def test_how_a_model_cannot_be_split_is_said(tmp_path, make: Callable, tp_size, 
     [
         ({"tp_size": 2}, ArgumentError, "torchrun --nproc-per-node 2"),
         ({"tp_size": 2, "quantization": "fp8"}, UnsupportedError, "leave out quantization='fp8'"),
+        ({"tp_size": 2, "quantization": "int4"}, ArgumentError, "torchrun --nproc-per-node 2"),
         ({"drafter_tp_size": 2}, ArgumentError, "leave out drafter_tp_size"),  # a drafter is never split
     ],
 )
