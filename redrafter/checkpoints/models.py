@@ -28,7 +28,7 @@ from transformers.utils.hub import cached_file
 
 from redrafter.checkpoints.gguf_weights import GgufWeights
 from redrafter.checkpoints.packed_loading import packed_arguments
-from redrafter.checkpoints.quantization import feature_of, quantize_model
+from redrafter.checkpoints.quantization import feature_of, quantize_model, settle_groups
 from redrafter.drafting.step_times import LARGE_BYTES
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, did_you_mean, first_line, warn
 from redrafter.features import (
@@ -45,6 +45,7 @@ from redrafter.kernels.grouped_linear import is_fast
 from redrafter.model.linear_layers import forward_bytes, is_quantized, quantization_of
 from redrafter.model.options import SCHEMES, STORED_SCHEMES
 from redrafter.model.passed_tests import passed_tests, stamps_of_model
+from redrafter.model.quantized_layers import quantized_form
 from redrafter.model.supported import base_of
 from redrafter.model.target import Target
 from redrafter.model.weights import hold_in_memory
@@ -185,12 +186,13 @@ def load_model(
             quantize_model(model, str(name), quantization, device)
         if device is not None:
             model.to(device)
+        settle_groups(model, str(name), as_saved)
         hold_in_memory(model)
         if model.device.type == "cpu":
             # transformers loads to the CPU unless it is given a device, so a GPU would be left idle without a word.
             if device is None and "device_map" not in kwargs and torch.cuda.is_available():
                 warn(f"{name} is on the CPU: device='cuda' decodes on the GPU")
-            elif as_saved and quantization is None and not is_quantized(model.config):
+            elif as_saved and quantized_form(model) is None and not is_quantized(model.config):
                 _recommend_dtype(model, str(name))
         return model
 

@@ -8,9 +8,17 @@ from torch import nn
 from redrafter.errors import ArgumentError, UnsupportedError, warn
 from redrafter.features import FP8_WEIGHTS, GROUPED_WEIGHTS, QUANTISED_WEIGHTS, Feature, FeatureSet
 from redrafter.files.dtype_names import dtype_name
+from redrafter.kernels.grouped_linear import is_fast
 from redrafter.kernels.grouped_weight import BLOCK
 from redrafter.model.linear_layers import is_quantized
-from redrafter.model.quantized_layers import HEAD_SCHEMES, quantize_linears, quantized_form
+from redrafter.model.quantized_layers import (
+    HEAD_SCHEMES,
+    GroupedLinear,
+    quantize_linears,
+    quantized_form,
+    quantized_layers,
+    widen_layers,
+)
 from redrafter.parallel.local_shards import SummedLinear
 
 QUANTIZED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -66,3 +74,22 @@ def quantize_model(model: Any, name: str, scheme: str, device: torch.device | st
         of_head := HEAD_SCHEMES[scheme]
     ) is not None:  # a tied head gets a weight of its own, as the embedding is read by row
         quantize_linears(model, of_head, device=device)
+
+
+def settle_groups(model: Any, name: str, as_saved: bool) -> None:
+    """Choose how a model with grouped weights, if it has any, computes on the device where it is now.
+
+    On a CPU it computes in float32, unless another dtype was asked for (`as_saved` is false): products take as long
+    as in bfloat16, and drafts are exact. Without a kernel, weights become ordinary ones.
+    """
+    if not any(isinstance(layer, GroupedLinear) for layer in quantized_layers(model)):
+        return
+    if model.device.type == "cpu" and as_saved:
+        model.float()
+    if not is_fast(model.device):
+        form = quantized_form(model)
+        widen_layers(model, model.get_input_embeddings().weight.dtype)
+        warn(
+            f"{name} is computed from ordinary weights with the numbers of its {form}, which takes more memory and "
+            f"time: there is no kernel for such products here (docs/quantization.md)"
+        )

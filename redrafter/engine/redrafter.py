@@ -129,8 +129,10 @@ class ReDrafter(Engine):
             tp_size (int): Processes that share the target, each with a shard of it and the whole drafter. All run the
                 same program, started with `torchrun --nproc-per-node tp_size`.
             trust_remote_code (bool): Whether code that comes with the checkpoint may run.
-            quantization (str | None): "fp8" to quantise the weights of the target's linear layers, except its head, to
-                FP8 when it is loaded, and to round the inputs of these layers; None to leave them unchanged.
+            quantization (str | None): How to quantise the weights of the target's linear layers when it is loaded:
+                "int4" or "int8", in groups of 32 inputs, with the head in 8 bits; or "fp8", with inputs rounded too,
+                and without the head. A word for how the checkpoint is stored, such as "gguf" or "awq", is checked, and
+                changes nothing. None leaves the weights unchanged.
             adapters (Mapping[str, str | Path] | None): LoRA adapters to load: names, and the directories that PEFT's
                 `save_pretrained` wrote.
 

@@ -176,7 +176,8 @@ class GroupedLinear(QuantizedLinear):
     def multiply(self, x: Tensor, columns: slice, bias: Tensor | None) -> Tensor:
         """Return the product with some of the input features, whole groups; see `QuantizedLinear`."""
         weight = self.grouped().columns(columns)
-        return multiply_grouped(x, weight.codes, weight.scale, weight.minimum, bias)
+        product: Tensor = multiply_grouped(x, weight.codes, weight.scale, weight.minimum, bias)
+        return product
 
 
 def _parts(weight: GroupedWeight) -> dict[str, Tensor]:
@@ -222,18 +223,39 @@ def quantize_linears(
         device: Device of the new weights; None for where they are.
     """
     kept = {id(module) for root in keep if root is not None for module in root.modules()}
-    replaced: dict[int, QuantizedLinear] = {}
+
+    def quantized(layer: nn.Module) -> nn.Linear | None:
+        return None if type(layer) is not nn.Linear or id(layer) in kept else SCHEMES[scheme](layer, device)
+
+    return sum(layer.in_features * layer.out_features for layer in replace_layers(model, quantized))
+
+
+def widen_layers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace the quantised layers of a model by ordinary ones with the same numbers in a dtype, permanently."""
+
+    def widened(layer: nn.Module) -> nn.Linear | None:
+        if not isinstance(layer, QuantizedLinear):
+            return None
+        with torch.device("meta"):
+            made = nn.Linear(layer.in_features, layer.out_features, bias=False)
+        made.weight, made.bias = nn.Parameter(layer.dequantize(dtype), requires_grad=False), layer.bias
+        return made.train(layer.training)
+
+    replace_layers(model, widened)
+
+
+def replace_layers(model: nn.Module, make: Callable[[nn.Module], nn.Linear | None]) -> list[nn.Linear]:
+    """Replace modules of a model by the layers made of them, and return these; None leaves a module as it is."""
+    made: dict[int, nn.Linear] = {}
     # Outside of inference mode, or the weights could never be trained again.
     with torch.inference_mode(False), torch.no_grad():
         for parent in list(model.modules()):
             for name, child in parent._modules.items():
-                if type(child) is not nn.Linear or id(child) in kept:
-                    continue
                 # A layer that occurs twice stays one layer, or its weights would be stored twice.
-                layer = replaced.get(id(child)) or SCHEMES[scheme](child, device)
+                layer = None if child is None else made.get(id(child)) or make(child)
                 if layer is not None:
-                    replaced[id(child)] = parent._modules[name] = layer
-    return sum(layer.in_features * layer.out_features for layer in replaced.values())
+                    made[id(child)] = parent._modules[name] = layer
+    return list(made.values())
 
 
 def quantized_layers(model: nn.Module) -> Iterator[QuantizedLinear]:

@@ -11,10 +11,12 @@ from helpers.eagle import random_head
 from helpers.generation import ON_BOTH_CACHES
 from helpers.models import check_texts, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import ArgumentError, MismatchError, PromptLookup, ReDrafter, UnsupportedError
-from redrafter.checkpoints.models import check_quantization
+from redrafter.checkpoints.models import check_quantization, load_model
 from redrafter.checkpoints.quantization import quantize_model
 from redrafter.engine.options import EngineOptions
+from redrafter.features import BATCH_INVARIANCE
 from redrafter.kernels.grouped_weight import GroupedWeight, quantize_groups
+from redrafter.model import batch_invariance
 from redrafter.model.linear_layers import forward_bytes, fuse_layers
 from redrafter.model.options import SCHEMES as NAMES
 from redrafter.model.quantized_layers import SCHEMES, GroupedLinear, quantize_linears, quantized_form, round_to_groups
@@ -169,10 +171,35 @@ def test_adapters_are_added_to_the_products_of_groups(tmp_path):
     assert torch.equal(whole, theirs.generate(input_ids=ids, attention_mask=mask, **GREEDY))
 
 
-def test_a_batch_invariant_model_has_the_same_bits_in_any_batch():
-    options = EngineOptions(batch_invariant=True)
-    engine = ReDrafter(Target(quantized()), tiny_drafter(hidden_size=64), options=options)
+def test_a_batch_invariant_model_has_the_same_bits_in_pieces_of_any_size(monkeypatch):
+    monkeypatch.setattr(batch_invariance, "TOKENS", 90)
+    monkeypatch.setattr(batch_invariance, "WAYS", ([90], [1] * 30 + [60], [50, 40]))
+    model = quantized(max_position_embeddings=128)
+    engine = ReDrafter(Target(model), tiny_drafter(hidden_size=64), options=EngineOptions(batch_invariant=True))
+    assert BATCH_INVARIANCE in engine.target.features
     check_texts(engine)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_a_cpu_computes_groups_in_float32_unless_asked_for_another_dtype(dtype, tmp_path):
+    tiny_model("llama", **SIZES).bfloat16().save_pretrained(tmp_path)
+    engine = PromptLookup.from_pretrained(tmp_path, quantization="int4", dtype=dtype)
+    assert engine.target.dtype == (torch.float32 if dtype == "auto" else torch.bfloat16)
+    assert quantized_form(engine.model) == "int4 weights in groups of 32"
+    expected = quantize_groups(tiny_model("llama", **SIZES).model.layers[0].mlp.up_proj.weight.bfloat16(), 4)
+    assert torch.equal(engine.model.model.layers[0].mlp.up_proj.dequantize(), expected.dequantize())
+
+
+def test_without_a_kernel_weights_are_widened_with_a_line(tmp_path, monkeypatch):
+    tiny_model("llama", **SIZES).save_pretrained(tmp_path)
+    load = {"quantization": "int8", "dtype": "float32", "device": None, "trust_remote_code": False}
+    fast = load_model(tmp_path, **load)
+    monkeypatch.setattr("redrafter.checkpoints.quantization.is_fast", lambda device: False)
+    with pytest.warns(UserWarning, match="ordinary weights with the numbers of its int8 weights in groups of 32"):
+        wide = load_model(tmp_path, **load)
+    assert type(wide.lm_head) is nn.Linear
+    ids = uneven_batch()[0]
+    assert torch.allclose(wide(ids).logits, fast(ids).logits, atol=1e-4)
 
 
 def test_a_drafter_is_trained_through_the_head_of_a_quantised_base():

@@ -105,7 +105,9 @@ def test_tokens_after_which_recurrent_states_are_kept_are_skipped_and_counted(pa
     assert answers[2]["choices"] == answers[3]["choices"] == answers[4]["choices"]
 
 
-@pytest.mark.parametrize(("scheme", "words"), [(None, ""), ("fp8", ", FP8 weights")])
+@pytest.mark.parametrize(
+    ("scheme", "words"), [(None, ""), ("fp8", ", FP8 weights"), ("int4", ", int4 weights in groups of 32")]
+)
 def test_the_log_has_the_scheme(scheme, words):
     pair = Pair.load(LoadOptions(device="cpu", quantization=scheme))
     server = server_of(pair)
