@@ -169,6 +169,7 @@ class GroupedLinear(QuantizedLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to `[..., D]`."""
         return multiply_grouped(x, self.weight, self.weight_scale, self.weight_minimum, self.bias)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight as that of an ordinary layer, `[F, D]`."""
         return self.grouped().dequantize(dtype)
@@ -176,8 +177,7 @@ class GroupedLinear(QuantizedLinear):
     def multiply(self, x: Tensor, columns: slice, bias: Tensor | None) -> Tensor:
         """Return the product with some of the input features, whole groups; see `QuantizedLinear`."""
         weight = self.grouped().columns(columns)
-        product: Tensor = multiply_grouped(x, weight.codes, weight.scale, weight.minimum, bias)
-        return product
+        return multiply_grouped(x, weight.codes, weight.scale, weight.minimum, bias)
 
 
 def _parts(weight: GroupedWeight) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from helpers.seeing_models import prompts_with_images, tiny_seeing_model
 from helpers.vocabularies import renumbered
 from redrafter import DraftTarget, Engine, ReDrafter
 from redrafter.attention.tree_attention import tree_attention_reference
-from redrafter.checkpoints.models import quantize_model
+from redrafter.checkpoints.quantization import quantize_model
 from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.engine.options import EngineOptions
 from redrafter.kernels.attention_inputs import AttentionInputs

@@ -16,7 +16,7 @@ from redrafter import UnsupportedError
 from redrafter.attention import invariant_attention
 from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.paged import KVCachePool, PagedCache
-from redrafter.checkpoints.models import quantize_model
+from redrafter.checkpoints.quantization import quantize_model
 from redrafter.features import BATCH_INVARIANCE
 from redrafter.kernels import invariant_linear
 from redrafter.model.batch_invariance import check_rows, small_pool

@@ -10,13 +10,10 @@ from helpers.adapters import adapted
 from helpers.eagle import random_head
 from helpers.generation import ON_BOTH_CACHES
 from helpers.models import check_texts, tiny_drafter, tiny_model, uneven_batch, with_tree
-from redrafter import ArgumentError, MismatchError, PromptLookup, ReDrafter, UnsupportedError
+from redrafter import ArgumentError, MismatchError, PromptLookup, UnsupportedError
 from redrafter.checkpoints.models import check_quantization, load_model
 from redrafter.checkpoints.quantization import quantize_model
-from redrafter.engine.options import EngineOptions
-from redrafter.features import BATCH_INVARIANCE
 from redrafter.kernels.grouped_weight import GroupedWeight, quantize_groups
-from redrafter.model import batch_invariance
 from redrafter.model.linear_layers import forward_bytes, fuse_layers
 from redrafter.model.options import SCHEMES as NAMES
 from redrafter.model.quantized_layers import SCHEMES, GroupedLinear, quantize_linears, quantized_form, round_to_groups
@@ -169,15 +166,6 @@ def test_adapters_are_added_to_the_products_of_groups(tmp_path):
     whole, drafted = (engine.generate(ids, mask, adapter="one", speculate=x, **GREEDY) for x in (False, True))
     assert torch.equal(drafted, whole)
     assert torch.equal(whole, theirs.generate(input_ids=ids, attention_mask=mask, **GREEDY))
-
-
-def test_a_batch_invariant_model_has_the_same_bits_in_pieces_of_any_size(monkeypatch):
-    monkeypatch.setattr(batch_invariance, "TOKENS", 90)
-    monkeypatch.setattr(batch_invariance, "WAYS", ([90], [1] * 30 + [60], [50, 40]))
-    model = quantized(max_position_embeddings=128)
-    engine = ReDrafter(Target(model), tiny_drafter(hidden_size=64), options=EngineOptions(batch_invariant=True))
-    assert BATCH_INVARIANCE in engine.target.features
-    check_texts(engine)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
