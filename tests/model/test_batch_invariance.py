@@ -16,7 +16,6 @@ from redrafter import UnsupportedError
 from redrafter.attention import invariant_attention
 from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.paged import KVCachePool, PagedCache
-from redrafter.checkpoints.quantization import quantize_model
 from redrafter.features import BATCH_INVARIANCE
 from redrafter.kernels import invariant_linear
 from redrafter.model.batch_invariance import check_rows, small_pool
@@ -79,15 +78,6 @@ def test_logits_are_those_of_the_model(model):
 def test_logits_are_the_same_for_any_number_of_tokens(model, dtype):
     for sizes in ([200, 6], [2, 7, 26, 64, 107]):
         assert torch.equal(read(target(model, dtype), text(), sizes), expected(model, dtype))
-
-
-def test_groups_of_small_integers_are_multiplied_alike_for_any_number_of_tokens():
-    """The head has 8 bits."""
-    model = tiny_model("llama", **LONG, hidden_size=64, intermediate_size=96).to(torch.bfloat16)
-    quantize_model(model, "llama", "int4")
-    bound = Target(model)
-    bound.make_batch_invariant()
-    assert torch.equal(read(bound, text(), [200, 6]), read(bound, text(), [1, 7, 26, 64, 108]))
 
 
 @each_form
