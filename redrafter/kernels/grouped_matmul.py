@@ -29,7 +29,8 @@ from redrafter.kernels.linear import (
 )
 
 BYTES = tl.constexpr(16)  # of a row's block
-UNIT = 256  # bytes of a row per unit of a part, a multiple of every step
+STEP = 64  # bytes of a row per step, or twice as many
+UNIT = 128  # bytes of a row per unit of a part, a multiple of every step
 PROGRAMS_AT_ONCE = 660  # five on each multiprocessor of a large GPU, of two warps each
 FEATURES = 64  # output features of the tiles that the number of parts depends on, for any number of tokens
 MAX_TOKENS = 128  # for more tokens, dequantising the weight first costs less than a slower product
@@ -253,7 +254,7 @@ def grouped_product(
     tiling = _choose_tiling(tokens, x.element_size() == 2) if tiling is None else tiling
     blocks, tiles = triton.cdiv(tokens, tiling.tokens), triton.cdiv(features, tiling.features)
     # Not by the tiling's own width, or the number of tokens would change the order of sums.
-    splits = tiling.splits or choose_splits(triton.cdiv(features, FEATURES), triton.cdiv(row, UNIT), PROGRAMS_AT_ONCE)
+    splits = tiling.splits or choose_splits(triton.cdiv(features, FEATURES), triton.cdiv(row, STEP), PROGRAMS_AT_ONCE)
     parts = out
     if splits > 1:
         if blocks > 1 and blocks * tiles > MAX_SPLIT_TILES:  # the number of counters is limited
