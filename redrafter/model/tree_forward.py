@@ -22,10 +22,12 @@ from redrafter.attention.tree_plan import ChunkEnds
 from redrafter.cache.dense import CACHE_NAME, DenseCache, cache_argument
 from redrafter.errors import UnsupportedError
 from redrafter.features import ADAPTERS, IMAGES, ROPE_BY_LENGTH, FeatureSet
+from redrafter.kernels.cpu.rms_norm import fast_forward
 from redrafter.model.forward_batch import DrafterLayer, ForwardBatch, join_hidden
 from redrafter.model.lora import AdapterSlots
 from redrafter.model.patch import CompiledPart, ModelPatch, in_other_thread
 from redrafter.model.positions import RopeByLength, answer_by_position, has_alibi
+from redrafter.model.quantized_layers import GroupedLinear
 from redrafter.model.recurrent_layers import mixer_plan, replace_mixers
 from redrafter.model.shared_model import SharedModel
 from redrafter.model.supported import Support
@@ -182,6 +184,10 @@ class PaddedForward(TreeForward):
         """Make the forward of a model whose traits are known."""
         super().__init__(bound)
         self._alibi = any(has_alibi(module) for module in self._slot_readers)
+        modules = list(bound.model.modules())
+        grouped = any(isinstance(module, GroupedLinear) and module.weight.is_cpu for module in modules)
+        norms = [(module, fast_forward(module)) for module in modules] if grouped else []
+        self._norms = [(module, forward) for module, forward in norms if forward is not None]
 
     def __call__(self, batch: ForwardBatch) -> tuple[Tensor, Tensor, None]:
         """Run new nodes of trees through the model; see `TreeForward`."""
@@ -214,6 +220,9 @@ class PaddedForward(TreeForward):
                 at_least = batch.inputs.get(ROPE_BY_LENGTH, torch.zeros_like(length))
                 bound.rope.add_to(patch, lambda: at_least[:, None])
             self._index, self._written = index, cache
+            for module, forward in self._norms:
+                if "forward" not in vars(module):
+                    patch.put(vars(module), "forward", forward)
             mask = None if cache.committed else self._mask(slots)
             # Not under another name, as models that look for "sdpa" in their config would give it other masks.
             if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward and bound.device.type == "cpu":

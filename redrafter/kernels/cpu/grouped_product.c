@@ -227,3 +227,17 @@ void grouped_product(const float *x, const char *codes, const char *scale, const
     else
         multiply_share(&p);
 }
+
+// Divide each row by the root of its mean square, and multiply it with `weight + offset`.
+void rms_norm(const float *x, const float *weight, float *out, size_t rows, size_t width, float epsilon, float offset) {
+    for (size_t row = 0; row < rows; row++, x += width, out += width) {
+        vec squares = {0};
+        size_t i = 0;
+        for (; i + LANES <= width; i += LANES) squares += *(const loose_vec *)(x + i) * *(const loose_vec *)(x + i);
+        float total = 0;
+        for (int l = 0; l < LANES; l++) total += squares[l];
+        for (; i < width; i++) total += x[i] * x[i];
+        float inverse = 1 / __builtin_sqrtf(total / width + epsilon);
+        for (i = 0; i < width; i++) out[i] = x[i] * inverse * (weight[i] + offset);
+    }
+}

@@ -23,11 +23,15 @@ _ARGUMENTS = [ctypes.c_void_p] * 6 + [ctypes.c_size_t] * 4 + [ctypes.c_int] * 4
 Kernel = Callable[..., None]
 
 
+def load() -> ctypes.CDLL | None:
+    """Return the library, compiled in the first call on a machine; None, after a warning, where it cannot be."""
+    return load_library(Path(__file__).with_name("grouped_product.c"))
+
+
 @functools.cache
 def find_kernel() -> Kernel | None:
-    """Return the kernel, compiled in the first call on a machine; None, after a warning, where it cannot be."""
-    library = load_library(Path(__file__).with_name("grouped_product.c"))
-    if library is None:
+    """Return the kernel; None where there is no library."""
+    if (library := load()) is None:
         return None
     library.grouped_product.argtypes, library.grouped_product.restype = _ARGUMENTS, None
     return library.grouped_product
