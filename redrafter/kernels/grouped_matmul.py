@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from redrafter.kernels.grouped_weight import GroupedWeight
-from redrafter.kernels.launch import Tiling, supports_dependent_launch
+from redrafter.kernels.launch import Tiling, shared_memory, supports_dependent_launch
 from redrafter.kernels.linear import (
     MAX_SPLIT_TILES,
     add_parts,
@@ -265,6 +265,9 @@ def grouped_product(
     follow = supports_dependent_launch(x.device)
     inputs = tiling.step * 8 // weight.bits
     scales = max(inputs // min(weight.group & -weight.group, inputs), 2)
+    scale_bytes = scales * weight.scale.element_size() * (1 if weight.minimum is None else 2)
+    loaded = tiling.features * (tiling.step + scale_bytes) + tiling.tokens * inputs * x.element_size()
+    stages = max(min(tiling.stages, shared_memory(x.device) // loaded), 1)
     _grouped_product_kernel[(blocks, tiles, splits)](
         x.contiguous(), *_contiguous(weight), bias, out, parts, finished_counts(x.device),
         tokens, features, inner, row, weight.scale.shape[1], splits,
@@ -273,7 +276,7 @@ def grouped_product(
         WHOLE=features % tiling.features == 0 and row % tiling.step == 0, HAS_MINIMUM=weight.minimum is not None,
         HAS_BIAS=bias is not None, SPLIT=splits > 1, ASSEMBLY=codes_assembly(weight.bits, x.dtype, x.device),
         FOLLOW=follow, launch_pdl=follow,
-        num_warps=tiling.warps, num_stages=tiling.stages,
+        num_warps=tiling.warps, num_stages=stages,
     )  # fmt: skip
     return out
 
