@@ -121,8 +121,8 @@ def reading(
     loader: Any = import_module("transformers.modeling_gguf_pytorch_utils")
     gguf: Any = import_module("gguf")
     headers: Any = import_module("transformers.integrations.gguf.reader")
-    # Versions with a reader of their own for all tokenizers take no texts from gguf's.
-    own_texts = find_spec("transformers.integrations.gguf.gguf_tokenizer_mapping") is not None
+    # Versions that convert all tokenizers there read their texts by a reader of their own.
+    own_texts = hasattr(import_module("transformers.integrations.gguf"), "convert_gguf_tokenizer")
     opened = model if texts and not own_texts else model.without_texts()
     with _PATCHING:  # one load at a time, as these modules are the process's
         parse, mapped = loader._gguf_parse_value, headers._mapped
