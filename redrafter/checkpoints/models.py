@@ -97,8 +97,8 @@ def load_model(
     Args:
         name: Hub id, directory, GGUF file or loaded model.
         dtype: Dtype of the weights, as `AutoModelForCausalLM.from_pretrained` takes it. Where the weights of a GGUF
-            file are computed as they are stored, it is that of the others; "auto" is then float32 on a CPU, and
-            bfloat16 elsewhere. Unused for a loaded model.
+            file are computed as they are stored, on a CPU or with quantization="gguf", it is that of the others; "auto"
+            is then float32 on a CPU, and bfloat16 elsewhere. Unused for a loaded model.
         device: Device to move the model to; None leaves it where it is.
         trust_remote_code: Whether code in the checkpoint may run.
         caller: The `from_pretrained` whose argument an unknown keyword may be a misspelling of.
@@ -122,8 +122,9 @@ def load_model(
     (check_path if kwargs.get("local_files_only") else check_source)(str(name))
     check_config(Path(name))
     dtype = known_dtype(dtype) if isinstance(dtype, str) else dtype
-    if quantization in STORED_SCHEMES:
-        _check_stored(quantization, name, kwargs | {"trust_remote_code": trust_remote_code})
+    asked = quantization in STORED_SCHEMES
+    if asked:
+        _check_stored(str(quantization), name, kwargs | {"trust_remote_code": trust_remote_code})
         quantization = None
     _check_reserved_keywords(kwargs)
     if tp_size != 1:
@@ -140,6 +141,8 @@ def load_model(
         read_headers(folder)  # refuses what transformers would load from the wrong file
     if file is not None:
         as_stored = quantization is None and not kwargs.keys() & {"quantization_config", "device_map"}
+        # A GPU's products with groups take less memory, and more time than those with ordinary weights.
+        as_stored &= asked or torch.device(device or "cpu").type == "cpu"
         with _device_errors(device):
             weights = GgufWeights(read_gguf(file), device="cpu" if device is None else device, as_stored=as_stored)
         kwargs = {"quantization_config": GgufConfig(dequantize=True)} | kwargs

@@ -131,8 +131,8 @@ class ReDrafter(Engine):
             trust_remote_code (bool): Whether code that comes with the checkpoint may run.
             quantization (str | None): How to quantise the weights of the target's linear layers when it is loaded:
                 "int4" or "int8", in groups of 32 inputs, with the head in 8 bits; or "fp8", with inputs rounded too,
-                and without the head. A word for how the checkpoint is stored, such as "gguf" or "awq", is checked, and
-                changes nothing. None leaves the weights unchanged.
+                and without the head. A word for how the checkpoint is stored, such as "gguf" or "awq", is checked;
+                "gguf" keeps weights as stored on a GPU too. None leaves the weights unchanged.
             adapters (Mapping[str, str | Path] | None): LoRA adapters to load: names, and the directories that PEFT's
                 `save_pretrained` wrote.
 

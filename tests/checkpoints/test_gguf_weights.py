@@ -16,6 +16,7 @@ gguf = pytest.importorskip("gguf")
 from gguf import GGMLQuantizationType as Format
 
 from helpers.gguf_files import HALVES, random_blocks, write_gguf
+from redrafter.checkpoints import models
 from redrafter.checkpoints.gguf_weights import AT_ONCE, dequantize, join_rows, read_parts
 from redrafter.checkpoints.models import load_model
 from redrafter.model.quantized_layers import GroupedLinear
@@ -141,6 +142,20 @@ def test_a_base_is_widened_where_there_is_no_kernel(tmp_path, monkeypatch):
     model = load_model(file, **LOAD | {"dtype": "auto"})
     assert model.dtype == torch.bfloat16
     assert_same_weights(model, stock(file).bfloat16(), layers=0)
+
+
+@pytest.mark.parametrize(("asked", "stored"), [(None, False), ("gguf", True), ("int4", False)])
+def test_a_gpu_computes_weights_as_they_are_stored_if_that_is_asked_for(asked, stored, tmp_path, monkeypatch):
+    class Chosen(Exception):
+        pass
+
+    def choose(_, *, device, as_stored):
+        assert (device, as_stored) == ("cuda", stored)
+        raise Chosen
+
+    monkeypatch.setattr(models, "GgufWeights", choose)
+    with pytest.raises(Chosen):
+        load_model(write(tmp_path, Format.Q4_0), device="cuda", quantization=asked)
 
 
 def test_auto_is_float32_on_a_cpu(fast, tmp_path):
