@@ -41,6 +41,7 @@ from redrafter.files.checkpoint_kind import check_config, check_path, check_sour
 from redrafter.files.dtype_names import dtype_name, known_dtype
 from redrafter.files.gguf_file import SUFFIX, find_gguf, part_names, read_gguf, reading
 from redrafter.files.headers import read_headers, weight_files
+from redrafter.kernels.cpu.grouped_product import multiplies_bfloat16
 from redrafter.kernels.grouped_linear import is_fast
 from redrafter.model.linear_layers import forward_bytes, is_quantized, quantization_of
 from redrafter.model.options import SCHEMES, STORED_SCHEMES
@@ -206,7 +207,7 @@ def _recommend_dtype(model: PreTrainedModel, name: str) -> None:
     With bfloat16 instructions, a step of SmolLM2-135M over 8 tokens takes a third less time in bfloat16 than in
     float32. Without them, drafted decoding of it takes 2.8 times as long in bfloat16, and undrafted decoding as long.
     """
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # noqa: SLF001
+    native = multiplies_bfloat16()
     faster = torch.bfloat16 if native else torch.float32
     slower = (torch.float32, torch.float16) if native else (torch.bfloat16, torch.float16)
     if model.dtype in slower and forward_bytes(model) >= LARGE_BYTES:

@@ -26,7 +26,11 @@ FORWARD: Mapping[str, Curve] = {
 LARGE_FORWARD: Mapping[int, Curve] = {
     4: ((1, 1.0), (2, 1.4), (4, 1.4), (6, 1.6), (12, 1.8), (26, 2.6), (64, 5.0), (256, 18.0)),
     2: ((1, 1.0), (2, 1.02), (4, 1.18), (6, 1.2), (12, 1.45), (26, 2.2), (64, 4.5), (256, 16.0)),
+    1: ((1, 1.0), (2, 1.27), (4, 1.67), (6, 2.0), (12, 2.76), (26, 4.75), (64, 10.5), (256, 35.0)),
 }
+# Weights in groups of 4 or 8 bits are computed for longer than they are read, even for one token: a forward of SmolLM2
+# takes as long as one that reads so many times its bytes in float32, on a core with AVX2, whose curve is above.
+GROUPED = 2.5
 LARGE_BYTES = 2e8
 # The time that a level of a search adds on a CPU, by the beams of all rows: the boxed pair on one core.
 LEVEL: Curve = ((1, 0.06), (40, 0.19), (160, 0.53))
@@ -75,13 +79,15 @@ class StepCosts:
             draft: Bytes of the weights that a search of `depth` levels reads.
             forward: Bytes of the weights that a forward pass of the target reads.
             depth: Levels of the search.
-            itemsize: Bytes of a weight.
+            itemsize: Bytes of a weight; 1 for groups of 4 or 8 bits.
         """
         share = draft / forward / depth
         if device != "cpu":
             return cls(FORWARD["cuda"], ((1, share),))
-        large, much = LARGE_FORWARD[4 if itemsize >= 4 else 2], min(forward / LARGE_BYTES, 1.0)
-        level = tuple((n, share * time) for n, time in large)
+        large = drafter = LARGE_FORWARD[min(itemsize, 4)]
+        if itemsize == 1:  # drafters and draft models are in float32 then
+            drafter, forward, share = LARGE_FORWARD[4], forward * GROUPED, share / GROUPED
+        much, level = min(forward / LARGE_BYTES, 1.0), tuple((n, share * time) for n, time in drafter)
         return cls(_between(FORWARD["cpu"], large, much), _between(LEVEL, level, much))
 
     def time_of(self, proposer: Proposer, rows: int, more: int = 0, cached: int = 0) -> float:

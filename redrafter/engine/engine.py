@@ -40,6 +40,7 @@ from redrafter.features import ADAPTIVE_DRAFTS, ASYNC_CALLS, SERVING, FeatureSet
 from redrafter.files.dtype_names import dtype_name
 from redrafter.model.forward_batch import LogitsReader
 from redrafter.model.linear_layers import forward_bytes
+from redrafter.model.quantized_layers import GroupedLinear, quantized_layers
 from redrafter.model.supported import check_autocast
 from redrafter.model.target import Target
 from redrafter.scheduler.engine_change import Models
@@ -159,7 +160,8 @@ class Engine(Changeable):
         read = proposer.draft_bytes if alone and isinstance(proposer, SearchProposer) else 0
         if alone and proposer.model is not None:
             read = proposer.depth * forward_bytes(proposer.model.model)
-        device, itemsize = self.target.device.type, self.target.dtype.itemsize
+        grouped = any(isinstance(layer, GroupedLinear) for layer in quantized_layers(self.model))
+        device, itemsize = self.target.device.type, 1 if grouped else self.target.dtype.itemsize
         return StepCosts.assumed(
             device, draft=read, forward=forward_bytes(self.model), depth=max(proposer.depth, 1), itemsize=itemsize
         )

@@ -14,7 +14,7 @@ from redrafter.drafting.loss_budget import ALLOWED, ALLOWED_SHARE
 from redrafter.drafting.policy import CostPolicy, DraftedStep, StepRows
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.drafting.proposer import SearchProposer, UndraftedProposer
-from redrafter.drafting.step_times import ENOUGH, SHARED_EVERY, StepCosts, StepTimes
+from redrafter.drafting.step_times import ENOUGH, SHARED_EVERY, StepCosts, StepTimes, time_at
 from redrafter.engine.engine import Engine
 from redrafter.model.target import Target
 from redrafter.parallel.ranks import Ranks
@@ -206,3 +206,11 @@ def test_a_bad_drafter_is_tried_less_in_later_calls(llama, monkeypatch):
         engine.generate(torch.tensor([[50, 60, 70]]), max_new_tokens=60, eos_token_id=None, do_sample=False, **unknown)
     first, later = sum(taken[:59]), sum(taken[59:])
     assert 0 < later < first
+
+
+def test_steps_of_a_base_in_groups_on_a_cpu_grow_with_their_nodes_more_than_those_of_others():
+    wide, grouped = (StepCosts.assumed("cpu", 2e7, bytes_, 4, size) for bytes_, size in ((5e8, 4), (9e7, 1)))
+    for few, many in ((1, 4), (4, 12), (12, 64)):
+        growths = [time_at(costs.forward, many) / time_at(costs.forward, few) for costs in (wide, grouped)]
+        assert growths[0] < growths[1]
+    assert time_at(wide.level, 1) < time_at(grouped.level, 1) < 3 * time_at(wide.level, 1)  # 5.6 by their bytes

@@ -48,7 +48,7 @@ def test_the_product_is_that_of_the_dequantised_weight():
 def test_a_cpus_kernel_computes_any_number_of_tokens(bits, group, minimum):
     torch.manual_seed(0)
     weight = make_weight(bits, 22, 384, group, minimum)
-    for tokens in (*range(1, 20), 40, 48, 49, 100):
+    for tokens in (*range(1, 20), 40, 64, 65, 100):
         check(weight, torch.randn(tokens, 384), torch.randn(22) if tokens % 2 else None)
 
 
@@ -60,7 +60,7 @@ def test_a_cpus_kernel_computes_any_size_and_dtype(bits):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             weight = make_weight(bits, features, inner, 32, wide=inner == 96)
             check(weight, torch.randn(2, 5, inner).to(dtype), torch.randn(features).to(dtype))
-            check(weight, torch.randn(64, inner).to(dtype))
+            check(weight, torch.randn(66, inner).to(dtype))
     weight = make_weight(bits)
     x = torch.randn(128, 6).t()
     assert torch.equal(multiply_grouped(x, *parts(weight), None), multiply_grouped(x.clone(), *parts(weight), None))
@@ -71,9 +71,9 @@ def test_a_cpus_kernel_computes_any_size_and_dtype(bits):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_bits_of_a_token_depend_neither_on_other_tokens_nor_on_threads(bits):
     torch.manual_seed(0)
-    weight, x = make_weight(bits, 1030, 256), torch.randn(48, 256)
+    weight, x = make_weight(bits, 1030, 256), torch.randn(64, 256)
     alone = torch.cat([multiply_grouped(token[None], *parts(weight), None) for token in x])
-    for tokens in (2, 3, 4, 5, 6, 7, 8, 11, 13, 32, 48):
+    for tokens in (2, 3, 4, 5, 6, 7, 8, 11, 13, 32, 64):
         assert torch.equal(multiply_grouped(x[:tokens], *parts(weight), None), alone[:tokens])
     torch.set_num_threads(2)
     try:
@@ -87,7 +87,7 @@ def test_the_bits_of_a_token_depend_neither_on_other_tokens_nor_on_threads(bits)
 def test_weights_of_many_numbers_are_dequantised_in_tiles_for_many_tokens(monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(grouped_product, "MAX_TILE", 6 * 128)
-    check(make_weight(8), torch.randn(60, 128), torch.randn(20))
+    check(make_weight(8), torch.randn(70, 128), torch.randn(20))
 
 
 def test_the_operator_is_called_where_gradients_are_needed():

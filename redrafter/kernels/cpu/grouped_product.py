@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from redrafter.kernels.cpu.compiled import load_library
 
-MAX_FEW_TOKENS = 48  # for more, it is faster to dequantise the weight and to use torch's product
+MAX_FEW_TOKENS = 64  # from 100 on, it is as fast to dequantise the weight and to use torch's product
 MAX_INNER = 1 << 16  # input features, of which a thread has four rows on its stack
 MIN_FEATURES = 4  # output features that the kernel computes at once
 UNITS = {torch.uint8: 32, torch.int8: 16}  # input features that it dequantises at once
@@ -58,17 +58,25 @@ def multiply(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | None, bi
     return out if is_wide else out.to(dtype)
 
 
+def multiplies_bfloat16() -> bool:
+    """Return whether the CPU has instructions for products in bfloat16, which are else slower than in float32."""
+    native: bool = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # noqa: SLF001
+    return native
+
+
 def _multiply_dequantized(
     kernel: Kernel, x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     features, inner = len(codes), x.shape[-1]
+    dtype = torch.bfloat16 if x.dtype == torch.bfloat16 and multiplies_bfloat16() else torch.float32
+    wide_x = x.to(dtype)
     tiles, parts = -(-features * inner // MAX_TILE), []
     for tile in range(tiles):  # of one size, so that none has too few rows for the kernel
         rows = slice(features * tile // tiles, features * (tile + 1) // tiles)
         wide = torch.empty(rows.stop - rows.start, inner)
         _call(kernel, 0, None, codes[rows], scale[rows], None if minimum is None else minimum[rows], None, wide)
-        parts.append(linear(x, wide.to(x.dtype), None if bias is None else bias[rows].to(x.dtype)))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        parts.append(linear(wide_x, wide.to(dtype), None if bias is None else bias[rows].to(dtype)))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)).to(x.dtype)
 
 
 def _call(
