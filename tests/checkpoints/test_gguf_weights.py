@@ -155,7 +155,7 @@ def test_a_gpu_computes_weights_as_they_are_stored_if_that_is_asked_for(asked, s
 
     monkeypatch.setattr(models, "GgufWeights", choose)
     with pytest.raises(Chosen):
-        load_model(write(tmp_path, Format.Q4_0), device="cuda", quantization=asked)
+        load_model(write(tmp_path, Format.Q4_0), **LOAD | {"device": "cuda", "quantization": asked})
 
 
 def test_auto_is_float32_on_a_cpu(fast, tmp_path):
