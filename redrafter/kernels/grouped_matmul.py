@@ -20,20 +20,20 @@ from torch import Tensor
 from redrafter.kernels.grouped_weight import GroupedWeight
 from redrafter.kernels.launch import Tiling, shared_memory, supports_dependent_launch
 from redrafter.kernels.linear import (
+    MANY_FEATURES,
     MAX_SPLIT_TILES,
+    PROGRAMS_AT_ONCE,
     add_parts,
-    choose_splits,
     finished_counts,
     is_last_part,
     parts_of_tile,
 )
 
 BYTES = tl.constexpr(16)  # of a row's block
-STEP = 64  # bytes of a row per step, or twice as many
 UNIT = 128  # bytes of a row per unit of a part, a multiple of every step
-PROGRAMS_AT_ONCE = 660  # five on each multiprocessor of a large GPU, of two warps each
+SPLITS = 4  # parts of the input features of a weight that has fewer tiles than a GPU runs at once
 FEATURES = 64  # output features of the tiles that the number of parts depends on, for any number of tokens
-MAX_TOKENS = 128  # for more tokens, dequantising the weight first costs less than a slower product
+MAX_TOKENS = 64  # for more tokens, dequantising the weight first costs less than a slower product
 
 # A register of four bytes becomes float32 numbers by a few instructions of NVIDIA GPUs: a code's bits are placed in the
 # mantissa of a power of two. Codes of 4 bits, c, become 16 + c; codes of 8 bits become 2**23 + 128 + c. The GPU's own
@@ -145,24 +145,19 @@ def _grouped_product_kernel(
             at = s_at + step * PER
         else:  # a group that is no part of a step
             at = f.to(tl.int64)[:, None] * groups + ((step * PER + g) * (INPUTS // PER) // GROUP)[None, :]
+        inside = (step * STEP + j < row)[None, :]
+        valid = (f < features)[:, None]
+        grouped = valid & ((step * PER + g) * (INPUTS // PER) < inner)[None, :]
+        zero: tl.constexpr = None if WHOLE else 0
+        codes = tl.load(w_at + step * STEP, None if WHOLE else valid & inside, zero, eviction_policy="evict_first")
+        scale = tl.load(SCALE + at, None if WHOLE else grouped, zero)
         minimum = tl.zeros([FEATURES, PER], tl.float32)
-        if WHOLE:
-            codes = tl.load(w_at + step * STEP, eviction_policy="evict_first")
-            scale = tl.load(SCALE + at)
-            x_low = tl.load(x_at + step * INPUTS, live, 0.0)
-            x_high = tl.load(x_at + step * INPUTS + BYTES, live, 0.0) if BITS == 4 else x_low
-            if HAS_MINIMUM:
-                minimum = tl.load(MINIMUM + at)
-        else:
-            valid = (f < features)[:, None]
-            inside = (step * STEP + j < row)[None, :]
-            grouped = valid & ((step * PER + g) * (INPUTS // PER) < inner)[None, :]
-            codes = tl.load(w_at + step * STEP, valid & inside, 0)
-            scale = tl.load(SCALE + at, grouped, 0.0)
-            x_low = tl.load(x_at + step * INPUTS, live & inside, 0.0)
-            x_high = tl.load(x_at + step * INPUTS + BYTES, live & inside, 0.0) if BITS == 4 else x_low
-            if HAS_MINIMUM:
-                minimum = tl.load(MINIMUM + at, grouped, 0.0)
+        if HAS_MINIMUM:
+            minimum = tl.load(MINIMUM + at, None if WHOLE else grouped, zero)
+        x_low = tl.load(x_at + step * INPUTS, live if WHOLE else live & inside, 0.0)
+        x_high = x_low
+        if BITS == 4:
+            x_high = tl.load(x_at + step * INPUTS + BYTES, live if WHOLE else live & inside, 0.0)
         scale, minimum = scale.to(tl.float32), minimum.to(tl.float32)
         if WIDE:
             scale = _spread(scale, FEATURES, PER, STEP)
@@ -215,20 +210,21 @@ def _widen_kernel(
         tl.store(OUT + f * row * IN_BYTE + k + half * BYTES, wide, j < row)
 
 
-def _choose_tiling(tokens: int, half: bool) -> Tiling:
-    """Choose the tiling by the number of tokens and the dtype; steps are in bytes of a row.
+def _choose_tiling(tokens: int, weight: GroupedWeight, half: bool) -> Tiling:
+    """Choose the tiling by size and dtype, as measured on an H200 at an 8B model's sizes; steps are in bytes of a row.
 
     Four warps and more multiply by the instructions of a warp group, with the same bits.
     """
     if not half:
         return Tiling(16, 32, 64, 2, 4)
+    # At least four bytes of scales per row and step, or a GPU cannot load them ahead.
+    if weight.group * weight.bits * 4 > 64 * 8 * weight.scale.element_size():
+        return Tiling(min(max(triton.next_power_of_2(tokens), 16), 64), 64, 128, 3, 2 if tokens <= 32 else 4)
     if tokens <= 16:
-        return Tiling(16, FEATURES, 64, 4, 2)
+        return Tiling(16, 64, 64, 6, 2)
     if tokens <= 32:
-        return Tiling(32, FEATURES, 64, 4, 2)
-    if tokens <= 64:
-        return Tiling(64, FEATURES, 64, 3, 2)
-    return Tiling(128, 128, 64, 3, 8)
+        return Tiling(32, 128 if len(weight.codes) > MANY_FEATURES else 64, 64, 3, 2)
+    return Tiling(64, 128, 64, 3, 4) if tokens <= 64 else Tiling(128, 64, 64, 3, 4)
 
 
 def _contiguous(weight: GroupedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -251,10 +247,10 @@ def grouped_product(
     out = x.new_empty(tokens, features)
     if not out.numel():
         return out
-    tiling = _choose_tiling(tokens, x.element_size() == 2) if tiling is None else tiling
+    tiling = _choose_tiling(tokens, weight, x.element_size() == 2) if tiling is None else tiling
     blocks, tiles = triton.cdiv(tokens, tiling.tokens), triton.cdiv(features, tiling.features)
     # Not by the tiling's own width, or the number of tokens would change the order of sums.
-    splits = tiling.splits or choose_splits(triton.cdiv(features, FEATURES), triton.cdiv(row, STEP), PROGRAMS_AT_ONCE)
+    splits = tiling.splits or (1 if triton.cdiv(features, FEATURES) > PROGRAMS_AT_ONCE else SPLITS)
     parts = out
     if splits > 1:
         if blocks > 1 and blocks * tiles > MAX_SPLIT_TILES:  # the number of counters is limited

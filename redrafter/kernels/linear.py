@@ -164,17 +164,14 @@ def _choose_widened_tiling(tokens: int, features: int) -> Tiling:
     return Tiling(256, 128, 64, 3, 8) if many and tokens > 128 else Tiling(128, 64, 128, 3, 4)
 
 
-def choose_splits(tiles: int, steps: int, at_once: int = PROGRAMS_AT_ONCE) -> int:
-    """Choose the number of parts of the steps over the input features, so that programs end at about the same time.
-
-    `at_once` is the number of programs that a large GPU runs at once.
-    """
+def choose_splits(tiles: int, steps: int) -> int:
+    """Choose the number of parts of the steps over the input features, so that programs end at about the same time."""
     if tiles > MAX_SPLIT_TILES:
         return 1
 
     def cost(splits: int) -> float:
         # Waves of programs, times the steps of each, times the cost of storing and adding parts.
-        return -(-tiles * splits // at_once) * -(-steps // splits) / steps * (1 + PART_COST * splits)
+        return -(-tiles * splits // PROGRAMS_AT_ONCE) * -(-steps // splits) / steps * (1 + PART_COST * splits)
 
     return min(range(1, max(min(steps // MIN_STEPS, 16), 1) + 1), key=cost)
 
