@@ -42,7 +42,6 @@ from redrafter.files.dtype_names import dtype_name, known_dtype
 from redrafter.files.gguf_file import SUFFIX, find_gguf, part_names, read_gguf, reading
 from redrafter.files.headers import read_headers, weight_files
 from redrafter.kernels.cpu.grouped_product import multiplies_bfloat16
-from redrafter.kernels.grouped_linear import is_fast
 from redrafter.model.linear_layers import forward_bytes, is_quantized, quantization_of
 from redrafter.model.options import SCHEMES, STORED_SCHEMES
 from redrafter.model.passed_tests import passed_tests, stamps_of_model
@@ -148,18 +147,7 @@ def load_model(
             weights = GgufWeights(read_gguf(file), device="cpu" if device is None else device, as_stored=as_stored)
         kwargs = {"quantization_config": GgufConfig(dequantize=True)} | kwargs
         dtype = weights.dtype if dtype == "auto" else dtype
-    packed = packed_arguments(name, kwargs, trust_remote_code=trust_remote_code, device=device)
-    if packed is not None:
-        kwargs = packed
-        with _device_errors(device):
-            # Sums of grouped products are in float32 on a CPU.
-            if (
-                as_saved
-                and torch.device(device or "cpu").type == "cpu"
-                and "device_map" not in kwargs
-                and is_fast("cpu")
-            ):
-                dtype = torch.float32
+    kwargs = packed_arguments(name, kwargs, trust_remote_code=trust_remote_code) or kwargs
     try:
         with reading(name, weights=weights) as (source, gguf):
             loaded: Any = auto_class(name, trust_remote_code, kwargs).from_pretrained(

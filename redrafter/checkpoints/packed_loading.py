@@ -23,16 +23,13 @@ from redrafter.checkpoints.packed_weights import Layout, find_layout
 from redrafter.errors import CheckpointError, first_line, warn
 from redrafter.files.gguf_file import find_gguf
 from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE
-from redrafter.kernels.grouped_linear import is_fast
 from redrafter.model.linear_layers import quantization_of
 from redrafter.model.quantized_layers import GroupedLinear
 
 METHOD = "redrafter"  # our quantizer's name in transformers
 
 
-def packed_arguments(
-    name: str | Path, load: dict[str, Any], *, trust_remote_code: bool, device: Any
-) -> dict[str, Any] | None:
+def packed_arguments(name: str | Path, load: dict[str, Any], *, trust_remote_code: bool) -> dict[str, Any] | None:
     """Return arguments of transformers' `from_pretrained` with which a model's packed weights are read here.
 
     None for a model without such weights, or if `load` says how they are read by a `quantization_config`.
@@ -41,7 +38,6 @@ def packed_arguments(
         name: Directory or hub id of the model.
         load: The arguments that were given.
         trust_remote_code: Whether code in the checkpoint may run.
-        device: Where the model will be moved; None for where it is loaded.
     """
     if "quantization_config" in load or find_gguf(name) is not None:
         return None
@@ -67,7 +63,7 @@ def packed_arguments(
         return None
     for part in (config, text):
         if getattr(part, "quantization_config", None):
-            part.quantization_config = {"quant_method": METHOD, "entries": dict(entries), "device": device}
+            part.quantization_config = {"quant_method": METHOD, "entries": dict(entries)}
     return {**hub, **load, "config": config}
 
 
@@ -77,15 +73,14 @@ class PackedConfig(QuantizationConfigMixin):
 
     Attributes:
         entries: The `quantization_config` of the checkpoint.
-        device: As in `packed_arguments`.
         dequantize: True, so that the loaded model is no quantised one to transformers.
     """
 
     dequantize = True
 
-    def __init__(self, quant_method: Any, entries: Mapping[str, Any], device: Any):
+    def __init__(self, quant_method: Any, entries: Mapping[str, Any]):
         """Hold the settings."""
-        self.quant_method, self.entries, self.device = quant_method, entries, device
+        self.quant_method, self.entries = quant_method, entries
 
 
 @register_quantizer(METHOD)
@@ -100,7 +95,7 @@ class PackedQuantizer(HfQuantizer):
         super().__init__(config, **options)
         layout = find_layout(config.entries)
         assert layout is not None
-        self.layout, self.one = layout, GroupOne(layout, config.device)
+        self.layout, self.one = layout, GroupOne(layout)
         self.serialized_names = {"weight": list(layout.names)}
 
     def is_serializable(self) -> bool:
@@ -139,10 +134,9 @@ class GroupOne(ConversionOps):
 
     hf_quantizer = True  # by which transformers knows that the tensors are not to be cast
 
-    def __init__(self, layout: Layout, device: Any):
-        """Hold the layout, and where the model will be moved; None for where it is loaded."""
-        self.layout, self.device = layout, device
-        self.wide, self.wrong = list[str](), list[str]()
+    def __init__(self, layout: Layout):
+        """Hold the layout."""
+        self.layout, self.wide, self.wrong = layout, list[str](), list[str]()
 
     def __deepcopy__(self, memo: object) -> "GroupOne":
         return self  # transformers copies it for each weight
@@ -167,7 +161,7 @@ class GroupOne(ConversionOps):
             if weight.codes.shape != meta.shape:
                 raise ValueError(f"its shape is {tuple(weight.codes.shape)} instead of {tuple(meta.shape)}")
             layer, tied = model.get_submodule(name), full_layer_name in getattr(model, "all_tied_weights_keys", {})
-            fits = type(layer) is nn.Linear and not tied and is_fast(self.device or weight.codes.device)
+            fits = type(layer) is nn.Linear and not tied
             grouped = weight.grouped() if fits else None
             if grouped is None:
                 self.wide += [full_layer_name] * fits

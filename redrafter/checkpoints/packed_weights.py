@@ -103,8 +103,13 @@ def find_layout(entries: Mapping[str, Any]) -> Layout | None:
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
     """Return the numbers in 32-bit words, or in bytes, `[R, C]`, of which each has its first one in its lowest bits."""
-    octets = words.contiguous().view(torch.uint8)
+    octets = _octets(words)
     return octets if bits == 8 else torch.stack([octets & 15, octets >> 4], dim=2).flatten(1)
+
+
+def _octets(words: Tensor) -> Tensor:
+    # Of one row or column, `contiguous` would keep strides that no view in another dtype can have.
+    return words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def _awq(entries: Mapping[str, Any]) -> Layout | None:
@@ -114,8 +119,10 @@ def _awq(entries: Mapping[str, Any]) -> Layout | None:
 
 
 def _read_awq(tensors: Mapping[str, Tensor]) -> PackedWeight:
-    def unpack(words: Tensor) -> Tensor:  # eight features of a word are in the order 0 2 4 6 1 3 5 7
-        return rearrange(_unpack(words, 4), "r (word odd pair) -> (word pair odd) r", odd=2, pair=4)
+    def unpack(words: Tensor) -> Tensor:  # of features in the order 0 2 4 6 1 3 5 7
+        octets = _octets(words.T)
+        octets = rearrange(octets, "word (d odd pair) -> word pair odd d", odd=2, pair=2).contiguous()
+        return rearrange([octets & 15, octets >> 4], "half word pair odd d -> (word pair half odd) d")
 
     return PackedWeight(4, unpack(tensors["qweight"]), tensors["scales"].T, unpack(tensors["qzeros"]).int())
 

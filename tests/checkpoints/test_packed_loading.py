@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, TorchAoC
 from helpers.models import tiny_drafter, tiny_model
 from helpers.packed import AWQ, GPTQ, as_awq, as_compressed, as_gptq, save_packed
 from redrafter import CheckpointError, ReDrafter, ReDrafterWarning, UnsupportedError
-from redrafter.checkpoints import models, packed_loading
+from redrafter.checkpoints import quantization
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.models import load_model
 from redrafter.model.linear_layers import is_quantized
@@ -26,8 +26,7 @@ PROMPT = torch.tensor([[5, 6, 7, 8]])
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
     """Have grouped layers on every device."""
-    for module in (packed_loading, models):
-        monkeypatch.setattr(module, "is_fast", lambda device: True)
+    monkeypatch.setattr(quantization, "is_fast", lambda device: True)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -73,14 +72,13 @@ def test_biases_experts_and_merged_projections(tmp_path, kind):
     assert torch.allclose(logits(model), logits(plain), atol=1e-5)
 
 
-def test_without_a_kernel_all_weights_are_dequantised_in_the_dtype_of_the_checkpoint(tmp_path, monkeypatch):
+def test_without_a_kernel_all_weights_are_dequantised(tmp_path, monkeypatch):
     plain = tiny_model("llama", **SIZES).half()
     save_packed(tmp_path, plain)
     assert load(tmp_path, dtype="auto").dtype == torch.float32  # activations
-    for module in (packed_loading, models):
-        monkeypatch.setattr(module, "is_fast", lambda device: False)
-    model = load(tmp_path, dtype="auto")
-    assert model.dtype == torch.float16
+    monkeypatch.setattr(quantization, "is_fast", lambda device: False)
+    with pytest.warns(ReDrafterWarning, match="int4 weights in groups of 32"):
+        model = load(tmp_path, dtype="float16")
     assert not grouped_layers(model)
     assert torch.equal(model.model.layers[0].mlp.up_proj.weight, plain.model.layers[0].mlp.up_proj.weight)
 
