@@ -21,8 +21,9 @@ from redrafter.drafting.tree_choice import expected_of
 # only other rows do not shorten it, and steps of many rows need more: at 64 rows, steps that cost 1.55 and gave 1.71
 # tokens made a call 3 % slower.
 MARGIN, MARGIN_OF_MANY, MANY_ROWS = 1.05, 1.1, 32
-# The same for several rows whose texts gain unevenly, as with a table of tokens: a call of 8 sampled texts was 0.88
-# times as fast as without drafts where its steps gained 1.07, and one of 32 greedy texts 0.93 times with 1.2.
+# The same for several rows whose texts gain unevenly, as with a table of tokens, and with copies in place of a
+# drafter's drafts: a call of 8 sampled texts was 0.88 times as fast as without drafts where its steps gained 1.07, and
+# one of 32 greedy texts 0.93 times with 1.2.
 MARGIN_OF_UNEVEN = 1.25
 # While drafts are expected to give less than this speedup over the cheapest steps, these are taken to be timed.
 CLOSE = 2.0
@@ -159,7 +160,7 @@ class DraftPolicy:
         """All proposers that the policy may choose, for any batch size."""
         return list(self._proposers.values())
 
-    def first(self, size: int) -> Proposer:
+    def first(self, size: int, *, sampled: bool = False) -> Proposer:
         """Return the proposer that the policy prefers for a batch size before any step."""
         return self._proposers[size]
 
@@ -194,6 +195,7 @@ class CostPolicy(DraftPolicy):
         candidates: Mapping[int, Sequence[Proposer]],
         histories: Mapping[bool, AcceptanceHistory] | None = None,
         copying: Mapping[int, Proposer] | None = None,
+        sampled: Mapping[int, Sequence[Proposer]] | None = None,
         *,
         always: bool = False,
     ):
@@ -205,31 +207,29 @@ class CostPolicy(DraftPolicy):
             histories: Acceptance of drafts in earlier batches, of greedy steps and of sampled ones; None to start
                 without observations.
             copying: Proposers that only copy drafts from the sequences, by batch size; None for no such proposers.
+            sampled: Proposers to choose from in steps that sample; None for the same ones.
             always: Whether each step has to draft with one of the candidates.
         """
         self.times: StepTimes = times
-        self._undrafted, self._candidates, self._copying, self._always = (
-            times.undrafted,
-            candidates,
-            copying or {},
-            always,
-        )
+        self._undrafted, self._copying, self._always = times.undrafted, copying or {}, always
+        self._candidates = {False: candidates, True: candidates if sampled is None else sampled}
         self._histories = defaultdict(AcceptanceHistory) if histories is None else histories
         self._unpaid = 0.0  # seconds in which a draft model read tokens, not charged yet
 
     @property
     def proposers(self) -> list[Proposer]:
         """All proposers that the policy may choose, for any batch size."""
-        return [self._undrafted, *self._copying.values(), *(each for of in self._candidates.values() for each in of)]
+        candidates = (each for kind in self._candidates.values() for of in kind.values() for each in of)
+        return [self._undrafted, *self._copying.values(), *dict.fromkeys(candidates)]
 
-    def first(self, size: int) -> Proposer:
+    def first(self, size: int, *, sampled: bool = False) -> Proposer:
         """Return the first candidate of a batch size; without candidates, the proposer that copies."""
-        return (*self._candidates.get(size, ()), self._copying.get(size, self._undrafted))[0]
+        return (*self._candidates[sampled].get(size, ()), self._copying.get(size, self._undrafted))[0]
 
     def choose(self, step: StepRows) -> Proposer:
         """Return the proposer of the next step. Call this exactly once per step."""
         history, speed = self._histories[step.sampled], partial(self._speed, step)
-        candidates = self._candidates.get(step.size, ())
+        candidates = self._candidates[step.sampled].get(step.size, ())
         best, cheapest, loss, pays = self._weigh_drafts(step)
         # The times of all other steps are relative to these. A step that reads prompts is not timed.
         basis = cheapest if self._always else self._undrafted
@@ -251,7 +251,9 @@ class CostPolicy(DraftPolicy):
         # 2. Copies from the sequences, in place of these drafts or in addition.
         chosen, copier = alone, max(copiers, key=speed)
         if copier.depth and step.match is not False and (alone is self._undrafted or len(copiers) > 1):
-            loss, pays = self._cost(step, copier) - self._cost(step, alone), speed(copier) >= speed(alone)
+            uneven = alone is self._undrafted and step.drafting > 1 and candidates  # few of several texts repeat
+            loss, margin = self._cost(step, copier) - self._cost(step, alone), MARGIN_OF_UNEVEN if uneven else 1.0
+            pays = speed(copier) >= margin * speed(alone)
             if history.budget_of_copies.allows_drafts(step.rows, loss, pays=pays):
                 chosen = copier
         if step.prompt_tokens and step.size >= MANY_ROWS:
@@ -276,7 +278,7 @@ class CostPolicy(DraftPolicy):
             history.model.add(sum(map(min, pairs)), sum(min(accepted + 1, most) for accepted, most in pairs))
         elif search.beams:
             drafts = self._drafts(search, rows.size, drafting)
-            expected = (expected_of(search, level, drafts) for level in step.levels)
+            expected = (expected_of(search, level, drafts, sampled=rows.sampled) for level in step.levels)
             history.search.add(sum(step.accepted) - copied, sum(expected), max(DECAY_PER_ROW**drafting, 0.5))
         if search is not proposer or not search.beams:
             if rows.match is not False:
@@ -313,7 +315,7 @@ class CostPolicy(DraftPolicy):
             The candidate with the most tokens per unit of time, the one with the cheapest steps, the time that such a
             step loses if all of its drafts are rejected, in undrafted steps, and whether the first one pays.
         """
-        candidates, speed = self._candidates.get(step.size, ()), partial(self._speed, step)
+        candidates, speed = self._candidates[step.sampled].get(step.size, ()), partial(self._speed, step)
         best = max(candidates, key=speed, default=self._undrafted)
         cheapest = min(candidates, key=partial(self._cost, step), default=self._undrafted)
         read = self.times.undrafted_steps(self.times.time_to_read(step.unread), step.size, sampled=step.sampled) or 0.0
@@ -346,7 +348,7 @@ class CostPolicy(DraftPolicy):
             gained = sum(chance**level for level in range(1, search.depth + 1))
         elif search.beams:
             drafts = self._drafts(search, step.size, step.drafting)
-            gained = history.search.value * expected_of(search, search.depth, drafts)
+            gained = history.search.value * expected_of(search, search.depth, drafts, sampled=step.sampled)
         if proposer.depth > search.depth * bool(search.beams) and step.match is not False:
             gained += history.copies.value
         return step.rows + step.drafting * gained

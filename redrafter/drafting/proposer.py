@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
-from typing import Any, ClassVar, Generic, Protocol
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from typing_extensions import TypeVar  # which has a default, as that of `typing` does from Python 3.13 on
@@ -17,14 +17,24 @@ from redrafter.sampling.sampler import Sampler
 from redrafter.tree.beam_search import Expand, beam_search
 from redrafter.tree.token_tree import Tree, chain
 
-Likelihoods = tuple[tuple[float, float], ...]
-"""Drafts of a row that a search finds in its first level, as pairs of a likelihood and a mean number."""
+
+class Likelihoods(NamedTuple):
+    """The likelihoods of the drafts of a row that a search finds.
+
+    Attributes:
+        first_level: Those of its first level, as pairs of a likelihood and a mean number.
+        deeper: Number of drafts in each further level relative to the level above.
+    """
+
+    first_level: tuple[tuple[float, float], ...]
+    deeper: float = 0.65
+
 
 # Measured with the boxed pair, whose best drafts are right in 0.65.
-TRAINED: Likelihoods = (
+TRAINED = Likelihoods((
     (0.95, 0.3), (0.82, 0.13), (0.67, 0.11), (0.52, 0.11), (0.38, 0.09),
     (0.27, 0.13), (0.18, 0.34), (0.11, 0.6), (0.06, 1.0), (0.02, 0.85), (0.004, inf),
-)  # fmt: skip
+))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -197,9 +207,14 @@ class SearchProposer(Generic[Context]):
     compiled: bool = False
 
     model = without_text = None  # a drafter's entries are stored in the target's cache
-    first_level: ClassVar[Likelihoods] = TRAINED
+    likelihoods: ClassVar[Likelihoods] = TRAINED
+    sampled_likelihoods: ClassVar[Likelihoods | None] = None  # of steps that sample, where drafts are less likely then
     gains_unevenly: ClassVar[bool] = False  # whether some texts gain much more than others
     least_score: float | None = None  # `least` of `beam_search`
+
+    def likelihoods_of(self, *, sampled: bool) -> Likelihoods:
+        """Return the likelihoods of drafts, in steps that sample or in others."""
+        return (self.sampled_likelihoods if sampled else None) or self.likelihoods
 
     @cached_property
     def scratch_slots(self) -> int:

@@ -7,42 +7,40 @@ from redrafter.drafting.proposer import TRAINED, Likelihoods, Proposer, SearchPr
 from redrafter.drafting.step_times import StepCosts, time_at
 from redrafter.tree.sizes import MAX_BEAMS, TreeShape
 
-# Number of drafts that a search finds in each level relative to the level above, of trained drafters and of tables.
-DEEPER = 0.65
 WIDTHS = (1, 2, 3, 5)  # beams that are compared, in addition to those of the whole search
 # Minimum batch size at which rows share nodes, if the forward pass supports ragged trees. In smaller batches each row
 # can verify its likely drafts and drafts that are copied from its sequence; rows that share nodes copy none.
 SHARING_ROWS = 32
 
 
-def expected_of(search: Proposer, depth: int, drafts: float) -> float:
+def expected_of(search: Proposer, depth: int, drafts: float, *, sampled: bool) -> float:
     """Return the accepted drafts per row to expect of a search, of which `drafts` of a row are verified."""
-    first_level = search.first_level if isinstance(search, SearchProposer) else TRAINED
-    return expected_drafts(first_level, search.beams, min(depth, search.depth), drafts)
+    likelihoods = search.likelihoods_of(sampled=sampled) if isinstance(search, SearchProposer) else TRAINED
+    return expected_drafts(likelihoods, search.beams, min(depth, search.depth), drafts)
 
 
 @lru_cache(maxsize=4096)
-def expected_drafts(first_level: Likelihoods, beams: int, depth: int, drafts: float) -> float:
+def expected_drafts(likelihoods: Likelihoods, beams: int, depth: int, drafts: float) -> float:
     """Return the number of accepted drafts per row to expect of a tree.
 
     Args:
-        first_level: What the search finds in its first level.
+        likelihoods: What the search finds.
         beams: Beams of the search.
         depth: Levels of the search.
         drafts: Mean number of verified drafts per row, which are the likeliest drafts of the search.
     """
     rooms = [float(beams)] * depth  # drafts of each level that are not taken yet
     accepted = 0.0
-    for likelihood, count in first_level:
+    for likelihood, count in likelihoods.first_level:
         for level in range(depth):
-            taken = min(count * DEEPER**level, rooms[level], drafts)
+            taken = min(count * likelihoods.deeper**level, rooms[level], drafts)
             rooms[level] -= taken
             drafts -= taken
             accepted += taken * likelihood
     return accepted
 
 
-def best_tree(costs: StepCosts, whole: SearchProposer, rows: int, *, share: bool) -> TreeShape:
+def best_tree(costs: StepCosts, whole: SearchProposer, rows: int, *, share: bool, sampled: bool = False) -> TreeShape:
     """Return the tree with the most expected tokens per unit of time.
 
     Args:
@@ -50,12 +48,14 @@ def best_tree(costs: StepCosts, whole: SearchProposer, rows: int, *, share: bool
         whole: The search with the maximum number of beams, levels and nodes per row.
         rows: Rows of the batch.
         share: Whether rows may share nodes.
+        sampled: Whether steps sample.
     """
+    likelihoods = whole.likelihoods_of(sampled=sampled)
 
     def speed(shape: TreeShape) -> float:
         tokens = shape.shared_nodes or rows * shape.nodes
         search = shape.depth * time_at(costs.level, rows * shape.beams)
-        gained = expected_drafts(whole.first_level, shape.beams, shape.depth, tokens / rows - 1)
+        gained = expected_drafts(likelihoods, shape.beams, shape.depth, tokens / rows - 1)
         return (1 + gained) / (time_at(costs.forward, tokens) + search)
 
     return max(_trees(whole, rows if share else 0), key=speed)

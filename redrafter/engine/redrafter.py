@@ -82,7 +82,7 @@ class ReDrafter(Engine):
         self.drafter, self.shape = drafter, shape
         self._measured: StepCosts | None = None
         self._kept: KeptCosts | None = None  # on disk, of the costs that were measured
-        self._best: dict[tuple[StepCosts, int], TreeShape] = {}
+        self._best: dict[tuple[StepCosts, int, bool], TreeShape] = {}
         self._proposers: dict[TreeShape, SearchProposer] = {}
         self._with_text: dict[tuple[int, int], WithPromptLookup] = {}
         self._compiled = compiled
@@ -170,13 +170,16 @@ class ReDrafter(Engine):
 
         Its tree is the best one by the costs of steps, measured or assumed, unless a node budget was requested.
         """
+        return self._best_proposer(rows, sampled=False)
+
+    def _best_proposer(self, rows: int, *, sampled: bool) -> Proposer:
         shape = self.shape
         if shape.node_budget is None:
             # Buckets of batch sizes share one entry, as their best trees hardly differ.
-            key = self._measured or self._assumed, bucket(rows)
+            key = self._measured or self._assumed, bucket(rows), sampled
             if key not in self._best:
                 share = self.target.varlen.ok and rows >= SHARING_ROWS
-                self._best[key] = best_tree(key[0], self.proposer, key[1], share=share)
+                self._best[key] = best_tree(key[0], self.proposer, key[1], share=share, sampled=sampled)
             shape = self._best[key]
         return self._with_copies(self._propose(self.target, shape), rows)
 
@@ -193,16 +196,20 @@ class ReDrafter(Engine):
         if not self.pauses:
             return super().draft_policy(sizes, memory)
         costs = self.step_costs(memory)
-        candidates, copying = dict[int, list[Proposer]](), dict[int, Proposer]()
+        candidates, copying, sampled = dict[int, list[Proposer]](), dict[int, Proposer](), dict[int, list[Proposer]]()
         for size in sizes:
             tree = self.proposer_for(size)
             # A CPU's steps know whether the text has something to copy. On a GPU each further kind of step would have
             # to be captured, which costs more than copies that are rejected.
             alone = tree.without_text if self.target.device.type == "cpu" else None
-            candidates[size] = [tree] if alone is None else [alone, tree]
+            candidates[size] = sampled[size] = [tree] if alone is None else [alone, tree]
+            if self.proposer.sampled_likelihoods is not None:
+                # Copies gain little then: they are judged apart from the tree on every device.
+                tree = self._best_proposer(size, sampled=True)
+                sampled[size] = [tree] if tree.without_text is None else [tree.without_text, tree]
             if (copies := self._with_copies(self.undrafted, size)).depth:
                 copying[size] = copies
-        return CostPolicy(self.times_by(costs), candidates, self.histories, copying)
+        return CostPolicy(self.times_by(costs), candidates, self.histories, copying, sampled)
 
     def step_costs(self, memory: PagedMemory | None) -> StepCosts:
         """Return the costs of steps: on a GPU's paged cache those of an earlier start, or measured; else assumed."""

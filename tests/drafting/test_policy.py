@@ -14,6 +14,7 @@ from redrafter.drafting import loss_budget
 from redrafter.drafting.policy import AcceptanceHistory, CostPolicy, DraftedStep, DraftPolicy, StepRows
 from redrafter.drafting.prompt_lookup import WithPromptLookup
 from redrafter.drafting.proposer import TRAINED, SearchProposer, UndraftedProposer
+from redrafter.drafting.recycled import LIKELIHOODS, SAMPLED
 from redrafter.drafting.step_times import StepCosts, StepTimes, time_at
 from redrafter.drafting.tree_choice import best_tree, expected_drafts
 from redrafter.engine import step_timing
@@ -344,3 +345,35 @@ def test_a_table_has_to_gain_more_where_rows_end_at_different_steps():
         even, uneven = (kind(None, None, 2, 1, 3) for kind in (SearchProposer, Uneven))
         chosen = [choose(choice(costs, each, size=rows), rows).depth for each in (even, uneven)]
         assert chosen == [1, int(rows == 1)]
+
+
+def test_a_table_drafts_fewer_levels_and_tokens_where_steps_sample():
+    class Table(SearchProposer):
+        likelihoods, sampled_likelihoods = LIKELIHOODS, SAMPLED
+
+    # Of an 8B's cost on an H200, in ms.
+    costs = StepCosts(((1, 4.4), (8, 4.5), (16, 4.6), (26, 4.75), (53, 5.4), (128, 6.9)), ((1, 0.06),))
+    greedy, sampled = (
+        best_tree(costs, Table(None, None, 5, 5, 26), 1, share=False, sampled=each) for each in (False, True)
+    )
+    assert (greedy.depth, greedy.nodes) == (5, 26)
+    assert sampled.depth <= 3
+    assert 4 <= sampled.nodes <= 12
+
+
+def test_steps_that_sample_choose_from_proposers_of_their_own():
+    few, many = search(1, 1, 2), search(5, 5, 26)
+    policy = CostPolicy(StepTimes(StepCosts(FLAT, FREE), UndraftedProposer()), {1: [many]}, sampled={1: [few]})
+    for sampled, chosen in ((False, many), (True, few)):
+        assert policy.choose(StepRows(1, 1, 1, sampled=sampled)) is chosen
+        assert policy.first(1, sampled=sampled) is chosen
+    assert {many, few} < set(policy.proposers)
+
+
+@pytest.mark.parametrize(("rows", "depth"), [(1, 4), (4, 0)])
+def test_copies_in_place_of_drafts_of_several_rows_have_to_gain_more(rows, depth):
+    costs = StepCosts(((rows, 1.0), (5 * rows, 1.7)), ((1, 9.0),))  # copies give 2 tokens for 1.7 times the time
+    copying = WithPromptLookup(UndraftedProposer(), 4)
+    assert choose(choice(costs, search(1, 1, 2), size=rows, copying=copying), rows).depth == depth
+    without = CostPolicy(StepTimes(costs, UndraftedProposer()), {}, copying={rows: copying})
+    assert choose(without, rows).depth == 4

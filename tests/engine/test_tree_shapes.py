@@ -9,11 +9,13 @@ from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.drafting.policy import MOST_COPIED
 from redrafter.drafting.prompt_lookup import WithPromptLookup
+from redrafter.drafting.recycled import RecycledConfig, RecycledTokens
 from redrafter.drafting.step_times import StepCosts
 from redrafter.features import FeatureSet
 from redrafter.model.shared_model import Revision, SharedModel
 from redrafter.model.supported import Support
 from redrafter.model.target import Target
+from redrafter.parallel.ranks import ALONE
 from redrafter.tree.sizes import TreeShape
 
 
@@ -27,7 +29,7 @@ def test_an_engine_on_a_gpu_has_a_proposer_for_each_size(monkeypatch):
 
     class OnGPU(Target):
         device, varlen, features, config, context = torch.device("cuda"), Support(), FeatureSet("it"), None, None
-        shared, revision = SharedModel(), Revision(0, 0, 0)
+        shared, revision, ranks = SharedModel(), Revision(0, 0, 0), ALONE
 
         def __init__(self) -> None:
             """Bind no model."""
@@ -47,6 +49,15 @@ def test_an_engine_on_a_gpu_has_a_proposer_for_each_size(monkeypatch):
     assert 64 < engine.proposer_for(64).shared_nodes < 256
     assert engine.proposer_for(200).shared_nodes <= 2 * 256
     assert ReDrafter(gpu, tiny_drafter(), TreeShape(node_budget=20)).proposer_for(500).nodes == 20
+
+    # Of a table, steps that sample have a smaller tree, with and without copies.
+    monkeypatch.setattr(ReDrafter, "pauses", True)
+    table = RecycledTokens(RecycledConfig(hidden_size=8, vocab_size=64, entries=16))
+    policy = ReDrafter(gpu, table).draft_policy([1], None)
+    greedy, sampled = (policy.first(1, sampled=each) for each in (False, True))
+    assert sampled.nodes < greedy.nodes
+    assert sampled.without_text is None
+    assert [each.without_text for each in policy.proposers].count(sampled) == 1
 
 
 def test_a_cpu_verifies_fewer_nodes_in_larger_batches(target):

@@ -54,7 +54,8 @@ class WarmUpRun:
         batch.reserve(scheduler.longest)  # a later growth of buffers would discard captured steps
         policy = batch.policy
         # A policy that never pauses, so that all drafted steps are captured.
-        always = batch.policy = DraftPolicy({size: policy.first(size) for size in batch.sizes})
+        sampled = not all(params.greedy for params in self.kind)
+        always = batch.policy = DraftPolicy({size: policy.first(size, sampled=sampled) for size in batch.sizes})
 
         def submit(prompt: list[int], count: int, params: SamplingParams, salt: str = SALT) -> TokenSequence:
             request = GenerationRequest(prompt, count, params, cache_salt=salt, adapter=adapter)
