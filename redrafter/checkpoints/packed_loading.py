@@ -1,8 +1,7 @@
 """Load models whose weights AWQ, GPTQ, compressed-tensors or torchao has packed, with transformers alone.
 
 transformers finds, renames and merges the tensors, as for every checkpoint. Here is a quantizer for it that reads the
-packed ones: those of linear layers become `GroupedLinear`, and others, such as weights of experts that transformers
-merges, are dequantised.
+packed ones: those of linear layers become `GroupedLinear`, and others are dequantised.
 """
 
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.integrations.awq import AWQ_SCALES_MAPPINGS
@@ -58,8 +57,13 @@ def packed_arguments(name: str | Path, load: dict[str, Any], *, trust_remote_cod
         return None
     method, text = entries["quant_method"], config.get_text_config(decoder=True)
     files = (find_file(str(name), file, hub.get("revision")) for file in (WEIGHTS_FILE, INDEX_FILE))
-    # Pickled objects of torchao, and activations that AutoAWQ has scaled.
-    if (method == "torchao" and not any(files)) or (method == "awq" and text.model_type in AWQ_SCALES_MAPPINGS):
+    # Pickled objects of torchao, activations that AutoAWQ has scaled, and experts, whose weights transformers merges.
+    experts = any(getattr(text, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    if (
+        experts
+        or (method == "torchao" and not any(files))
+        or (method == "awq" and text.model_type in AWQ_SCALES_MAPPINGS)
+    ):
         return None
     for part in (config, text):
         if getattr(part, "quantization_config", None):
@@ -96,7 +100,6 @@ class PackedQuantizer(HfQuantizer):
         layout = find_layout(config.entries)
         assert layout is not None
         self.layout, self.one = layout, GroupOne(layout)
-        self.serialized_names = {"weight": list(layout.names)}
 
     def is_serializable(self) -> bool:
         """Return that transformers cannot save such a model as it was."""
@@ -105,10 +108,6 @@ class PackedQuantizer(HfQuantizer):
     def get_weight_conversions(self) -> list[WeightConverter]:
         """Return what reads the weights of layers."""
         return [WeightConverter(list(self.layout.names), "weight", [self.one])]
-
-    def get_load_operations(self) -> dict[str, Any]:
-        """Return what reads the weights of experts before transformers merges them."""
-        return {"dequantize": lambda _: DequantizeMany(self.layout)}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         text = model.config.get_text_config(decoder=True)
@@ -156,7 +155,7 @@ class GroupOne(ConversionOps):
         meta, name = model.get_parameter(full_layer_name), full_layer_name.removesuffix(".weight")
         try:
             if tensors.keys() == {"weight"}:  # not packed
-                return {full_layer_name: self.layout.dequantize(tensors).to(meta.dtype)}
+                return {full_layer_name: tensors["weight"].to(meta.dtype)}
             weight = self.layout.read(tensors)
             if weight.codes.shape != meta.shape:
                 raise ValueError(f"its shape is {tuple(weight.codes.shape)} instead of {tuple(meta.shape)}")
@@ -174,30 +173,3 @@ class GroupOne(ConversionOps):
         model.set_submodule(name, new)
         missing_keys.discard(full_layer_name)
         return {}
-
-
-class DequantizeMany(ConversionOps):
-    """Dequantises the weights of several modules, which another operation merges."""
-
-    hf_quantizer = True
-
-    def __init__(self, layout: Layout):
-        """Hold the layout."""
-        self.layout = layout
-
-    def convert(
-        self,
-        input_dict: dict[str, Any],
-        source_patterns: object = None,
-        target_patterns: object = None,
-        full_layer_name: str = "",
-        model: Any = None,
-        **_: Any,
-    ) -> dict[str, Any]:
-        """Return lists of weights by the patterns of their names."""
-        found, dtype = dict[str, list[Tensor]](), model.get_parameter(full_layer_name).dtype
-        for prefix in dict.fromkeys(pattern.rpartition(".")[0] for pattern in input_dict):
-            parts = {x: input_dict[f"{prefix}.{x}"] for x in self.layout.names if f"{prefix}.{x}" in input_dict}
-            each = (dict(zip(parts, tensors, strict=True)) for tensors in zip(*parts.values(), strict=True))
-            found[f"{prefix}.weight"] = [self.layout.dequantize(tensors).to(dtype) for tensors in each]
-        return found

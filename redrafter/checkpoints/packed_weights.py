@@ -87,10 +87,6 @@ class Layout(NamedTuple):
     names: tuple[str, ...]
     read: Callable[[Mapping[str, Tensor]], PackedWeight]
 
-    def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the weight that tensors are, `[F, D]`, which may also be an ordinary one."""
-        return tensors["weight"] if tensors.keys() == {"weight"} else self.read(tensors).dequantize()
-
 
 def find_layout(entries: Mapping[str, Any]) -> Layout | None:
     """Return the layout of weights that a `quantization_config` describes.
