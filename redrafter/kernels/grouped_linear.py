@@ -67,10 +67,7 @@ def _multiply_on_cpu(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | 
 
 def multiply_grouped(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | None, bias: Tensor | None) -> Tensor:
     """Return what `grouped_linear` does, on a CPU without its dispatch, which takes as long as a small product."""
-    plain = type(x) is Tensor and x.is_cpu and not x.requires_grad
-    # A mode may copy the arguments of each function of torch for its call: here, only those of the operator.
-    modes = torch._C._len_torch_function_stack()  # noqa: SLF001 -- torch has no public name for it
-    if plain and not modes and not torch.compiler.is_compiling():
+    if type(x) is Tensor and x.is_cpu and not x.requires_grad and not torch.compiler.is_compiling():
         return _multiply_on_cpu(x, codes, scale, minimum, bias)
     product: Tensor = grouped_linear(x, codes, scale, minimum, bias)
     return product

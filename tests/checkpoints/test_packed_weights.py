@@ -164,6 +164,15 @@ def test_plain_weights_of_4_bits_of_torchao_are_scale_times_signed_code_plus_zer
     assert torch.equal(grouped.dequantize(torch.bfloat16), (codes * wide[0] + wide[1]).float().bfloat16())
 
 
+W8 = {"weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}
+W8A8 = W8 | {"input_activations": {"num_bits": 8, "dynamic": True}}
+
+
+def test_a_scheme_of_weights_alone_is_read():
+    entries = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": W8}}
+    assert find_layout(entries) is not None
+
+
 @pytest.mark.parametrize(
     "entries",
     [
@@ -176,6 +185,7 @@ def test_plain_weights_of_4_bits_of_torchao_are_scale_times_signed_code_plus_zer
         torchao("Int4WeightOnlyConfig", int4_packing_format="tile_packed_to_4d"),
         {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}},
         {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": {}}},
+        {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": W8A8}},
     ],
 )
 def test_other_layouts_are_left_to_their_package(entries):
