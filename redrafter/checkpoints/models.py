@@ -147,8 +147,8 @@ def load_model(
             weights = GgufWeights(read_gguf(file), device="cpu" if device is None else device, as_stored=as_stored)
         kwargs = {"quantization_config": GgufConfig(dequantize=True)} | kwargs
         dtype = weights.dtype if dtype == "auto" else dtype
-    kwargs = packed_arguments(name, kwargs, trust_remote_code=trust_remote_code) or kwargs
     try:
+        kwargs = packed_arguments(name, kwargs, trust_remote_code=trust_remote_code) or kwargs
         with reading(name, weights=weights) as (source, gguf):
             loaded: Any = auto_class(name, trust_remote_code, kwargs).from_pretrained(
                 source, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **gguf, **kwargs

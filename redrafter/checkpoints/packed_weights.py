@@ -38,6 +38,13 @@ class PackedWeight:
     offset: Tensor | None = None
     group_of: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        shape = (len(self.codes), self.scale.shape[-1] if self.scale.dim() else 0)
+        if not all(x.shape == shape for x in (self.scale, self.zero, self.offset) if x is not None):
+            raise ValueError(f"its scales and codes of zero are not {len(self.codes)} by the number of its groups")
+        if not self.scale.is_floating_point():
+            raise ValueError(f"its scales are {self.scale.dtype}")
+
     def dequantize(self) -> Tensor:
         """Return the weight, `[F, D]` float32, not rounded to the dtype of the scales as the packages do."""
         features, groups = self.codes.shape[1], self.scale.shape[1]
@@ -68,8 +75,8 @@ class PackedWeight:
             kept = offset
         elif not exact:
             return None
-        scale = narrowest(scale).contiguous()
-        return GroupedWeight(codes.contiguous(), scale, None if kept is None else narrowest(kept).contiguous())
+        scale, kept = _contiguous(narrowest(scale)), None if kept is None else _contiguous(narrowest(kept))
+        return GroupedWeight(codes.contiguous(), scale, kept)
 
     def _neighbours(self, size: int) -> Tensor:
         """Return the group of each input feature, `[D]` int32, for groups of neighbours."""
@@ -94,7 +101,10 @@ def find_layout(entries: Mapping[str, Any]) -> Layout | None:
     None for one that is not read here: with other bits or quantised activations, or of another package.
     """
     find = _FIND.get(str(entries.get("quant_method")))
-    return None if find is None else find(entries)
+    try:
+        return None if find is None else find(entries)
+    except (AttributeError, TypeError):  # entries of other types, whose faults the package names
+        return None
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
@@ -104,8 +114,14 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def _octets(words: Tensor) -> Tensor:
+    if words.is_floating_point():
+        raise ValueError(f"its codes are {words.dtype}")
+    return _contiguous(words).view(torch.uint8)
+
+
+def _contiguous(x: Tensor) -> Tensor:
     # Of one row or column, `contiguous` would keep strides that no view in another dtype can have.
-    return words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _awq(entries: Mapping[str, Any]) -> Layout | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from redrafter.errors import warn
+from redrafter.errors import CheckpointError, warn
 from redrafter.kernels.linear_operators import has_thin_kernel, thin_linear
 from redrafter.model.patch import ModelPatch, Running, find_places, has_hooks
 from redrafter.model.quantized_layers import BUFFERS, Float8Linear, GroupedLinear, QuantizedLinear, quantized_layers
@@ -248,7 +248,11 @@ def quantization_of(config: PretrainedConfig) -> Mapping[str, Any] | None:
     """Return the quantisation's entries in config.json, also of an object that transformers made of them; else None."""
     for part in (config, config.get_text_config(decoder=True)):
         if entries := getattr(part, "quantization_config", None):
-            return entries if isinstance(entries, Mapping) else dict(entries.to_dict())
+            if isinstance(entries, Mapping):
+                return entries
+            if not hasattr(entries, "to_dict"):
+                raise CheckpointError(f"quantization_config must be an object with settings, got {entries!r}")
+            return dict(entries.to_dict())
     return None
 
 

@@ -1,5 +1,7 @@
 """Bases that AWQ, GPTQ, compressed-tensors or torchao has packed, loaded without these packages."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -137,4 +139,26 @@ def test_tensors_that_do_not_fit_the_model_are_refused(tmp_path):
         state[f"model.layers.0.mlp.up_proj.{part}"] = state[f"model.layers.0.mlp.up_proj.{part}"][:, :8].contiguous()
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match="up_proj"):
+        load(tmp_path)
+
+
+def test_fewer_scales_than_output_features_are_refused(tmp_path):
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    entries = {"quant_method": "compressed-tensors", "format": "pack-quantized", "bits": 4}
+    entries |= {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+    save_packed(tmp_path, tiny_model("llama", **SIZES), entries, as_compressed)
+    state = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight_scale"
+    state[name] = state[name][:-1].contiguous()
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"up_proj.weight: its scales"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("entries", ["awq", ["awq"], GPTQ | {"bits": ["4"]}])
+def test_a_damaged_config_is_refused_by_name(tmp_path, entries):
+    save_packed(tmp_path, tiny_model("llama", **SIZES))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": entries}))
+    with pytest.raises(CheckpointError):
         load(tmp_path)

@@ -50,7 +50,7 @@ def test_grouped_weights_are_what_awq_and_gptq_compute(entries, less, bits, grou
     assert grouped is not None
     assert (grouped.bits, grouped.group) == (bits, group)
     assert torch.equal(grouped.dequantize(torch.float16), exact(weight))
-    assert all(x.is_contiguous() for x in (grouped.codes, grouped.scale, grouped.minimum))
+    assert all(x.stride() == (x.shape[1], 1) for x in (grouped.codes, grouped.scale, grouped.minimum))
 
 
 def test_symmetric_weights_have_minima_in_16_bits_or_none():
@@ -181,12 +181,29 @@ def test_a_scheme_of_weights_alone_is_read():
         GPTQ | {"bits": 3},
         GPTQ | {"checkpoint_format": "marlin"},
         GPTQ | {"dynamic": {r"+:.*down.*": {"bits": 8}}},
+        GPTQ | {"bits": [4]},
+        GPTQ | {"dynamic": {"a": None}},
         torchao("Float8WeightOnlyConfig"),
         torchao("Int4WeightOnlyConfig", int4_packing_format="tile_packed_to_4d"),
         {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}},
         {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": {}}},
         {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": W8A8}},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"W4A16": ["Linear"]}},
     ],
 )
 def test_other_layouts_are_left_to_their_package(entries):
     assert find_layout(entries) is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"scales": torch.ones(D // 32, F - 1)},
+        {"scales": torch.ones(D // 32, F, dtype=torch.int32)},
+        {"qzeros": torch.zeros(7, F // 8, dtype=torch.int32)},
+        {"qweight": torch.zeros(D // 8, F)},
+    ],
+)
+def test_tensors_of_other_sizes_or_dtypes_are_refused(wrong):
+    with pytest.raises((RuntimeError, ValueError)):
+        read(GPTQ, as_gptq(replace(numbers(4, 32), zero=numbers(4, 32).zero.clamp(min=1)), 1) | wrong).grouped()

@@ -67,6 +67,19 @@ def test_a_cpus_kernel_computes_any_size_and_dtype(bits):
     assert multiply_grouped(x[:0], *parts(weight), None).shape == (0, 20)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_is_not_in_a_weights_memory_is_never_read(bits):
+    weight, x = make_weight(bits), torch.randn(3, 128)
+    for wrong in (torch.randn(3, 64), torch.randn(3, 256)):
+        with pytest.raises(RuntimeError, match="shapes"):
+            multiply_grouped(wrong, *parts(weight), None)
+    with pytest.raises(RuntimeError):
+        multiply_grouped(x, *parts(weight), torch.randn(7))
+    multiply_grouped(x, *(part.to("meta") for part in parts(weight)), None)  # would end the process
+    strided = weight.codes.t().contiguous().t()
+    check(GroupedWeight(strided, weight.scale, weight.minimum), x)
+
+
 @needs_kernel
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_bits_of_a_token_depend_neither_on_other_tokens_nor_on_threads(bits):

@@ -46,7 +46,10 @@ def multiply(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | None, bi
     features, (*outer, inner), dtype, kernel = codes.shape[0], x.shape, x.dtype, find_kernel()
     if kernel is None or features < MIN_FEATURES or inner > MAX_INNER or dtype not in DTYPES:
         return None
-    if inner // scale.shape[1] % UNITS[codes.dtype]:
+    if inner // scale.shape[1] % UNITS[codes.dtype] or codes.shape[1] << (codes.dtype is torch.uint8) != inner:
+        return None
+    # The kernel reads addresses: torch's product refuses what it would read past the end of, or from another device.
+    if not (codes.is_cpu and codes.is_contiguous()) or (bias is not None and bias.shape[0] != features):
         return None
     tokens = x.numel() // inner
     if tokens > MAX_FEW_TOKENS:
