@@ -58,7 +58,8 @@ def quantize_model(model: Any, name: str, scheme: str, device: torch.device | st
     count = sum(x.numel() for x in model.parameters() if id(x) not in held)
     quantized = quantize_linears(model, scheme, keep=(head,), device=device)
     if not quantized:
-        raise UnsupportedError(f"{name} has no linear layers to quantise: {feature.remedy}")
+        of_groups = "" if scheme == "fp8" else f" whose input features are a multiple of {BLOCK}"
+        raise UnsupportedError(f"{name} has no linear layers to quantise{of_groups}: {feature.remedy}")
     for split in (x for x in model.modules() if isinstance(x, SummedLinear)):
         if type(split.part) is nn.Linear and split.in_features % BLOCK == 0:
             raise UnsupportedError(

@@ -103,7 +103,8 @@ def quantize_groups(weight: Tensor, bits: int, group: int = BLOCK) -> GroupedWei
     """Quantise a weight `[F, D]` to the nearest code, group by group.
 
     Codes of 4 bits reach from the smallest to the largest number of a group; codes of 8 bits have no minimum, and a
-    scale by the largest absolute number. Scales and minima are float16, or float32 where float16 would overflow.
+    scale by the largest absolute number. Scales and minima are float16, or float32 where float16 would overflow
+    or underflow.
     """
     grouped = rearrange(weight.float(), "f (g n) -> f g n", n=group)
     least, most = grouped.aminmax(dim=2)
@@ -118,5 +119,7 @@ def quantize_groups(weight: Tensor, bits: int, group: int = BLOCK) -> GroupedWei
 
 
 def _float16_or_wider(numbers: Tensor) -> Tensor:
-    narrow = numbers.half()
-    return narrow if bool(narrow.isfinite().all()) else numbers
+    narrow, smallest = numbers.half(), torch.finfo(torch.float16).smallest_normal
+    # Numbers that are all smaller would keep few of their bits, or none.
+    fits = bool((numbers.abs() >= smallest).any()) or not numbers.any()
+    return narrow if fits and bool(narrow.isfinite().all()) else numbers

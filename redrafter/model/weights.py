@@ -77,7 +77,8 @@ class NewWeights:
                     wrong.append(f"{key}, which is tied to {tied[0]}, with other numbers than that")
             else:
                 new.pairs.append((place, tensor))
-        if idle := [key for key in weights if key in parts and weights[parts[key]].dtype != places[parts[key]].dtype]:
+        whole = {key: part for key, part in parts.items() if key in weights and part in weights}
+        if idle := [key for key, part in whole.items() if weights[part].dtype != places[part].dtype]:
             wrong.append(f"scales of weights that are not quantised: {listed(idle)}")
         if wrong:
             raise MismatchError(f"these are not the weights of {name}, and none was written: {'; '.join(wrong)}")

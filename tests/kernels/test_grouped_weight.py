@@ -44,6 +44,14 @@ def test_numbers_out_of_range_of_float16_keep_a_wide_scale():
     assert torch.allclose(grouped.dequantize()[0, 3:5], torch.tensor([-1e6, 1e6]))
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_tiny_numbers_err_as_little_as_others(bits):
+    weight = torch.randn(8, 64)
+    tiny, plain = (quantize_groups(weight * size, bits).dequantize() / size - weight for size in (2**-20, 1))
+    assert float(tiny.norm()) == pytest.approx(float(plain.norm()), rel=0.05)
+    assert quantize_groups(torch.zeros(2, 32), bits).scale.dtype == torch.float16
+
+
 def test_the_narrowest_dtype_changes_no_number():
     assert narrowest(torch.tensor([0.5, 3.0])).dtype == torch.float16
     assert narrowest(torch.tensor([0.1, 3.0])).dtype == torch.float32
