@@ -120,7 +120,7 @@ def test_no_page_and_no_message_says_to_install_a_name_that_nobody_holds():
     """The package is on no index: a stranger could register its name there."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.*")]
     named = re.compile(r"pip install.*(redrafter\[|install ['\"]?redrafter\b)")
-    for file in (*pages, *(ROOT / "redrafter").rglob("*.py")):
+    for file in filter(Path.is_file, (*pages, *(ROOT / "redrafter").rglob("*.py"))):
         assert not named.search(file.read_text(encoding="utf-8", errors="ignore")), file
 
 

@@ -143,6 +143,20 @@ def test_without_a_compiler_a_product_is_widened_after_one_warning(compiler, emp
 
 
 @needs_kernel
+def test_a_library_that_lacks_the_function_is_not_kept(empty_home, monkeypatch, tmp_path):
+    source, other = tmp_path / "five.c", tmp_path / "other.c"
+    other.write_text("int other(void) { return 6; }")
+    source.write_text("int five(void) { return 5; }")
+    script = tmp_path / "cc"
+    script.write_text(f'#!/bin/sh\nshift 4\nexec cc -shared -fPIC "$1" "$2" {other}\n')
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CC", str(script))
+    with pytest.warns(ReDrafterWarning, match="a library without five"):
+        assert compiled.load_library(source) is None
+    assert not empty_home.exists()
+
+
+@needs_kernel
 def test_a_damaged_library_is_compiled_again(empty_home, monkeypatch, tmp_path):
     source = tmp_path / "three.c"
     source.write_text("int three(void) { return 3; }")

@@ -22,7 +22,10 @@ MAX_SECONDS = 300  # of a compilation, which takes two
 
 @functools.cache
 def load_library(source: Path) -> ctypes.CDLL | None:
-    """Return the library of a file in C; None, after a warning, where it cannot be compiled or loaded."""
+    """Return the library of a file in C; None, after a warning, where it cannot be compiled or loaded.
+
+    It has a function with the file's name.
+    """
     try:
         compiler = shlex.split(os.environ.get("CC") or next(filter(shutil.which, COMPILERS), ""))
         if not compiler:
@@ -31,7 +34,7 @@ def load_library(source: Path) -> ctypes.CDLL | None:
         kept = home() / "kernels" / f"{source.stem}-{KeptResults.digest(decides)[:32]}.so"
         with suppress(OSError):  # not compiled yet
             if _is_whole(kept.read_bytes()):
-                return ctypes.CDLL(str(kept))
+                return _open(kept, source)
         return _compile(compiler, source, kept)
     except (OSError, ValueError, RuntimeError, subprocess.SubprocessError) as error:
         printed = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
@@ -43,17 +46,23 @@ def load_library(source: Path) -> ctypes.CDLL | None:
 
 
 def _compile(compiler: list[str], source: Path, kept: Path) -> ctypes.CDLL:
-    """Compile a file, move the library to `kept` if that can be written, and load it."""
+    """Compile a file, load the library, and copy it to `kept` if that can be written."""
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / kept.name
         command = [*compiler, *FLAGS, "-o", str(made), str(source)]
         subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=MAX_SECONDS)
+        library, code = _open(made, source), made.read_bytes()  # stays loaded without its file
         with suppress(OSError, ReDrafterError):
             kept.parent.mkdir(parents=True, exist_ok=True)
-            library = made.read_bytes()
-            write_atomically(kept, library + hashlib.sha256(library).digest())
-            made = kept
-        return ctypes.CDLL(str(made))  # stays loaded without its file
+            write_atomically(kept, code + hashlib.sha256(code).digest())
+        return library
+
+
+def _open(path: Path, source: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    if not hasattr(library, source.stem):
+        raise OSError(f"the compiler made a library without {source.stem}")
+    return library
 
 
 def _is_whole(library: bytes) -> bool:
