@@ -22,7 +22,7 @@ demo: $(READY)
 		"The old man looked at the sea and"
 
 chat: $(READY) $(SMOLLM2)/config.json
-	$(BIN)/redrafter chat --model $(SMOLLM2) --drafter $(DRAFTER) --max-new-tokens 256 --compare
+	$(BIN)/redrafter chat --model $(SMOLLM2) --drafter $(DRAFTER) --quantization int4 --max-new-tokens 256 --compare
 
 # Minutes to an hour on a CPU: 40 answers of that model by each engine, compared with model.generate.
 real: $(READY) $(SMOLLM2)/config.json
