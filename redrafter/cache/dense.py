@@ -1,7 +1,6 @@
 """A KV cache with one buffer per row, which every model of transformers uses as a Hugging Face `Cache`."""
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -248,7 +247,7 @@ class DenseCache(KVCache, Cache):
         A mask does not hide a NaN from nodes that do not attend to it, in this forward or in a later one over the same
         slots, as 0 * NaN is NaN. `sums` identifies the nodes with such numbers, whose logits are not finite either.
         """
-        if self.sums is None or (self.sums.is_cpu and all(math.isfinite(x.sum(dtype=torch.float32)) for x in states)):
+        if self.sums is None:
             return states
         for x in states:  # a sum is not finite where any of its terms is not, and stays so
             self.sums += x.sum((1, 3), dtype=torch.float32).to(self.sums.device)
