@@ -47,7 +47,7 @@ def packed_arguments(name: str | Path, load: dict[str, Any], *, trust_remote_cod
         stored: dict[str, Any] = {}
         with suppress(OSError):  # an adapter, or a missing file, which transformers' error names
             stored, _ = PretrainedConfig.get_config_dict(str(name), **hub)
-        if not {"quantization_config"} & (stored.keys() | (stored.get("text_config") or {}).keys()):
+        if not any("quantization_config" in part for part in (stored, stored.get("text_config") or {})):
             return None
         config, load = AutoConfig.from_pretrained(
             str(name), return_unused_kwargs=True, trust_remote_code=trust_remote_code, **load
@@ -73,7 +73,7 @@ def packed_arguments(name: str | Path, load: dict[str, Any], *, trust_remote_cod
 
 @register_quantization_config(METHOD)
 class PackedConfig(QuantizationConfigMixin):
-    """What `PackedQuantizer` gets from transformers.
+    """Settings that transformers passes to `PackedQuantizer`.
 
     Attributes:
         entries: The `quantization_config` of the checkpoint.

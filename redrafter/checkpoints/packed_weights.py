@@ -84,7 +84,7 @@ class PackedWeight:
 
 
 class Layout(NamedTuple):
-    """How a checkpoint stores a weight.
+    """The layout in which a checkpoint stores a weight: names of tensors, and the function that reads them.
 
     Attributes:
         names: What the names of its tensors have in place of `weight`.

@@ -71,10 +71,9 @@ def quantize_model(model: Any, name: str, scheme: str, device: torch.device | st
             f"only {quantized / count:.0%} of the weights of {name}, embedding and head apart, are in linear layers "
             f"and were quantised to {scheme}; the others, such as weights of experts, were not"
         )
-    if (
-        of_head := HEAD_SCHEMES[scheme]
-    ) is not None:  # a tied head gets a weight of its own, as the embedding is read by row
-        quantize_linears(model, of_head, device=device)
+    # A tied head gets a weight of its own, as the embedding is read by row.
+    if (head_scheme := HEAD_SCHEMES[scheme]) is not None:
+        quantize_linears(model, head_scheme, device=device)
 
 
 def settle_groups(model: Any, name: str, as_saved: bool) -> None:

@@ -64,7 +64,7 @@ class QuantizedLinear(nn.Linear):
     @property
     @abstractmethod
     def form(self) -> str:
-        """What the weight is, for messages, such as "FP8 weights"."""
+        """Return the name of the weight's form in messages, such as "FP8 weights"."""
 
     @abstractmethod
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
@@ -158,7 +158,7 @@ class GroupedLinear(QuantizedLinear):
 
     @property
     def form(self) -> str:
-        """What the weight is, for messages."""
+        """Return the name of the weight's form; see `QuantizedLinear`."""
         weight = self.grouped()
         return f"int{weight.bits} weights in groups of {weight.group}"
 

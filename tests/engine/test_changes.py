@@ -109,8 +109,8 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_is_written(tmp_path):
     with pytest.raises(ArgumentError, match="tensors by name"):
         engine.update_weights(new | {name: [1.0]})
     (tmp_path / "model.safetensors").write_bytes(b"no tensors")
-    for source, told in ((tmp_path, "cannot be read"), (tmp_path / "none", "holds no weights")):
-        with pytest.raises(CheckpointError, match=told):
+    for source, message in ((tmp_path, "cannot be read"), (tmp_path / "none", "holds no weights")):
+        with pytest.raises(CheckpointError, match=message):
             engine.update_weights(source)
     after = engine.model.state_dict()
     assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
@@ -128,9 +128,9 @@ def test_a_directory_with_a_tensor_that_the_model_has_not_is_refused(tmp_path, m
         | {"lm_head.weight": stored["lm_head.weight"][1:].clone()},
         "missing model.norm.weight": {name: x for name, x in stored.items() if name != "model.norm.weight"},
     }
-    for told, tensors in cases.items():
+    for message, tensors in cases.items():
         save_file(tensors, file)
-        with pytest.raises(MismatchError, match=told):
+        with pytest.raises(MismatchError, match=message):
             engine.update_weights(tmp_path)
     assert all(torch.equal(x, before[key]) for key, x in engine.model.state_dict().items())
 
@@ -202,8 +202,8 @@ def test_scales_of_fp8_weights_that_do_not_fit_are_refused():
         rf"{scale} of shape \(48,\) float16 instead of \(48,\) float32": {scale: torch.ones(48).half()},
         f"scales of weights that are not quantised: {scale}": {weight: torch.ones(48, 32)},
     }
-    for told, tensors in wrong.items():
-        with pytest.raises(MismatchError, match=told):
+    for message, tensors in wrong.items():
+        with pytest.raises(MismatchError, match=message):
             engine.update_weights(before | tensors)
     after = snapshot(quantised)
     assert all(torch.equal(x.view(torch.uint8), before[key].view(torch.uint8)) for key, x in after.items())
@@ -297,8 +297,8 @@ def test_a_drafter_that_does_not_fit_is_refused_by_name(tmp_path):
         ({"recurrence": "gated"}, "recurrence is 'gated' instead of 'apple'"),
         ({"base_embedding_norms": [9.0] * 8}, "made for another base"),
     ]
-    for changes, told in wrong:
-        with pytest.raises(MismatchError, match=told):
+    for changes, message in wrong:
+        with pytest.raises(MismatchError, match=message):
             engine.change_drafter(tiny_drafter(**changes))
     with pytest.raises(CheckpointError):
         engine.change_drafter(tmp_path)

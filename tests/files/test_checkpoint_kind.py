@@ -1,4 +1,4 @@
-"""What the config.json of a checkpoint says of it."""
+"""The kind and the quantisation of a checkpoint are read from its config.json."""
 
 import pytest
 

@@ -42,7 +42,7 @@ def test_drafted_texts_are_those_of_plain_decoding(scheme, architecture, on):
 
 
 def test_a_bfloat16_model_passes_its_self_test_in_float32():
-    """That mode gives functions converted copies of their arguments, whose memory a kernel must not outlive."""
+    """A kernel reads scales at their own address, not at that of a copy which the float32 mode has made and dropped."""
     model = tiny_model("llama", **SIZES).to(torch.bfloat16)
     quantize_model(model, "llama", "int4")
     assert Target(model).rounding == 0
@@ -145,8 +145,8 @@ def test_new_weights_that_do_not_fit_are_refused():
         "which does not become int4 weights": {key: torch.ones(96, 64, dtype=torch.int64)},
         f"{key}_scale of shape .* float32 instead of .* float16": {f"{key}_scale": torch.ones(96, 2)},
     }
-    for told, tensors in wrong.items():
-        with pytest.raises(MismatchError, match=told):
+    for message, tensors in wrong.items():
+        with pytest.raises(MismatchError, match=message):
             NewWeights.for_module(model, before | tensors, "tiny")
     with pytest.raises(MismatchError, match="missing"):
         NewWeights.for_module(model, {f"{key}_scale": before[f"{key}_scale"]}, "tiny")
