@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from redrafter.errors import ArgumentError
 from redrafter.options import option as option
 
 if TYPE_CHECKING:
@@ -123,9 +124,16 @@ def add_options(
 
 
 def read_options(options: type[T], args: argparse.Namespace) -> T:
-    """Create a dataclass of options from parsed arguments; omitted flags keep their defaults."""
-    typed = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(args).items()}
-    return options(**{item.name: typed[item.name] for item in fields(options) if item.name in typed})  # type: ignore
+    """Create a dataclass of options from parsed arguments; omitted flags keep their defaults.
+
+    Raises `ArgumentError` for an empty text, which is no value of any option, and the errors of the dataclass.
+    """
+    values = {}
+    for item in fields(options):  # type: ignore[arg-type]
+        if (value := vars(args).get(item.name, item.default)) == "" or (isinstance(value, list) and "" in value):
+            raise ArgumentError(f"{flag(item.name)} needs a value, got an empty one")
+        values[item.name] = tuple(value) if isinstance(value, list) else value
+    return options(**values)
 
 
 def format_command(words: Sequence[str], options: "DataclassInstance") -> str:

@@ -228,9 +228,6 @@ class GenerationOptions:
                 raise ArgumentError(f"{flag(name)} must be a finite number, got {values[name]}")
         if not all(map(math.isfinite, (self.logit_bias or {}).values())):
             raise ArgumentError(f"--logit-bias must be of finite numbers, such as 11=-100, got {self.logit_bias}")
-        for name in ("stop", "bad_words"):
-            if "" in values[name]:
-                raise ArgumentError(f"{flag(name)} needs a text, got an empty one")
 
     @property
     def sampling(self) -> bool:

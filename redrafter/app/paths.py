@@ -32,8 +32,6 @@ def check_paths(*groups: "DataclassInstance") -> None:
             value, check = values[item.name], item.metadata.get("names")
             if check is not None and value is not None:
                 for name in value if isinstance(value, tuple | list) else (value,):
-                    if name == "":
-                        raise ArgumentError(f"{flag(item.name)} needs a name, got an empty one")
                     CHECKS[check](name, flag(item.name))
 
 

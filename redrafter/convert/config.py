@@ -127,10 +127,7 @@ class ConvertConfig:
         if self.tp_size is not None and not 1 <= self.tp_size <= 4096:
             raise ArgumentError(f"--tp-size must be from 1 to 4096, got {self.tp_size}")
         for item in fields(self):
-            value = vars(self)[item.name]
-            if value == "":
-                raise ArgumentError(f"{flag(item.name)} needs a value, got an empty one")
-            if value != item.default and self.to not in _OPTION_FORMATS.get(item.name, OUTPUT_KINDS):
+            if vars(self)[item.name] != item.default and self.to not in _OPTION_FORMATS.get(item.name, OUTPUT_KINDS):
                 formats = " or ".join(_OPTION_FORMATS[item.name])
                 raise ArgumentError(f"{flag(item.name)} is for --to {formats}: leave it out")
 

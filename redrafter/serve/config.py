@@ -199,18 +199,6 @@ class ServeOptions:
         ):
             if getattr(self, name) is not None and not least <= getattr(self, name) <= most:
                 raise ArgumentError(f"{flag(name)} must be from {least} to {most}, got {getattr(self, name)}")
-        for name in (
-            "host",
-            "served_model_name",
-            "api_key",
-            "operator_key",
-            "allowed_hosts",
-            "allowed_origins",
-            "capture",
-        ):
-            value = getattr(self, name)
-            if value == "" or (isinstance(value, tuple) and "" in value):
-                raise ArgumentError(f"{flag(name)} needs a value, got an empty one")
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not re.match(r"https?://[^/\s]", endpoint):
             raise ArgumentError(f"--otlp-traces-endpoint must be a URL such as http://localhost:4318, got {endpoint!r}")

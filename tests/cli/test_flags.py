@@ -226,7 +226,8 @@ def test_the_command_of_the_draft_target_documents_runs_once_two_names_are_ours(
         ("generate", "ja --logit-bias 999=1", "--logit-bias 999 is out of range"),
         ("generate", "ja --stop-token-ids -1", "--stop-token-ids -1 is out of range"),
         ("generate", "ja --stop-token-ids 999", "the model has 259 ids, from 0"),
-        ("generate", "ja --bad-words=", "--bad-words needs a text"),
+        ("generate", "ja --bad-words=", "--bad-words needs a value"),
+        ("serve", "--capture=", "--capture needs a value, got an empty one"),
         ("generate", "ja --frequency-penalty inf", "--frequency-penalty must be a finite number"),
     ],
 )

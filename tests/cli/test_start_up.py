@@ -57,7 +57,7 @@ def mistakes(place: Path, port: int) -> dict[str, tuple[list[str], str]]:
     return {
         "generate: no model": (["generate", "--model", missing, "ja"], "is not a directory"),
         "generate: a drafter as model": (["generate", "--model", out, "ja"], "is a drafter, not a model"),
-        "generate: an empty name": (["generate", "--model", "", "ja"], "--model needs a name"),
+        "generate: an empty name": (["generate", "--model", "", "ja"], "--model needs a value"),
         "generate: no drafter": (["generate", "--drafter", missing, "ja"], "is not a directory"),
         "generate: no draft model": (["generate", "--draft-model", missing, "ja"], "is not a directory"),
         "generate: no file": (["generate", "--file", missing], f"--file {missing} cannot be read"),

@@ -86,7 +86,7 @@ def test_evaluate_replays_the_same_answers(both):
         ("--suite {folder}", "holds no .jsonl"),
         ("--suite {folder}/gone", "gone is not a directory"),
         ("--suite {suite} --csv {folder}/no/out.csv", "cannot write"),
-        ("--suite=", "--suite needs a name, got an empty one"),
+        ("--suite=", "--suite needs a value, got an empty one"),
     ],
 )
 def test_what_a_suite_cannot_be_asked_with_is_refused_in_one_line(capsys, tmp_path, suite, words, message):
