@@ -211,6 +211,7 @@ class Target(BoundModel):
             if (now.memory, now.code) != (before.memory, before.code):
                 self._replacements += 1
                 self.varlen_forward.forget_fused()
+                self._padded_forward.forget_fast()
         self.note_state()
 
     def note_state(self) -> None:

@@ -23,6 +23,7 @@ from redrafter.cache.dense import CACHE_NAME, DenseCache, cache_argument
 from redrafter.errors import UnsupportedError
 from redrafter.features import ADAPTERS, IMAGES, ROPE_BY_LENGTH, FeatureSet
 from redrafter.kernels.cpu.rms_norm import fast_forward
+from redrafter.model.decoder_layers import FastLayers
 from redrafter.model.forward_batch import DrafterLayer, ForwardBatch, join_hidden
 from redrafter.model.lora import AdapterSlots
 from redrafter.model.patch import CompiledPart, ModelPatch, in_other_thread
@@ -185,8 +186,10 @@ class PaddedForward(TreeForward):
         super().__init__(bound)
         self._alibi = any(has_alibi(module) for module in self._slot_readers)
         modules = list(bound.model.modules())
-        grouped = any(isinstance(module, GroupedLinear) and module.weight.is_cpu for module in modules)
-        norms = [(module, fast_forward(module)) for module in modules] if grouped else []
+        self._grouped = any(isinstance(module, GroupedLinear) and module.weight.is_cpu for module in modules)
+        self._layers: FastLayers | None = None
+        self._moved = 0  # how often weights had moved when the layers were found
+        norms = [(module, fast_forward(module)) for module in modules] if self._grouped else []
         self._norms = [(module, forward) for module, forward in norms if forward is not None]
 
     def __call__(self, batch: ForwardBatch) -> tuple[Tensor, Tensor, None]:
@@ -209,6 +212,8 @@ class PaddedForward(TreeForward):
         index = None if batch.logits_index is None else batch.logits_index[:, None]
         slots = TreeSlots(length, tree.depth, tree.ancestors, cache.window)
         with bound.lock, self._recording() as patch:
+            if self._grouped and not self._slot_readers and batch.inputs.get(ADAPTERS) is None:
+                self._fast_layers().add_to(patch)
             if self._mixers:
                 mixing = mixer_plan(batch, padded=True)
                 replace_mixers(patch, self._mixers, mixing)
@@ -243,6 +248,15 @@ class PaddedForward(TreeForward):
         if index is not None:
             hidden = hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[-1]))
         return out.logits.to(bound.device), hidden, None
+
+    def forget_fast(self) -> None:
+        """Find the layers that the kernel computes again, after the model's weights or code have changed."""
+        self._layers = None
+
+    def _fast_layers(self) -> FastLayers:
+        if self._layers is None or self._moved != self.bound.shared.moved:
+            self._layers, self._moved = FastLayers(self.bound.model), self.bound.shared.moved
+        return self._layers
 
     def read_whole(
         self,

@@ -30,7 +30,10 @@ def load_library(source: Path) -> ctypes.CDLL | None:
         compiler = shlex.split(os.environ.get("CC") or next(filter(shutil.which, COMPILERS), ""))
         if not compiler:
             raise FileNotFoundError(f"there is none of {', '.join(COMPILERS)}")
-        decides = [source.read_text(encoding="utf-8"), compiler, FLAGS, _cpu()]
+        texts = [
+            file.read_text(encoding="utf-8") for file in sorted(source.parent.glob("*.c"))
+        ]  # it may include others
+        decides = [texts, compiler, FLAGS, _cpu()]
         kept = home() / "kernels" / f"{source.stem}-{KeptResults.digest(decides)[:32]}.so"
         with suppress(OSError):  # not compiled yet
             if _is_whole(kept.read_bytes()):

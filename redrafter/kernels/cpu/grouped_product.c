@@ -180,7 +180,7 @@ static const float *to_float32(const char *numbers, int is_wide, size_t first, s
 
 INLINE void multiply_features(int bits, int has_minimum, const struct product *p, size_t first, size_t end) {
     const size_t inner = p->inner, groups = inner / p->group;
-    float scale[ROWS * groups], minimum[ROWS * groups], wide[p->tokens > DIRECT(bits) ? ROWS * inner : 1];
+    float scale[ROWS * groups], minimum[ROWS * groups], wide[bits != WIDE && p->tokens > DIRECT(bits) ? ROWS * inner : 1];
     const size_t blocks = p->x ? (p->tokens + BLOCK - 1) / BLOCK : 1, size = (p->tokens + blocks - 1) / blocks;
     for (size_t f = first; f < end; f += ROWS) {
         if (f + ROWS > p->features) // the last rows, some of them a second time
@@ -197,24 +197,35 @@ INLINE void multiply_features(int bits, int has_minimum, const struct product *p
             multiply_block(p->tokens, bits, has_minimum, &rows, p->x, bias, p->out + f, p->features);
             continue;
         }
-        widen_rows(bits, has_minimum, &rows, wide);
-        rows.codes = (const char *)wide, rows.group = inner;
+        if (bits != WIDE) {
+            widen_rows(bits, has_minimum, &rows, wide);
+            rows.codes = (const char *)wide, rows.group = inner;
+        }
         for (size_t t = 0; t < p->tokens; t += size)
             multiply_block(p->tokens - t < size ? p->tokens - t : size, WIDE, 0, &rows, p->x + t * inner, bias,
                            p->out + t * p->features + f, p->features);
     }
 }
 
-static void multiply_share(void *argument) {
-    const struct product *p = argument;
-    size_t count = p->parallel ? omp_get_num_threads() : 1, index = p->parallel ? omp_get_thread_num() : 0;
-    size_t blocks = (p->features + ROWS - 1) / ROWS, first = blocks * index / count * ROWS;
-    size_t end = blocks * (index + 1) / count * ROWS;
-    end = end < p->features ? end : p->features;
-    if (p->bits == 4)
+// Return the first output feature of a thread, which has whole blocks up to the next thread's.
+static size_t first_of(size_t features, size_t index, size_t count) {
+    size_t first = (features + ROWS - 1) / ROWS * index / count * ROWS;
+    return first < features ? first : features;
+}
+
+static void multiply_part(const struct product *p, size_t index, size_t count) {
+    size_t first = first_of(p->features, index, count), end = first_of(p->features, index + 1, count);
+    if (p->bits == WIDE)
+        multiply_features(WIDE, 0, p, first, end);
+    else if (p->bits == 4)
         p->minimum ? multiply_features(4, 1, p, first, end) : multiply_features(4, 0, p, first, end);
     else
         p->minimum ? multiply_features(8, 1, p, first, end) : multiply_features(8, 0, p, first, end);
+}
+
+static void multiply_share(void *argument) {
+    const struct product *p = argument;
+    multiply_part(p, p->parallel ? omp_get_thread_num() : 0, p->parallel ? omp_get_num_threads() : 1);
 }
 
 void grouped_product(const float *x, const char *codes, const char *scale, const char *minimum, const float *bias,

@@ -25,7 +25,7 @@ Kernel = Callable[..., None]
 
 def load() -> ctypes.CDLL | None:
     """Return the library, compiled in the first call on a machine; None, after a warning, where it cannot be."""
-    return load_library(Path(__file__).with_name("grouped_product.c"))
+    return load_library(Path(__file__).with_name("decoder_layer.c"))  # which includes this kernel
 
 
 @functools.cache
