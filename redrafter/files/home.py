@@ -10,6 +10,7 @@ from typing import Any
 
 from redrafter.errors import ReDrafterError
 from redrafter.files.atomic_file import write_atomically
+from redrafter.files.regular_file import read_regular
 
 HOME = "REDRAFTER_HOME"  # environment variable that names another folder
 KERNELS = "TORCHINDUCTOR_CACHE_DIR"  # environment variable by which torch.compile finds its kernels
@@ -19,6 +20,21 @@ TRITON_KERNELS = "TRITON_CACHE_DIR"  # environment variable by which Triton find
 def home() -> Path:
     """Return `$REDRAFTER_HOME`, or `~/.cache/redrafter`."""
     return Path(os.environ.get(HOME) or Path.home() / ".cache" / "redrafter")
+
+
+def read_kept(path: Path) -> bytes:
+    """Return the content of a file in `home`; nothing where it cannot be read, as a pipe could not without waiting."""
+    with suppress(ReDrafterError):
+        return read_regular(path)
+    return b""
+
+
+def write_kept(path: Path, content: str | bytes) -> None:
+    """Write a file in `home`, unless something else is in its place or the folder cannot be written to."""
+    with suppress(OSError, RuntimeError, ReDrafterError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_file() or not path.exists():  # a pipe would be waited for
+            write_atomically(path, content)
 
 
 @dataclass(frozen=True)
@@ -40,19 +56,18 @@ class KeptResults:
 
     def read_all(self) -> dict[str, Any]:
         """Return all results, the oldest first; none where the file cannot be read."""
-        with suppress(OSError, RuntimeError, ValueError, RecursionError):
-            results = json.loads((home() / self.name).read_text(encoding="utf-8"))
+        with suppress(RuntimeError, ValueError, RecursionError):
+            results = json.loads(read_kept(home() / self.name))
             return results if isinstance(results, dict) else {}
         return {}
 
     def write(self, digest: str, result: object) -> None:
         """Keep a result, or forget the one that is kept for None. Without a folder to write to, nothing is kept."""
-        with suppress(OSError, RuntimeError, ReDrafterError):
-            results = {key: value for key, value in self.read_all().items() if key != digest}
-            if result is not None:
-                results[digest] = result
-            home().mkdir(parents=True, exist_ok=True)
-            write_atomically(home() / self.name, json.dumps(dict(list(results.items())[-self.most :])))
+        results = {key: value for key, value in self.read_all().items() if key != digest}
+        if result is not None:
+            results[digest] = result
+        with suppress(RuntimeError):  # where there is no home
+            write_kept(home() / self.name, json.dumps(dict(list(results.items())[-self.most :])))
 
 
 def keep_kernels() -> None:

@@ -1,11 +1,14 @@
 """Where what was measured and compiled is kept."""
 
 import os
+import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
-from redrafter.files.home import home, keep_kernels
+from redrafter.files.home import KeptResults, home, keep_kernels
+from redrafter.kernels.cpu import compiled
 
 
 def test_the_home_is_in_the_cache_of_the_user_unless_it_is_named(monkeypatch, tmp_path):
@@ -46,3 +49,29 @@ def test_a_home_that_cannot_be_written_to_leaves_kernels_where_torch_has_them(mo
         monkeypatch.delenv(name, raising=False)
     keep_kernels()
     assert not {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"} & os.environ.keys()
+
+
+@pytest.mark.skipif(not any(map(shutil.which, compiled.COMPILERS)), reason="needs a C compiler")
+def test_pipes_in_the_home_are_not_waited_for(monkeypatch, tmp_path):
+    monkeypatch.setenv("REDRAFTER_HOME", str(tmp_path))
+    source = tmp_path / "seven.c"
+    source.write_text("int seven(void) { return 7; }")
+    compiled.load_library(source)
+    (tmp_path / "kernels").mkdir(exist_ok=True)
+    for file in [*(tmp_path / "kernels").iterdir(), tmp_path / "results.json"]:
+        file.unlink(missing_ok=True)
+        os.mkfifo(file)
+    compiled.load_library.cache_clear()
+
+    def use() -> None:
+        results = KeptResults("results.json")
+        results.write("a", 1)
+        assert results.read_all() == {}
+        compiled.load_library(source)
+        done.append(True)
+
+    done: list[bool] = []
+    thread = threading.Thread(target=use, daemon=True)
+    thread.start()
+    thread.join(15)
+    assert done

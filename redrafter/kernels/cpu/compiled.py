@@ -11,9 +11,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from redrafter.errors import ReDrafterError, warn
-from redrafter.files.atomic_file import write_atomically
-from redrafter.files.home import KeptResults, home
+from redrafter.errors import warn
+from redrafter.files.home import KeptResults, home, read_kept, write_kept
 
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-march=native", "-fPIC", "-shared")
@@ -35,8 +34,8 @@ def load_library(source: Path) -> ctypes.CDLL | None:
         ]  # it may include others
         decides = [texts, compiler, FLAGS, _cpu()]
         kept = home() / "kernels" / f"{source.stem}-{KeptResults.digest(decides)[:32]}.so"
-        with suppress(OSError):  # not compiled yet
-            if _is_whole(kept.read_bytes()):
+        if _is_whole(read_kept(kept)):
+            with suppress(OSError):  # of another machine
                 return _open(kept, source)
         return _compile(compiler, source, kept)
     except (OSError, ValueError, RuntimeError, subprocess.SubprocessError) as error:
@@ -55,9 +54,7 @@ def _compile(compiler: list[str], source: Path, kept: Path) -> ctypes.CDLL:
         command = [*compiler, *FLAGS, "-o", str(made), str(source)]
         subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=MAX_SECONDS)
         library, code = _open(made, source), made.read_bytes()  # stays loaded without its file
-        with suppress(OSError, ReDrafterError):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(kept, code + hashlib.sha256(code).digest())
+        write_kept(kept, code + hashlib.sha256(code).digest())
         return library
 
 
