@@ -56,6 +56,44 @@ def random_blocks(kind: gguf.GGMLQuantizationType, rows: int, columns: int, spre
     return blocks.reshape(rows, -1)
 
 
+def quantize_k(weight: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Round a matrix to a format with blocks of 256 weights, which gguf only reads, and return its bytes, `[F, N]`."""
+
+    def half(x: np.ndarray) -> np.ndarray:
+        return x.astype(np.float16).view(np.uint8).reshape(*x.shape, 2)
+
+    with np.errstate(divide="ignore", invalid="ignore"):
+        if kind.name == "Q6_K":
+            groups = weight.reshape(len(weight), -1, 16, 16)
+            scale = np.abs(groups).max(3) / 31
+            d = (scale.max(2) / 127).astype(np.float16).astype(np.float32)
+            scale = np.nan_to_num(scale / d[..., None]).round().clip(0, 127)
+            codes = np.nan_to_num(groups / (d[..., None] * scale)[..., None]).round().clip(-32, 31) + 32
+            codes = codes.astype(np.uint8).reshape(*d.shape, 256)
+            halves, quarters = codes.reshape(*d.shape, 2, 2, 64), codes.reshape(*d.shape, 2, 4, 32)
+            low = halves[..., 0, :] & 15 | halves[..., 1, :] << 4
+            high = ((quarters >> 4) << np.array([0, 2, 4, 6], np.uint8)[:, None]).sum(3, dtype=np.uint8)
+            parts = [low, high, scale.astype(np.int8).view(np.uint8), half(d)]
+        else:
+            most = 15 if kind.name == "Q4_K" else 31
+            groups = weight.reshape(len(weight), -1, 8, 32)
+            minimum = np.maximum(-groups.min(3), 0)
+            scale = np.maximum(groups.max(3) + minimum, 0) / most
+            d, dmin = ((x.max(2) / 63).astype(np.float16).astype(np.float32) for x in (scale, minimum))
+            scale, minimum = (np.nan_to_num(x / y[..., None]).round() for x, y in ((scale, d), (minimum, dmin)))
+            codes = np.nan_to_num((groups + (dmin[..., None] * minimum)[..., None]) / (d[..., None] * scale)[..., None])
+            codes, scale, minimum = (
+                x.round().clip(0, top).astype(np.uint8) for x, top in ((codes, most), (scale, 63), (minimum, 63))
+            )
+            scales = [x[..., :4] | x[..., 4:] >> 4 << 6 for x in (scale, minimum)]
+            scales.append(scale[..., 4:] & 15 | (minimum[..., 4:] & 15) << 4)
+            fifth = ((codes >> 4) << np.arange(8, dtype=np.uint8)[:, None]).sum(2, dtype=np.uint8)
+            fours = (codes & 15)[..., ::2, :] | (codes & 15)[..., 1::2, :] << 4
+            parts = [half(d), half(dmin), *scales, *([fifth] if most == 31 else []), fours]
+    blocks = np.concatenate([x.reshape(*d.shape, -1) for x in parts], axis=2)
+    return blocks.reshape(len(weight), -1)
+
+
 def write_gguf(
     file: Path,
     model: PreTrainedModel,
@@ -94,9 +132,8 @@ def write_gguf(
 
     def add(name: str, weight: Tensor) -> None:
         kind = matrices if weight.dim() > 1 else gguf.GGMLQuantizationType.F32
-        data = random_blocks(kind, *weight.shape) if kind in HALVES and kind.name.endswith("K") else None
-        data = gguf.quantize(weight.detach().float().numpy(), kind) if data is None else data
-        writer.add_tensor(name, data, raw_dtype=kind)
+        make = quantize_k if kind in HALVES and kind.name.endswith("K") else gguf.quantize
+        writer.add_tensor(name, make(weight.detach().float().numpy(), kind), raw_dtype=kind)
 
     weights = model.state_dict()
     add("token_embd.weight", weights["model.embed_tokens.weight"])

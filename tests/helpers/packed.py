@@ -69,13 +69,16 @@ def save_packed(
     model: PreTrainedModel,
     entries: Mapping[str, Any] = AWQ,
     tensors_of: Callable[[PackedWeight], dict[str, Tensor]] = as_awq,
+    symmetric: bool = False,
 ) -> Path:
     """Save a model whose linear layers, its head apart, are packed, and give it their numbers."""
     model.save_pretrained(folder)
     state = model.state_dict()
     for name, layer in list(model.named_modules()):
         if type(layer) is torch.nn.Linear and layer is not model.get_output_embeddings():
-            weight = quantize(state.pop(f"{name}.weight"), entries["bits"], symmetric=tensors_of is as_compressed)
+            weight = quantize(
+                state.pop(f"{name}.weight"), entries["bits"], symmetric=symmetric or tensors_of is as_compressed
+            )
             layer.weight.data = weight.dequantize().to(layer.weight.dtype)
             state |= {f"{name}.{part}": x for part, x in tensors_of(weight).items()}
     if model.config.tie_word_embeddings:
