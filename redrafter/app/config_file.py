@@ -60,16 +60,12 @@ class ConfigParser(Parser):
     def __init__(
         self,
         *,
-        options: Iterable[type],
         translate: Callable[[str, dict[str, object]], dict[str, object]] = lambda file, content: content,
         **kwargs: Any,
     ):
-        """Create a parser for dataclasses of options, whose flags `add_options` adds.
-
-        `translate` receives a file's name and content, and returns the content with the names of these options.
-        """
+        """Create a parser; `translate` gets a file's name and content, and returns it with this parser's names."""
         super().__init__(**kwargs)
-        self._options, self._translate_content = options_by_name(options), translate
+        self._translate_content = translate
         self._config: dict[str, object] = {}
         self.add_argument(
             "--config",
@@ -108,7 +104,7 @@ class ConfigParser(Parser):
             ArgumentError: The file cannot be read, or a key is unknown, given twice or has a value of another type.
         """
         flags = {action.dest for action in self._actions}
-        known = {name: option for name, option in self._options.items() if name in flags}
+        known = {name: option for name, option in options_by_name(self.option_types).items() if name in flags}
         config: dict[str, object] = {}
         for key, value in self._translate_content(file, read_object(file)).items():
             name = key.replace("-", "_")

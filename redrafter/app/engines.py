@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from redrafter.app.flags import flag
 from redrafter.app.options import DraftOptions, LoadOptions
+from redrafter.app.program import print_message
 from redrafter.checkpoints.drafters import holds_drafter
 from redrafter.checkpoints.merged import default_sampling, find_file
 from redrafter.checkpoints.models import bind
@@ -31,11 +31,7 @@ from redrafter.parallel.launched import launched_processes, process_rank
 DRAFTER, RECYCLED, DRAFT_MODEL, PROMPT_LOOKUP = "drafter", "recycled tokens", "draft model", "prompt lookup"
 # Modules of the compiler of models, and of the processes in which it compiles kernels.
 COMPILER, COMPILER_PROCESSES = "torch._inductor.compile_fx", "torch._inductor.async_compile"
-_SET_BY_CONFIG = (
-    "draft_len",
-    "draft_device",
-    "acceptance",
-)  # by --draft-target-model-config, in addition to the device
+_SET_BY_CONFIG = ("draft_len", "draft_device", "acceptance")  # by --draft-target-model-config, like the device
 
 
 def choose_method(options: LoadOptions, draft: DraftOptions, speculate: bool = True) -> str:
@@ -193,10 +189,10 @@ def _load_drafter(model: str | Target, drafter: str | None = None, **keywords: A
 
 def _load_recycled(model: str | Target, **keywords: Any) -> Engine:
     if process_rank() == 0:
-        print(
-            f"redrafter: note: {model} holds no drafter, so tokens are recycled as drafts, without training: a drafter "
-            "(--drafter D) is faster, and --no-speculate drafts nothing",
-            file=sys.stderr,
+        print_message(
+            "note",
+            f"{model} holds no drafter, so tokens are recycled as drafts, without training: a drafter (--drafter D) is "
+            "faster, and --no-speculate drafts nothing",
         )
     return _load_drafter(model, **keywords)
 

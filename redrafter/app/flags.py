@@ -20,6 +20,8 @@ from redrafter.options import option as option
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from redrafter.app.parser import Parser
+
 T = TypeVar("T")
 
 _NOT_ARGPARSE = ("path", "names", "commands", "check")  # metadata of fields that `add_argument` does not take
@@ -83,7 +85,7 @@ def format_value(value: object) -> str:
 
 
 def add_options(
-    parser: argparse.ArgumentParser,
+    parser: "Parser",
     options: type,
     title: str,
     *,
@@ -95,6 +97,7 @@ def add_options(
     Fields named in `without` get no flag. `types` maps field names to parsers that replace the field's own `type` for
     this command.
     """
+    parser.option_types.append(options)
     group, hints = parser.add_argument_group(title), get_type_hints(options)
     inherited = {item.name for base in options.__mro__[1:] if is_dataclass(base) for item in fields(base)}
     command = parser.prog.rpartition(" ")[2]

@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +16,7 @@ from redrafter.app.engines import (
     load_engine,
 )
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
+from redrafter.app.program import print_message
 from redrafter.app.templates import load_chat_tokenizer
 from redrafter.chat.messages import encode_chat
 from redrafter.chat.template import HOW_TO_GIVE_ONE, chat_template_of
@@ -77,10 +77,10 @@ def limit_threads(device_type: str) -> None:
         torch.set_num_threads(1)
     elif (quota := cpu_quota()) is not None and torch.get_num_threads() > (threads := max(int(quota), 1)):
         torch.set_num_threads(threads)
-        print(
-            f"redrafter: note: this container may use {quota:g} CPU cores, so torch uses {threads} of "
-            f"{os.cpu_count()} threads: OMP_NUM_THREADS=N uses N",
-            file=sys.stderr,
+        print_message(
+            "note",
+            f"this container may use {quota:g} CPU cores, so torch uses {threads} of {os.cpu_count()} threads: "
+            "OMP_NUM_THREADS=N uses N",
         )
 
 

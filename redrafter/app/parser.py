@@ -22,15 +22,18 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
         commands: Parsers of the commands by name; empty unless `add_commands` was called.
-        option_types: Dataclasses that define the flags; may be empty.
+        option_types: Dataclasses whose flags `add_options` has added.
     """
 
-    def __init__(self, **kwargs: Any):
+    def __init__(self, *, examples: Sequence[str] = (), **kwargs: Any):
+        """Create a parser, with commands as examples at the end of `--help`."""
+        if examples:
+            kwargs["epilog"] = "\n  ".join(["examples:", *examples])
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(**kwargs)
         self.commands: MutableMapping[str, Parser] = {}
-        self.option_types: tuple[type, ...] = ()
+        self.option_types: list[type] = []
 
     def add_commands(self) -> Any:
         """Add a first word that chooses a command, as `args.command`; return the object that parsers are added to."""

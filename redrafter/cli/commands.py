@@ -44,8 +44,7 @@ def run_parsed(argv: list[str]) -> int:
         _check(args, parser.commands[args.command].option_types)
         if (of_ranks := run_on_ranks(vars(args).get("tensor_parallel_size"), argv)) is not None:
             return of_ranks
-        code: int = import_libraries(f"redrafter.cli.{args.command}").run_checked(args)
-        return code
+        return int(import_libraries(f"redrafter.cli.{args.command}").run_checked(args))
 
     return run_command(command)
 
@@ -74,9 +73,7 @@ def build_parser() -> Parser:
 
     def add(name: str, help: str, description: str, examples: Sequence[str], *groups: Any, **types: Any) -> Parser:
         """Add a command; each group is a dataclass of options, its title, and the fields without a flag."""
-        epilog = "\n".join(["examples:", *(f"  {example}" for example in examples)])
-        added = commands.add_parser(name, help=help, description=description, epilog=epilog)
-        added.option_types = tuple(options for options, *_ in groups)
+        added: Parser = commands.add_parser(name, help=help, description=description, examples=examples)
         for options, title, without in groups:
             add_options(added, options, title, without=without, types=types)
         return added

@@ -281,8 +281,7 @@ def build_parser(name: str) -> ConfigParser:
     parser = ConfigParser(
         prog=f"redrafter {name}",
         description=command.description,
-        epilog="\n".join(["examples:", *(f"  {example}" for example in command.examples)]),
-        options=tuple(options for options, *_ in command.groups),
+        examples=command.examples,
     )
     for options, title, without in command.groups:
         add_options(parser, options, title, without=without)
@@ -301,7 +300,6 @@ def main(name: str, argv: Sequence[str]) -> int:
             raise ArgumentError("--card writes into the directory of a drafter: give it with --drafter")
         if (of_ranks := run_on_ranks(vars(args).get("tensor_parallel_size"), [name, *argv])) is not None:
             return of_ranks
-        code: int = getattr(import_libraries("redrafter.cli.measure"), name)(*groups)
-        return code
+        return int(getattr(import_libraries("redrafter.cli.measure"), name)(*groups))
 
     return run_command(command)

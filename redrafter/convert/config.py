@@ -5,9 +5,7 @@
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 
 from redrafter.app.flags import add_options, flag, read_options, yes_or_no
@@ -16,9 +14,8 @@ from redrafter.app.paths import check_paths
 from redrafter.app.program import import_libraries, run_command
 from redrafter.checkpoints.merged import Defaults
 from redrafter.drafting.recurrent_form import RECURRENCES
-from redrafter.errors import ArgumentError, ReDrafterError
+from redrafter.errors import ArgumentError
 from redrafter.files.atomic_folder import check_output_folder
-from redrafter.files.checkpoint_kind import kind_of
 from redrafter.options import dtype_word, option
 from redrafter.tree.sizes import TreeShape
 
@@ -144,12 +141,13 @@ def build_parser() -> Parser:
         prog="redrafter convert",
         description="Convert a drafter, or a model with its drafter, between the formats of redrafter, Apple,\n"
         "TensorRT-LLM and speculators, or merge a model and its drafter into one directory.",
-        epilog="examples:\n"
-        "  redrafter convert --base-model-checkpoint-dir my-base --drafter-model-dir my-drafter --output-dir merged\n"
-        "  redrafter convert --drafter-model-dir apple-drafter --to drafter --output-dir my-drafter\n"
-        "  redrafter convert --base-model-checkpoint-dir my-base --drafter-model-dir my-head --to speculators "
-        "--output-dir out\n"
-        "  redrafter convert --base-model-checkpoint-dir tllm-checkpoint --tokenizer-dir my-base --output-dir merged",
+        examples=(
+            "redrafter convert --base-model-checkpoint-dir my-base --drafter-model-dir my-drafter --output-dir merged",
+            "redrafter convert --drafter-model-dir apple-drafter --to drafter --output-dir my-drafter",
+            "redrafter convert --base-model-checkpoint-dir my-base --drafter-model-dir my-head --to speculators "
+            "--output-dir out",
+            "redrafter convert --base-model-checkpoint-dir tllm-checkpoint --tokenizer-dir my-base --output-dir merged",
+        ),
     )
     add_options(parser, ConvertConfig, "converting")
     return parser
@@ -168,16 +166,8 @@ def check_output(config: ConvertConfig) -> Path:
         real_output, real_source = Path(os.path.realpath(output)), Path(os.path.realpath(source))
         if real_output == real_source or real_output in real_source.parents or real_source in real_output.parents:
             raise ArgumentError(f"the output {output} and its source {source} must not hold one another")
-    kinds = OUTPUT_KINDS[config.to]
-    what, replaceable = " or ".join(kinds), partial(_holds, kinds)
-    check_output_folder(output, config.overwrite, flag="--output-dir", what=what, replaceable=replaceable)
+    check_output_folder(output, config.overwrite, flag="--output-dir", kinds=OUTPUT_KINDS[config.to])
     return output
-
-
-def _holds(kinds: Sequence[str], path: Path) -> bool:
-    with suppress(ReDrafterError):  # a broken checkpoint is of no kind
-        return kind_of(path) in kinds
-    return False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -188,7 +178,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_paths(config)
         if not config.dry_run:
             check_output(config)
-        code: int = import_libraries("redrafter.convert.convert_checkpoint").run_checked(config)
-        return code
+        return int(import_libraries("redrafter.convert.convert_checkpoint").run_checked(config))
 
     return run_command(command)

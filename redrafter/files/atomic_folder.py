@@ -2,13 +2,14 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from redrafter.errors import ArgumentError, CheckpointError, first_line
+from redrafter.errors import ArgumentError, CheckpointError, ReDrafterError, first_line
+from redrafter.files.checkpoint_kind import kind_of
 
 try:
     import fcntl
@@ -19,9 +20,7 @@ except ImportError:  # not on Windows
 MAX_NAME_BYTES = 200  # file systems allow 255; names of partial and old folders add some
 
 
-def check_output_folder(
-    folder: Path, overwrite: bool, *, flag: str, what: str, replaceable: Callable[[Path], bool]
-) -> None:
+def check_output_folder(folder: Path, overwrite: bool, *, flag: str, kinds: Sequence[str]) -> None:
     """Check that `write_folder` can write a folder, and may replace what the folder holds.
 
     Leftovers of an earlier `write_folder` are removed first.
@@ -30,8 +29,7 @@ def check_output_folder(
         folder: Folder to write. Missing parents are allowed.
         overwrite: Whether a folder that is not empty may be replaced.
         flag: The option that named the folder, for errors.
-        what: Contents of a replaceable folder, for errors, such as `drafter`.
-        replaceable: Returns whether an existing folder may be replaced. Others never are, even with `overwrite`.
+        kinds: Results of `kind_of` for folders that may be replaced. Others never are, even with `overwrite`.
     """
     if not folder.absolute().name or "\0" in str(folder) or len(os.fsencode(folder.name)) > MAX_NAME_BYTES:
         raise ArgumentError(
@@ -47,8 +45,10 @@ def check_output_folder(
         return
     if not overwrite:
         raise ArgumentError(f"{flag} {folder} is there already and not empty; name another, or pass --overwrite")
-    if not replaceable(target):
-        raise ArgumentError(f"{flag} {folder} holds something that is no {what}, which is never overwritten")
+    with suppress(ReDrafterError):  # a broken checkpoint is of no kind
+        if kind_of(target) in kinds:
+            return
+    raise ArgumentError(f"{flag} {folder} holds something that is no {' or '.join(kinds)}, which is never overwritten")
 
 
 def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:

@@ -62,16 +62,16 @@ def build_parser() -> ConfigParser:
     """Build the parser of `redrafter serve`."""
     parser = ConfigParser(
         prog="redrafter serve",
-        options=(ServeOptions, LoadOptions, DraftOptions, *(extension.options for extension in extensions())),
         translate=translate_config,
         description=f"Serve a model over HTTP: {', '.join(writing_paths())},\n"
         "with /v1/models, /tokenize, /health, /metrics, /docs. Without MODEL, the pair in the box.\n"
         "--config also takes the keys of TensorRT-LLM's runtime.json.",
-        epilog="examples:\n"
-        "  redrafter serve my-merged --port 8000\n"
-        "  redrafter serve my-base --drafter my-drafter --max-batch-size 64 --api-key-file keys.txt\n"
-        "  redrafter serve my-70b --draft-model my-1b\n"
-        "  redrafter serve my-base --drafter my-drafter --lora-modules poems=my-lora law=my-other-lora",
+        examples=(
+            "redrafter serve my-merged --port 8000",
+            "redrafter serve my-base --drafter my-drafter --max-batch-size 64 --api-key-file keys.txt",
+            "redrafter serve my-70b --draft-model my-1b",
+            "redrafter serve my-base --drafter my-drafter --lora-modules poems=my-lora law=my-other-lora",
+        ),
     )
     parser.add_argument("--print-config", action="store_true", help="print all options as JSON and do nothing")
     parser.add_argument(
@@ -124,8 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Only the first rank serves HTTP; the others repeat its steps.
         if process_rank() > 0 and launch is _serve:
             worker = import_libraries("redrafter.serve.engine_process.worker")
-            code: int = worker.follow(request)
-            return code
+            return int(worker.follow(request))
         from redrafter.serve.log import start_logging
 
         start_logging(options.log_format, options.log_level)

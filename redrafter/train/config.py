@@ -233,11 +233,7 @@ class TrainConfig(TemplateOptions):
 
 def build_parser() -> ConfigParser:
     """Return the parser of the command, with one flag for each field of `TrainConfig`."""
-    parser = ConfigParser(
-        prog="redrafter train",
-        description="Train a drafter for a Hugging Face causal LM.",
-        options=(TrainConfig,),
-    )
+    parser = ConfigParser(prog="redrafter train", description="Train a drafter for a Hugging Face causal LM.")
     add_options(parser, TrainConfig, "training")
     return parser
 
@@ -277,8 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def command() -> int:
         config = parse(argv)
         check(config)
-        code: int = import_libraries("redrafter.train.train_drafter").run_checked(config)
-        return code
+        return int(import_libraries("redrafter.train.train_drafter").run_checked(config))
 
     return run_command(command)
 

@@ -1,19 +1,16 @@
 """Check the output folder of a training before anything is loaded; this module does not import torch."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_folder import check_output_folder
-from redrafter.files.drafter_kinds import drafter_kinds
 
 RECORD_FILE = "training.json"
 
 
 def check_output(output: Path, overwrite: bool, flag: str = "--output") -> None:
     """Raise `ArgumentError` if `save_drafter` cannot write to `output`, or must not replace its content."""
-    check_output_folder(output, overwrite, flag=flag, what="drafter", replaceable=_holds_drafter)
+    check_output_folder(output, overwrite, flag=flag, kinds=("drafter",))
 
 
 def checkpoints_folder(output: Path) -> Path:
@@ -30,15 +27,3 @@ def check_no_checkpoints(output: Path) -> None:
         raise ArgumentError(
             f"{folder} holds an earlier training's checkpoints; continue with --resume, or start again with --overwrite"
         )
-
-
-def _holds_drafter(folder: Path) -> bool:
-    return str(_read(folder / "config.json").get("model_type")) in drafter_kinds()
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}

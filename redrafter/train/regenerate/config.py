@@ -93,7 +93,6 @@ def build_parser() -> ConfigParser:
         prog="redrafter regenerate",
         description="Regenerate the answers of a data set with a model, to train its drafter on them.\n"
         "A run skips the rows that its output holds.",
-        options=(RegenerateConfig,),
     )
     add_options(parser, RegenerateConfig, "answering")
     return parser
@@ -117,7 +116,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_paths(config)
         # Before torch is imported and a model is loaded.
         check_answer_file(Path(str(config.output)), overwrite=config.overwrite)
-        code: int = import_libraries("redrafter.train.regenerate.command").run_checked(config)
-        return code
+        return int(import_libraries("redrafter.train.regenerate.command").run_checked(config))
 
     return run_command(command)
