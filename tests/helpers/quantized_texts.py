@@ -90,11 +90,15 @@ FORMATS: Mapping[str, Callable[[Path, Path], Source]] = {
 }
 
 
-def read_prompts(tokenizer: Any, file: Path, count: int) -> list[list[int]]:
-    """Return the first tokens of texts, 8 to 23 of each."""
+def read_prompts(tokenizer: Any, file: Path, count: int, chat: bool) -> list[list[int]]:
+    """Return the first 8 to 23 tokens of texts, or questions that consist of them."""
     rows = [json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines()]
     texts = [tokenizer(text[:400], add_special_tokens=False)["input_ids"] for text in rows]
-    return [ids[: 8 + number % 16] for number, ids in enumerate(x for x in texts if len(x) >= 24)][:count]
+    prompts = [ids[: 8 + number % 16] for number, ids in enumerate(x for x in texts if len(x) >= 24)][:count]
+    if not chat:
+        return prompts
+    chats = [[{"role": "user", "content": tokenizer.decode(ids)}] for ids in prompts]
+    return [tokenizer.apply_chat_template(x, add_generation_prompt=True, return_dict=False) for x in chats]
 
 
 def decode(generate: Callable[..., Any], prompts: list[list[int]], args: argparse.Namespace, **how: Any) -> list[Any]:
@@ -153,10 +157,11 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--skip", type=int, default=0, help="texts that other processes compare")
+    parser.add_argument("--chat", action="store_true", help="let the model answer texts instead of continuing them")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
-    prompts = read_prompts(AutoTokenizer.from_pretrained(args.model), args.prompts, args.skip + args.texts)
+    prompts = read_prompts(AutoTokenizer.from_pretrained(args.model), args.prompts, args.skip + args.texts, args.chat)
     for name in args.formats:
         with TemporaryDirectory() as folder:
             source = FORMATS[name](Path(folder), args.model)
