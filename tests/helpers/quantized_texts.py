@@ -121,6 +121,7 @@ def compare(source: Source, prompts: list[list[int]], args: argparse.Namespace) 
     engine = ReDrafter.from_pretrained(base, args.drafter, dtype="float32", device=args.device, **load, **options)
     model = engine.target.model
     table = ReDrafter.from_pretrained(model, None, **options)
+    engine.pauses = table.pauses = False  # or the steps of a CPU would hardly draft
     greedy: dict[str, Any] = {"do_sample": False}
     sampled: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": 7}
     found: dict[str, Any] = {"form": quantized_form(model), "rounding": engine.target.rounding, "texts": len(prompts)}
