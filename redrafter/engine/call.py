@@ -58,11 +58,15 @@ class OutputRow:
     def __init__(self, index: int, prompt: list[int], call: "GenerateCall"):
         """Make a row that has not begun; `prompt` has its padding."""
         self._index, self._prompt, self._call = index, prompt, call
-        self.text: list[int] = []  # new tokens so far
         self.scores: list[Tensor] = []  # processed scores of its tokens, `[count, V]` float32 per step, if recorded
         self.logits: list[Tensor] = []  # logits of its tokens, likewise
         find_stop = self._find_stop if call.request.criteria else None
         self.sequence = TokenSequence(call.request.rows[index], self._record, find_stop)
+
+    @property
+    def text(self) -> list[int]:
+        """Its new tokens so far."""
+        return self.sequence.tokens[len(self.sequence.request.prompt) :]
 
     def _find_stop(self, new: Sequence[int]) -> int | None:
         """Return the index of the first of `new` tokens that ends the text, or None."""
@@ -75,16 +79,17 @@ class OutputRow:
         return end
 
     def _record(self, sequence: TokenSequence, delta: SequenceDelta) -> None:
-        if isinstance(delta.error, ArgumentError | NotFiniteError):  # raised by its grammar, or for its logits
-            delta = replace(delta, error=type(delta.error)(f"row {self._index}: {delta.error}"))
-        self._call.ended += delta.finish is not None
-        self._call.error = self._call.error or delta.error
-        if delta.error is not None:
-            return
-        self.text += delta.tokens
-        for recorded, new in ((self.scores, delta.scores), (self.logits, delta.logits)):
-            if new is not None:
-                recorded.append(new.to(torch.float32, copy=True))  # a view would keep those of rejected drafts
+        if delta.finish is not None:  # few deltas end a row, and each line here runs for every row of every step
+            if isinstance(delta.error, ArgumentError | NotFiniteError):  # raised by its grammar, or for its logits
+                delta = replace(delta, error=type(delta.error)(f"row {self._index}: {delta.error}"))
+            self._call.ended += 1
+            self._call.error = self._call.error or delta.error
+            if delta.error is not None:
+                return
+        if self._call.request.keeps:
+            for recorded, new in ((self.scores, delta.scores), (self.logits, delta.logits)):
+                if new is not None:
+                    recorded.append(new.to(torch.float32, copy=True))  # a view would keep those of rejected drafts
         if self._call.stream is not None:
             self._call.stream.put_step(self._index, delta.tokens, delta.accepted, delta.finish is not None)
 
@@ -206,8 +211,9 @@ class GenerateCall:
         self._warn_cut_short()
 
         rows, request = self.rows, self.request
-        width = max(len(row.text) for row in rows)
-        new = torch.tensor([row.text + [request.pad_token] * (width - len(row.text)) for row in rows], dtype=torch.long)
+        texts = [row.text for row in rows]
+        width = max(map(len, texts))
+        new = torch.tensor([text + [request.pad_token] * (width - len(text)) for text in texts], dtype=torch.long)
         sequences = torch.cat([request.input_ids, new], dim=1).to(request.device)
         if not request.as_dict:
             return sequences

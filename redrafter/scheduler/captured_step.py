@@ -361,8 +361,8 @@ class LaunchedStep:
         scored = zip(*(each.wait().tolist() for each in self.logprobs or ()), strict=True)
         drafts, detailed = self.levels > 0, bool(self.logits or self.scores or self.logprobs)
         for row, (sequence, tokens, accepted, drafted, finite, copied) in enumerate(rows):
-            count = min(accepted + 1, finite)
-            drawn = SequenceDelta(tokens[:count], copied=copied, overflowed=finite <= accepted)
+            count, overflowed = (finite, True) if finite <= accepted else (accepted + 1, False)
+            drawn = SequenceDelta(tokens[:count], copied=copied, overflowed=overflowed)
             if drafts and sequence.request.params.speculate:
                 drawn.drafted, drawn.copies = drafted, min(self.grafted, drafted)
             if detailed:  # most steps are not, and each line here runs for every row of every step

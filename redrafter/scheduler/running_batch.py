@@ -93,6 +93,7 @@ class RunningBatch:
         target: The model that verifies.
         sampling: How the rows draw.
         rows: Last sequence of each row, which has ended if the row is empty.
+        asks_host: Whether a step runs Python code of a row's processor.
         depth: Greatest number of successive drafts of any of the proposers.
         overshoot: Positions after the last token of a sequence that a step may write to.
         policy: Decides the draft tree of each step.
@@ -111,6 +112,7 @@ class RunningBatch:
         self.target, self.sampling, self.caches, self._all_rows = target, sampling, caches, rows
         self._memory = memory
         self.rows: list[TokenSequence] = []
+        self.asks_host = False
         self._empty: list[int] = []
         self.captured_steps: dict[StepKey, CapturedStep] = {}
         self._requirements: BatchRequirements | None = None  # None after the rows have changed
@@ -221,6 +223,7 @@ class RunningBatch:
         # Before rows are added, as growing copies the buffers and drops captured steps.
         self.reserve(max(sequence.max_length for sequence in sequences))
         self.rows += sequences
+        self.asks_host |= any(sequence.request.params.asks_host for sequence in sequences)
         self._requirements = None
         rows = slice(first, len(self.rows))
         for row, sequence in enumerate(sequences, start=first):
@@ -274,6 +277,7 @@ class RunningBatch:
             self.rows[row].row = row
         free = slice(left, len(self.rows))
         del self.rows[left:]
+        self.asks_host = self.asks_host and any(sequence.request.params.asks_host for sequence in self.rows)
         self._deactivate(free)
 
     def _deactivate(self, rows: slice) -> None:
@@ -320,10 +324,10 @@ class RunningBatch:
             len(self.rows),
             speculating,
             prompt_tokens=prompt_tokens,
-            cached=sum(len(sequence.tokens) for sequence in self.rows),
+            cached=sum([len(sequence.tokens) for sequence in self.rows]),  # a list is faster than a generator
             match=match,
             sampled=self.requirements.sampled,
-            unread=sum(len(row.tokens) - 1 - row.unread_from for row in self.rows if row.unread_from is not None),
+            unread=sum([len(row.tokens) - 1 - row.unread_from for row in self.rows if row.unread_from is not None]),
         )
 
     def prepare_step(self, step_rows: StepRows, prompts: PromptStep = NO_PROMPTS) -> CapturedStep:
@@ -334,8 +338,7 @@ class RunningBatch:
         # 1. The window of positions that the step sees.
         ahead = self.depth + 1  # tokens by which each step that was launched may advance a row
         # The most committed tokens that a row can have, and their number in the draft model's vocabulary.
-        lengths = (len(row.tokens) - 1 + ahead * row.launched for row in self.rows)
-        longest = longest_draft = max(lengths, default=0)
+        longest = longest_draft = max([len(row.tokens) - 1 + ahead * row.launched for row in self.rows], default=0)
         if self._translates:
             longest_draft = max(row.draft_bound(len(row.tokens) + ahead * row.launched) - 1 for row in self.rows)
         # On a CPU a step's own proposer limits what it reads; a captured step's window is the same for all proposers.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from redrafter.errors import CacheFullError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.running_batch import RunningBatch
-from redrafter.scheduler.sequence import SequenceDelta, Stats, TokenSequence
+from redrafter.scheduler.sequence import Account, SequenceDelta, Stats, TokenSequence
 from redrafter.scheduler.sequence_blocks import SequenceBlocks
 from redrafter.scheduler.waiting_queue import Limits, WaitingQueue
 
@@ -193,7 +193,7 @@ class RunningSet:
         if admission.queued is None:
             admission.queued = time.perf_counter() - admission.arrived_at
         if earlier_round is None:  # reading a preempted sequence again is not charged to its client
-            self.charge(sequence, sequence.prefill_length - sequence.prefilled)
+            self.charge(sequence.account, sequence.prefill_length - sequence.prefilled)
         return True
 
     def _free_a_slot(self, sequence: TokenSequence, slotless: bool, positions: int = 0) -> bool:
@@ -274,6 +274,8 @@ class RunningSet:
         Returns the sequences that received blocks; some of them may have been preempted since.
         """
         assert self._blocks is not None, "a dense cache grows as its sequences do"
+        if self._limits.guaranteed_no_evict:  # each was given its blocks when it was admitted
+            return []
         grown = []
         for sequence in tuple(self._batch.rows):
             while sequence.block_table is not None:  # until it ends or is preempted itself
@@ -295,13 +297,10 @@ class RunningSet:
                         self.end(sequence, SequenceDelta((), finish="error", error=error))
         return grown
 
-    def charge(self, sequence: TokenSequence, tokens: int) -> None:
-        """Add tokens that were read or drawn for a sequence with a slot to its client's account.
-
-        Tokens of several sequences of one client and priority may be added together, with any one of them.
-        """
+    def charge(self, account: Account, tokens: int) -> None:
+        """Add tokens that were read or drawn for sequences with slots to their account."""
         with self._lock:
-            self._queue.charge(sequence, tokens)
+            self._queue.charge(account, tokens)
 
     def end(self, sequence: TokenSequence, delta: SequenceDelta, keep: bool = True) -> None:
         """Release the slot and blocks of a sequence, and report its last delta; see `end_together`."""

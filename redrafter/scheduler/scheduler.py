@@ -19,7 +19,7 @@ read. Later launches run later, so its row and its blocks can be reused at once.
 
 import logging
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -40,12 +40,7 @@ from redrafter.scheduler.row_caches import PagedRows
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.running_set import RunningSet
 from redrafter.scheduler.sampling_tensors import SamplingTensors
-from redrafter.scheduler.sequence import (
-    DraftSequence,
-    SequenceDelta,
-    TokenSequence,
-    not_finite,
-)
+from redrafter.scheduler.sequence import Account, DraftSequence, SequenceDelta, TokenSequence, not_finite
 from redrafter.scheduler.sequence_blocks import SequenceBlocks
 from redrafter.scheduler.waiting_queue import Limits
 
@@ -233,9 +228,7 @@ class Scheduler:
                 self.batch.update_block_tables(grown)
             # Processors on the host need all tokens. Each launched forward adds at least one token, so the step in
             # flight may end all rows.
-            if any(s.request.params.asks_host for s in self.batch.rows) or all(
-                s.written + s.launched >= s.request.max_new_tokens for s in self.batch.rows
-            ):
+            if self.batch.asks_host or all(s.written + s.launched >= s.request.max_new_tokens for s in self.batch.rows):
                 self.settle()
             older = len(self._launched)
             mixed = self._mixed_sequences()
@@ -365,7 +358,7 @@ class Scheduler:
         accepted, levels, copied = list[int](), list[int](), 0  # of rows that took drafts
         Deltas = list[tuple[TokenSequence, SequenceDelta]]
         running, ended, failed = Deltas(), Deltas(), Deltas()
-        charged: dict[tuple[str, int], tuple[TokenSequence, int]] = {}  # tokens by client and priority
+        charged = Counter[Account]()
         for sequence, drawn in step.read_deltas():
             sequence.launched -= 1
             # A sequence that ended after the launch still took part; its tokens are dropped.
@@ -381,12 +374,11 @@ class Scheduler:
             except Exception as error:  # raised by a criterion of this sequence
                 self._fail([sequence], error)
                 continue
-            account = sequence.request.client, sequence.request.priority
-            charged[account] = sequence, len(delta.tokens) + (charged[account][1] if account in charged else 0)
+            charged[sequence.account] += len(delta.tokens)
             into = running if delta.finish is None else ended if delta.error is None else failed
             into.append((sequence, delta))
-        for sequence, count in charged.values():
-            self.running_set.charge(sequence, count)
+        for account, count in charged.items():
+            self.running_set.charge(account, count)
         for sequence, delta in running:
             sequence.sink(sequence, delta)
         self.running_set.end_together(ended)

@@ -100,6 +100,7 @@ class Stats:
 
 
 Finish = Literal["stop", "length", "cancelled", "error"]
+Account = tuple[int, str]  # a priority and a client, whose sequences' tokens are counted together
 
 
 @dataclass(slots=True)  # not frozen, which takes 1 us more for each row of each step
@@ -245,6 +246,11 @@ class TokenSequence:
         named = repr((request.cache_salt, request.adapter and request.adapter.number)).encode()
         return int.from_bytes(blake2b(named, digest_size=8).digest(), "little") >> 2
 
+    @cached_property
+    def account(self) -> Account:
+        """The priority and the client that its tokens are counted for."""
+        return self.request.priority, self.request.client
+
     @property
     def needs_scores(self) -> bool:
         """Return whether log-probabilities of the prompt were requested and some are still missing."""
@@ -274,8 +280,9 @@ class TokenSequence:
 
     def append(self, drawn: SequenceDelta) -> SequenceDelta:
         """Append drawn tokens up to where the sequence ends, and return `drawn`, cut in place to those appended."""
-        stop_token_ids, written = self.request.params.stop_token_ids, self.written
-        left = self.request.max_new_tokens - written
+        request = self.request  # each line here runs for every row of every step
+        stop_token_ids, written = request.params.stop_token_ids, len(self.tokens) - len(request.prompt)
+        left = request.max_new_tokens - written
         new, count = drawn.tokens, len(drawn.tokens)
         # An end token or the limit may come in the middle of accepted drafts.
         if count >= left or not stop_token_ids.isdisjoint(new):
@@ -286,19 +293,13 @@ class TokenSequence:
         if new and self.find_stop is not None and (stop := self.find_stop(new)) is not None:
             new, drawn.finish = new[: stop + 1], "stop"
         # The last token is the target's own draw, unless the row overflowed, which leaves accepted drafts alone.
-        drafts = count - (not drawn.overflowed)
-        drawn.accepted = min(drafts, len(new))
-        # Copied drafts are the last ones, so a stop cuts them first.
-        drawn.copied = max(drawn.copied - (drafts - drawn.accepted), 0)
+        if drafts := count - (not drawn.overflowed):
+            drawn.accepted = min(drafts, len(new))
+            # Copied drafts are the last ones, so a stop cuts them first.
+            drawn.copied = max(drawn.copied - (drafts - drawn.accepted), 0)
         # The first token is drawn by the prefill, which is no step.
         if written:
-            self.stats.count(
-                drafted=drawn.drafted,
-                accepted=drawn.accepted,
-                emitted=len(new),
-                copied=drawn.copied,
-                copies=drawn.copies,
-            )
+            self.stats.count(drawn.drafted, drawn.accepted, len(new), drawn.copied, drawn.copies)
         self.tokens += new
         self.unread_copies = drawn.copied
         if len(new) < count:

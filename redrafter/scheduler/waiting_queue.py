@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from redrafter.errors import ReDrafterError
 
 if TYPE_CHECKING:  # limits are parsed before torch is imported
-    from redrafter.scheduler.sequence import TokenSequence
+    from redrafter.scheduler.sequence import Account, TokenSequence
 
 MAX_REMEMBERED_ACCOUNTS = 4096  # accounts without any sequence that are kept
 SPARE_ENTRIES = 64  # entries that may be out of date, in addition to one for each account with a sequence
@@ -160,9 +160,9 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
-        self._accounts: dict[tuple[int, str], _Account] = {}  # those with a sequence that waits or holds a slot
+        self._accounts: dict[Account, _Account] = {}  # those with a sequence that waits or holds a slot
         self._levels: dict[int, _Level] = {}  # by priority; idle ones too, which keep their fair accounts
-        self._remembered: OrderedDict[tuple[int, str], float] = OrderedDict()  # of other accounts, the latest last
+        self._remembered: OrderedDict[Account, float] = OrderedDict()  # of other accounts, the latest last
         self._slotless, self._others = _AccountHeap(running=False), _AccountHeap(running=True)
         self._waiting = Counter[str]()  # numbers of waiting sequences, by client
         self._count = 0
@@ -171,7 +171,7 @@ class WaitingQueue:
         return self._count
 
     def __contains__(self, sequence: TokenSequence) -> bool:
-        account = self._accounts.get(_key(sequence))
+        account = self._accounts.get(sequence.account)
         return account is not None and sequence in account.waiting
 
     @property
@@ -186,7 +186,7 @@ class WaitingQueue:
 
     def running(self, sequence: TokenSequence) -> int:
         """Count the slots that a sequence's client holds with sequences of the same priority."""
-        account = self._accounts.get(_key(sequence))
+        account = self._accounts.get(sequence.account)
         return 0 if account is None else account.running
 
     def refuse_if_full(self, limits: Limits, running: int, client: str, count: int) -> None:
@@ -213,7 +213,7 @@ class WaitingQueue:
 
     def add(self, sequence: TokenSequence) -> None:
         """Add a new sequence after the others of its client and priority."""
-        key, level = _key(sequence), self._level(sequence.request.priority)
+        key, level = sequence.account, self._level(sequence.request.priority)
         account = self._accounts.get(key)
         if account is None:
             account = self._accounts[key] = _Account(*key, self._remembered.pop(key, 0))
@@ -225,7 +225,7 @@ class WaitingQueue:
 
     def put_back(self, sequence: TokenSequence) -> None:
         """Add a sequence that had a slot before the others of its client and priority."""
-        account = self._accounts[_key(sequence)]
+        account = self._accounts[sequence.account]
         account.running -= 1
         self._insert(account, sequence)
         # It has tokens already, and its blocks may still be cached, so it comes before the account's other sequences.
@@ -233,7 +233,7 @@ class WaitingQueue:
 
     def remove(self, sequence: TokenSequence) -> None:
         """Remove a sequence that shall not be admitted."""
-        account = self._accounts[_key(sequence)]
+        account = self._accounts[sequence.account]
         self._take_out(account, sequence)
         self._forget_if_gone(account)
 
@@ -252,7 +252,7 @@ class WaitingQueue:
 
     def start(self, sequence: TokenSequence) -> None:
         """Remove the first sequence in order to give it a slot."""
-        account, level = self._accounts[_key(sequence)], self._levels[sequence.request.priority]
+        account, level = self._accounts[sequence.account], self._levels[sequence.request.priority]
         heads = (self._slotless.first(), self._others.first())
         used = (head.used for head in heads if head is not None and head.priority == sequence.request.priority)
         # The smallest waiting account bounds the fair one from below, or newcomers would overtake all who wait.
@@ -261,15 +261,15 @@ class WaitingQueue:
         self._take_out(account, sequence)
         self._list(account)
 
-    def charge(self, sequence: TokenSequence, tokens: int) -> None:
-        """Add tokens that were read or drawn for a sequence with a slot to its account."""
-        level = self._levels[sequence.request.priority]
-        self._accounts[_key(sequence)].used += tokens
+    def charge(self, account: Account, tokens: int) -> None:
+        """Add tokens that were read or drawn for sequences with slots to their account."""
+        level = self._levels[account[0]]
+        self._accounts[account].used += tokens
         level.fair += tokens / level.accounts
 
     def end(self, sequence: TokenSequence) -> None:
         """Take back the slot of a sequence that has ended."""
-        account = self._accounts[_key(sequence)]
+        account = self._accounts[sequence.account]
         account.running -= 1
         self._list(account)
         self._forget_if_gone(account)
@@ -311,7 +311,3 @@ class WaitingQueue:
             self._remembered[key] = account.used
             if len(self._remembered) > MAX_REMEMBERED_ACCOUNTS:
                 self._remembered.popitem(last=False)
-
-
-def _key(sequence: TokenSequence) -> tuple[int, str]:
-    return sequence.request.priority, sequence.request.client

@@ -90,9 +90,7 @@ def test_rows_that_end_in_one_step_are_removed_together(engine, dense, monkeypat
 
 
 def test_the_tokens_of_a_step_are_charged_to_each_client_at_once(engine, monkeypatch):
-    charged = noted(
-        monkeypatch, RunningSet, "charge", lambda _, running, sequence, count: (sequence.request.client, count)
-    )
+    charged = noted(monkeypatch, RunningSet, "charge", lambda _, running, account, count: (account[1], count))
     sequences = [make_sequence([5, 6, 7 + each], 4, GREEDY) for each in range(6)]
     for number, sequence in enumerate(sequences):
         change(sequence, client="ab"[number % 2])

@@ -102,7 +102,7 @@ def test_the_queue_agrees_with_a_slow_obvious_one(clients, priorities):
         elif slow.placed:
             placed = made.choice(slow.placed)
             tokens = made.randrange(30)
-            queue.charge(placed, tokens)
+            queue.charge(placed.account, tokens)
             slow[placed.request.priority].charge(placed, tokens)
             if action < 0.75:
                 queue.put_back(placed)
@@ -151,6 +151,6 @@ def test_a_million_clients_leave_nothing_behind():
             queue.remove(each)
             continue
         queue.start(each)
-        queue.charge(each, 1 + number % 7)
+        queue.charge(each.account, 1 + number % 7)
         queue.end(each)
     assert queue.entries <= MAX_REMEMBERED_ACCOUNTS + 3 * SPARE_ENTRIES
