@@ -149,7 +149,7 @@ REJECTION_SAMPLING = Feature(
     "take acceptance='match', which takes trees",
     {DRAFT_TREES: "it is exact for one sampled chain only"},
 )
-ADAPTIVE_DRAFTS = Feature("adaptive drafts", "leave out --adaptive")
+ADAPTIVE_DRAFTS = Feature("adaptive drafts of rejection sampling", "leave out --adaptive or --acceptance rejection")
 
 # Features of an engine or a server between requests.
 
@@ -180,4 +180,6 @@ ASYNC_CALLS = Feature(
     "call generate() on all ranks",
     {TENSOR_PARALLELISM: "calls join running ones at times that differ between processes"},
 )
-SERVING = Feature("a shared batch", excludes={ADAPTIVE_DRAFTS: "all requests draft at one length there"})
+SERVING = Feature(
+    "a shared batch", excludes={ADAPTIVE_DRAFTS: "the length depends on other requests, and the text on it"}
+)

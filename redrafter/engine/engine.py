@@ -123,6 +123,11 @@ class Engine(Changeable):
                 "from_pretrained takes names, directories and models of transformers"
             )
 
+    def check_shared_batch(self, words: str) -> None:
+        """Refuse to share a batch between requests, by `words`, if drafts of others would change a request's text."""
+        if self.adaptive and self.rejection_sampling:
+            FeatureSet(words, ADAPTIVE_DRAFTS).check(SERVING)
+
     def derive(self) -> None:
         """Forget the acceptance of drafts too, which other weights change."""
         super().derive()
@@ -341,8 +346,7 @@ class Engine(Changeable):
 
     @cached_property
     def _async_calls(self) -> AsyncCalls:
-        if self.adaptive:
-            FeatureSet("agenerate()", ADAPTIVE_DRAFTS).check(SERVING)
+        self.check_shared_batch("agenerate()")
         self.target.features.check(ASYNC_CALLS)
         rows = min(Limits.max_batch_size, self.options.max_batch_size)
         # The memory of `generate` has room for both on a GPU.

@@ -251,10 +251,19 @@ def test_what_a_shared_batch_cannot_do_is_refused_with_what_to_type(engine):
     assert engine.target.shared.calls == 0
 
 
-def test_an_engine_whose_rows_draft_as_their_own_drafts_suggest_shares_no_batch():
-    model = tiny_model("llama")
-    engine = DraftTarget.from_pretrained(model, model, adaptive=True)
-    with pytest.raises(UnsupportedError, match=r"adaptive drafts .*leave out --adaptive"):
+def test_adaptive_drafts_share_a_batch_unless_they_would_change_its_texts():
+    model, unrelated = tiny_model("llama"), tiny_model("qwen2")
+    engine = DraftTarget.from_pretrained(model, unrelated, draft_len=6, adaptive=True)
+    sampled = {"max_new_tokens": 30, "do_sample": True, "seed": 5}
+
+    async def work():
+        calls = (GREEDY | {"max_new_tokens": 30}, sampled, sampled | {"temperature": 0.3})
+        return await asyncio.gather(*(engine.agenerate(IDS[:1], **call) for call in calls)), calls
+
+    for found, call in zip(*asyncio.run(work()), strict=True):
+        assert found.equal(engine.generate(IDS[:1], speculate=False, **call))
+    engine = DraftTarget.from_pretrained(model, unrelated, adaptive=True, acceptance="rejection")
+    with pytest.raises(UnsupportedError, match=r"adaptive drafts .*leave out --adaptive or"):
         asyncio.run(engine.agenerate(IDS[:1], **GREEDY))
 
 

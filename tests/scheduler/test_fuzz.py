@@ -255,8 +255,6 @@ class Episode:
 
     def _await_calls(self, sequences: list[TokenSequence]) -> int:
         """Write some sequences by coroutines at once, of which one is left midway; return how many ended early."""
-        if self._engine.adaptive:  # rows of a shared batch draft alike
-            return 0
         of_calls = [
             each for each in sequences if each.request.params.thinking is None
         ]  # of which `generate` has no argument

@@ -10,7 +10,7 @@ from redrafter.app.options import LoadOptions
 from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.engine.engine import Engine
 from redrafter.errors import ArgumentError
-from redrafter.features import ADAPTIVE_DRAFTS, BATCH_INVARIANCE, SERVING, FeatureSet
+from redrafter.features import BATCH_INVARIANCE
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.record import UNDRAFTED
 from redrafter.model.quantized_layers import quantized_form
@@ -47,8 +47,7 @@ class ServedEngine:
     def from_pair(cls, pair: Pair, options: ServeOptions, load: LoadOptions) -> "ServedEngine":
         """Build the scheduler for a pair loaded with these options."""
         engine = pair.engine
-        if engine.adaptive:
-            FeatureSet("redrafter serve", ADAPTIVE_DRAFTS).check(SERVING)
+        engine.check_shared_batch("redrafter serve")
         adapters = parse_lora_modules(options.lora_modules)
         engine.load_adapters(adapters)  # before the KV cache takes the free memory
         limits = options.limits(load.max_seq_len, load.max_input_len)
