@@ -22,13 +22,13 @@ import argparse
 import copy
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2ForCausalLM
 
 from redrafter.app.flags import read_options
 from redrafter.app.loading import NO_DRAFT_OPTIONS, Pair, check_options
@@ -43,12 +43,12 @@ from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.model.quantized_layers import quantize_linears
 from redrafter.model.target import Target
 
-ADDED_WEIGHT_STD = 0.02  # initialisation of Llama models
+ADDED_WEIGHT_STD = 0.02  # initialisation of Llama and Qwen models
 
 
 @dataclass(frozen=True)
 class PadShape:
-    """The sizes that set a Llama's cost, under the names of `LlamaConfig`."""
+    """The sizes that set a model's cost, under the names of `LlamaConfig`."""
 
     hidden_size: int
     intermediate_size: int
@@ -71,6 +71,7 @@ class PadShape:
 SHAPES = {
     "llama-3.1-8b": PadShape(4096, 14336, 32, 32, 8, 128, 128256),
     "llama-3.2-1b": PadShape(2048, 8192, 16, 32, 8, 64, 128256),
+    "qwen2.5-7b": PadShape(3584, 18944, 28, 28, 4, 128, 152064),
 }
 
 
@@ -113,26 +114,30 @@ def unmasked(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def pad_model(
-    model: LlamaForCausalLM, shape: PadShape, *, device: str | torch.device, seed: int = 0
+    model: LlamaForCausalLM | Qwen2ForCausalLM, shape: PadShape, *, device: str | torch.device, seed: int = 0
 ) -> PreTrainedModel:
-    """Pad a Llama without biases: its logits are equal for the model's own ids, and -inf for the added ones.
+    """Pad a Llama or Qwen2: its logits are equal for the model's own ids, and -inf for the added ones.
 
     The result has the model's dtype and is for inference only: a checkpoint would not restore its masked head.
 
     Raises:
-        ArgumentError: The model is not a plain Llama, or does not fit into the shape.
+        ArgumentError: The model is of another type, or does not fit into the shape.
     """
-    _check_fits(model.config, shape)
+    sizes = _sizes_of(model.config)
+    _check_fits(sizes, shape)
     config = copy.deepcopy(model.config)
     for name, value in asdict(shape).items():
         setattr(config, name, value)
+    if config.model_type == "qwen2":
+        config.layer_types = ["full_attention"] * shape.num_hidden_layers
     small, large = model.config.hidden_size, shape.hidden_size
     # Padding scales the mean square by small / large, so scale epsilon alike.
     config.rms_norm_eps = model.config.rms_norm_eps * small / large
     # The padded head masks added ids, so it cannot be the embedding.
     config.tie_word_embeddings = False
     with torch.device("meta"):  # costs nothing; `_random_on` allocates
-        padded: Any = LlamaForCausalLM(config)
+        kind: Any = type(model)
+        padded = kind(config)
         padded.lm_head = PaddedHead(large, shape.vocab_size, model.config.vocab_size)
     padded = _random_on(padded, device, model.dtype, seed)
     padded.model.rotary_emb = copy.deepcopy(model.model.rotary_emb).to(device)  # its buffers are not weights
@@ -151,7 +156,7 @@ def pad_model(
         ours = dict(big.named_parameters())
         for name, weight in layer.named_parameters():
             if name.startswith("self_attn"):
-                _corner(_by_head(ours[name], name, shape), _by_head(weight, name, model.config))
+                _corner(_by_head(ours[name], name, shape), _by_head(weight, name, sizes))
             elif name.startswith("mlp"):
                 _corner(ours[name], weight)
             else:
@@ -273,16 +278,27 @@ def _silence(layer: nn.Linear, first: int) -> None:
         layer.bias[first:] = 0
 
 
-def _check_fits(config: LlamaConfig, shape: PadShape) -> None:
-    if config.model_type != "llama":
-        raise ArgumentError(f"only a model of type 'llama' can be padded, got {config.model_type!r}")
-    if bias := next((name for name in ("attention_bias", "mlp_bias") if getattr(config, name)), None):
+def _sizes_of(config: PreTrainedConfig) -> PadShape:
+    """Return the sizes of a plain Llama or Qwen2; raise `ArgumentError` for another model."""
+    if config.model_type not in ("llama", "qwen2"):
+        raise ArgumentError(f"only a model of type 'llama' or 'qwen2' can be padded, got {config.model_type!r}")
+    if bias := next((name for name in ("attention_bias", "mlp_bias") if getattr(config, name, False)), None):
         raise ArgumentError(f"only a Llama without biases can be padded, but this one has {bias}=True")
-    if config.head_dim != shape.head_dim:
-        raise ArgumentError(f"head_dim cannot be padded: the model has {config.head_dim}, the shape {shape.head_dim}")
+    if getattr(config, "use_sliding_window", False):
+        raise ArgumentError("only a Qwen2 whose layers attend to everything can be padded: it has use_sliding_window")
+    values: dict[str, Any] = {each.name: getattr(config, each.name, None) for each in fields(PadShape)}
+    # A Llama's config may name None, for one key-value head each; a Qwen2's has no `head_dim`.
+    values["num_key_value_heads"] = values["num_key_value_heads"] or config.num_attention_heads
+    values["head_dim"] = values["head_dim"] or config.hidden_size // config.num_attention_heads
+    return PadShape(**values)
+
+
+def _check_fits(sizes: PadShape, shape: PadShape) -> None:
+    if sizes.head_dim != shape.head_dim:
+        raise ArgumentError(f"head_dim cannot be padded: the model has {sizes.head_dim}, the shape {shape.head_dim}")
     for name, value in asdict(shape).items():
-        _check_grows(name, getattr(config, name), value)
-    group, large_group = (x.num_attention_heads // _kv_heads(x) for x in (config, shape))
+        _check_grows(name, getattr(sizes, name), value)
+    group, large_group = (x.num_attention_heads // x.num_key_value_heads for x in (sizes, shape))
     if group > large_group:
         raise ArgumentError(
             f"heads cannot be placed: {group} of the model's read one key-value head, but only {large_group} of the "
@@ -313,16 +329,12 @@ def _scale_norm(big: Tensor, small: Tensor) -> None:
     _corner(big, small * (len(small) / len(big)) ** 0.5)
 
 
-def _kv_heads(shape: PadShape | LlamaConfig) -> int:
-    return shape.num_key_value_heads or shape.num_attention_heads  # a LlamaConfig of None has one for each query head
-
-
-def _by_head(weight: Tensor, name: str, shape: PadShape | LlamaConfig) -> Tensor:
+def _by_head(weight: Tensor, name: str, sizes: PadShape) -> Tensor:
     """Split the axis of heads by key-value head, so that a corner keeps each head with the key-value head it reads."""
-    groups, head_dim = _kv_heads(shape), shape.head_dim
+    groups, head_dim = sizes.num_key_value_heads, sizes.head_dim
     if "k_proj" in name or "v_proj" in name:
-        return weight.unflatten(0, (groups, head_dim))  # [kv, head_dim, D]
-    heads = (groups, shape.num_attention_heads // groups, head_dim)
+        return weight.unflatten(0, (groups, head_dim))  # [kv, head_dim, D], a bias [kv, head_dim]
+    heads = (groups, sizes.num_attention_heads // groups, head_dim)
     return weight.unflatten(int("o_proj" in name), heads)  # [kv, group, head_dim, D], o_proj [D, kv, group, head_dim]
 
 
@@ -351,7 +363,7 @@ def bench_parser(name: str) -> argparse.ArgumentParser:
     """Return the parser of `redrafter bench` with the flags of padding, for a script of this name."""
     parser = build_parser("bench")
     parser.prog = name
-    parser.add_argument("--pad-to", choices=SHAPES, help="pad a small Llama to the cost of a large one")
+    parser.add_argument("--pad-to", choices=SHAPES, help="pad a small Llama or Qwen2 to the cost of a large one")
     parser.add_argument("--pad-head-rank", type=int, metavar="N", help="rank of the drafter's padded head")
     return parser
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM, Qwen2ForCausalLM
 
 from helpers.models import HIDDEN, VOCAB, assert_close_by_scale, tiny_drafter, tiny_model, uneven_batch
 from padded_model import SHAPES, PadShape, pad_drafter, pad_model, unmasked
@@ -18,10 +18,10 @@ IDS, MASK = uneven_batch()
 def small_model(**changes):
     """Norms that differ by dim, an epsilon and a rope base that matter, and a generation config of its own."""
     rope = {"rope_type": "default", "rope_theta": 50.0}
-    model = tiny_model("llama", rms_norm_eps=0.05, rope_parameters=rope, **changes)
+    model = tiny_model(**{"model_type": "llama", "rms_norm_eps": 0.05, "rope_parameters": rope} | changes)
     for name, parameter in model.named_parameters():
-        if "norm" in name:
-            torch.nn.init.normal_(parameter, 1, 0.2)
+        if "norm" in name or "bias" in name:
+            torch.nn.init.normal_(parameter, float("norm" in name), 0.2)
     model.generation_config.max_length = 31
     return model
 
@@ -51,6 +51,7 @@ def pair():
         ({"tie_word_embeddings": True}, SHAPE),
         ({"num_key_value_heads": 1}, SHAPE),  # four heads of one group, as the shape has them
         ({"num_key_value_heads": 4}, SHAPE),  # groups of one
+        ({"model_type": "qwen2"}, SHAPE),  # with biases of queries, keys and values
         ({}, replace(SHAPE, hidden_size=2 * HIDDEN)),  # the scale is irrational
         ({}, PadShape(HIDDEN, 48, 3, 4, 2, 8, VOCAB)),  # its own shape
     ],
@@ -171,9 +172,10 @@ def test_a_shape_that_the_model_does_not_fit_into_is_refused(pair, changes, mess
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        ("qwen3", {}, "'llama'.*'qwen3'"),
+        ("qwen3", {}, "'llama' or 'qwen2'.*'qwen3'"),
         ("llama", {"attention_bias": True}, "attention_bias=True"),
         ("llama", {"mlp_bias": True}, "mlp_bias=True"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
     ],
 )
 def test_other_models_are_refused(model_type, changes, message):
@@ -188,9 +190,14 @@ def test_a_shape_that_makes_no_model_is_refused(changes):
 
 
 @pytest.mark.parametrize(
-    ("name", "tied", "size"), [("llama-3.1-8b", False, 8030261248), ("llama-3.2-1b", True, 1235814400)]
+    ("name", "kind", "tied", "size"),
+    [
+        ("llama-3.1-8b", LlamaForCausalLM, False, 8030261248),
+        ("llama-3.2-1b", LlamaForCausalLM, True, 1235814400),
+        ("qwen2.5-7b", Qwen2ForCausalLM, False, 7615616512),
+    ],
 )
-def test_named_shapes_have_the_published_number_of_parameters(name, tied, size):
+def test_named_shapes_have_the_published_number_of_parameters(name, kind, tied, size):
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**vars(SHAPES[name]), tie_word_embeddings=tied))
+        model = kind(kind.config_class(**vars(SHAPES[name]), tie_word_embeddings=tied))
     assert sum(parameter.numel() for parameter in model.parameters()) == size
