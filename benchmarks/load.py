@@ -1,23 +1,26 @@
-"""Measure servers of OpenAI's protocol under load, with a fixed number of streams at once, timed chunk by chunk.
+"""Measure servers of OpenAI's protocol under load, with streams at once or requests that arrive at random.
 
 python benchmarks/load.py http://127.0.0.1:8000 http://127.0.0.1:8001 --concurrency 1,8,32 --prompts prompts.jsonl
+python benchmarks/load.py http://127.0.0.1:8000 http://127.0.0.1:8001 --rate 4,16,64 --prompts prompts.jsonl
 
-Request i continues prompt i (`/v1/completions`) or answers chat i (`/v1/chat/completions`), modulo their number, with
-the seed plus i. Each concurrency has its own prompts while they last, and a warm-up the last ones of the file: a server
-that learns from the texts that it writes shall not know those that it is measured on. Texts are compared with those of
-the first server. Above 0.8 of a processor, the client limits the measurement.
+Answers are timed chunk by chunk. Request i continues prompt i (`/v1/completions`) or answers chat i
+(`/v1/chat/completions`), modulo their number, with the seed plus i. Each concurrency or rate has its own prompts while
+they last, and a warm-up the last ones of the file: a server that learns from the texts that it writes shall not know
+those that it is measured on. Texts are compared with those of the first server. Above 0.8 of a processor, the client
+limits the measurement.
 """
 
 import argparse
 import asyncio
 import json
 import os
+import random
 import statistics
 import time
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -100,19 +103,43 @@ async def ask(session: ClientSession, url: str, index: int, body: dict[str, Any]
 
 
 async def run_load(
-    session: ClientSession, url: str, bodies: Sequence[dict[str, Any]], slots: int, *, salted: bool = True
+    session: ClientSession,
+    url: str,
+    bodies: Sequence[dict[str, Any]],
+    slots: int,
+    *,
+    salted: bool = True,
+    arrivals: Sequence[float] | None = None,
 ) -> list[Completion]:
-    """Send all requests, so many at once, and return them in the order in which they ended; salted: apart each."""
+    """Send all requests, and return them in the order in which they ended.
+
+    Args:
+        session: The client.
+        url: The server.
+        bodies: Bodies of the requests.
+        slots: Requests at once; as many as there are for `arrivals`.
+        salted: Whether each request has its own salt.
+        arrivals: Seconds from now at which each request is sent, ascending; None to send each when a slot is free.
+    """
     completions, indices = list[Completion](), iter(range(len(bodies)))  # shared: a slot takes the next index
+    began = time.perf_counter()
 
     async def fill_slot() -> None:
         for index in indices:
+            if arrivals is not None:
+                await asyncio.sleep(began + arrivals[index] - time.perf_counter())
             # Otherwise a server reuses keys and values, or drafts, of the same prompt before.
             salt = {"cache_salt": uuid4().hex} if salted else {}
             completions.append(await ask(session, url, index, bodies[index] | salt))
 
     await asyncio.gather(*(fill_slot() for _ in range(slots)))
     return completions
+
+
+def poisson_arrivals(count: int, rate: float, seed: int) -> list[float]:
+    """Return when requests arrive, in seconds: `rate` of them each second on average, each regardless of the others."""
+    generator = random.Random(seed)
+    return [*accumulate(generator.expovariate(rate) for _ in range(count))]
 
 
 def percentiles(name: str, seconds: list[float]) -> dict[str, float | None]:
@@ -135,14 +162,17 @@ def steady_rate(completions: Sequence[Completion], slots: int) -> float | None:
 
 
 def summarize(completions: Sequence[Completion], slots: int, seconds: float) -> dict[str, Any]:
-    """Return throughput and latencies of a load, by the columns of the table; failed requests count as such only."""
+    """Return throughput and latencies of a load, by the columns of the table; failed requests count as such only.
+
+    `slots` requests were sent at once; 0 where they arrived at random, so that no part of the load is steady.
+    """
     answered = [one for one in completions if not one.error]
     tokens, steps = sum(one.tokens for one in answered), sum(one.drafts[0] for one in answered)
     shown = [one.text_times or [one.ended] for one in answered]  # a completion without text shows when it ends
     streaming = sum(one.chunk_times[-1] - one.chunk_times[0] for one in answered)
     return {
         "tok/s": tokens / seconds,
-        "steady": steady_rate(completions, slots),
+        "steady": steady_rate(completions, slots) if slots else None,
         "req/s": len(answered) / seconds,
         **percentiles("first", [times[0] - one.sent for times, one in zip(shown, answered, strict=True)]),
         **percentiles("gap", [b - a for times in shown for a, b in pairwise(times)]),  # a chunk may hold several tokens
@@ -155,11 +185,20 @@ def summarize(completions: Sequence[Completion], slots: int, seconds: float) -> 
 
 
 async def main() -> int:
-    """Measure each server at each concurrency, and print a row for each. Returns 1 if a request failed."""
+    """Measure each server at each concurrency or rate, and print a row for each. Returns 1 if a request failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("urls", nargs="+", metavar="URL")
     parser.add_argument("--concurrency", type=integers, default=(1, 8, 32), metavar="N,...")
-    parser.add_argument("--num-requests", type=int, help="at each concurrency (default: 4 times that, 8 at least)")
+    parser.add_argument(
+        "--rate",
+        type=integers,
+        metavar="N,...",
+        help="requests that arrive per second in a Poisson stream, in place"
+        " of a fixed number at once; the same arrivals for each server, by --seed",
+    )
+    parser.add_argument(
+        "--num-requests", type=int, help="of each load (default: 4 times the concurrency, 8 at least; 15 s of a rate)"
+    )
     parser.add_argument("--prompts", help="file of prompts or rows (default: those that ship)")
     parser.add_argument("--first", type=int, default=0, help="number of the first request, from 0 (default: 0)")
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -176,27 +215,29 @@ async def main() -> int:
     shared |= {"stream": True, "stream_options": {"include_usage": True}}
     headers, timeout = {"Authorization": f"Bearer {key}"} if key else {}, ClientTimeout(3600, sock_connect=10)
     reference, lines = dict[int, str](), list[dict[str, Any]]()  # texts of the first server by request; rows
-    first = args.first
+    first, column = args.first, "at once" if args.rate is None else "req/s sent"
     async with ClientSession(headers=headers, connector=TCPConnector(limit=0), timeout=timeout) as session:
-        for slots in args.concurrency:
-            count = args.num_requests or max(8, 4 * slots)
+        for size in args.concurrency if args.rate is None else args.rate:
+            count = args.num_requests or max(8, (4 if args.rate is None else 15) * size)
+            arrivals = None if args.rate is None else poisson_arrivals(count, size, args.seed)
+            slots = size if args.rate is None else count
             for url in (url.rstrip("/").removesuffix("/v1") for url in args.urls):
                 async with session.get(f"{url}/v1/models") as response:
                     model = args.model or json.loads(await response.read())["data"][0]["id"]
                 bodies = [
                     body_of(rows[index % len(rows)]) | shared | {"model": model, "seed": args.seed + abs(index)}
-                    for index in (*range(first, first + count), *range(-slots, 0))
+                    for index in (*range(first, first + count), *range(-size, 0))
                 ]
-                warm_up = await run_load(session, url, bodies[count:], slots, salted=not args.shared)
+                warm_up = await run_load(session, url, bodies[count:], size, salted=not args.shared)
                 if all(one.error for one in warm_up):
                     raise SystemExit(f"{url} answers nothing: {warm_up[0].error}")
                 began, cpu = time.perf_counter(), time.process_time()
-                done = await run_load(session, url, bodies[:count], slots, salted=not args.shared)
+                done = await run_load(session, url, bodies[:count], slots, salted=not args.shared, arrivals=arrivals)
                 seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
                 texts = {first + one.index: one.text for one in done if not one.error}
                 reference = texts | reference
                 same = sum(text == reference.get(index, text) for index, text in texts.items())
-                line = {"server": url, "at once": slots, **summarize(done, slots, seconds)}
+                line = {"server": url, column: size, **summarize(done, 0 if arrivals else size, seconds)}
                 lines.append(line | {"same texts": f"{same}/{len(texts)}", "client": cpu / seconds})
             first += count
     print(*format_table(list(lines[0]), [list(line.values()) for line in lines]), sep="\n")

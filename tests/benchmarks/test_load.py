@@ -5,6 +5,8 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
+from statistics import stdev
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,7 @@ pytest.importorskip("fastapi")
 
 import load
 from helpers.serving import listening
-from load import Completion, percentiles, steady_rate, summarize
+from load import Completion, percentiles, poisson_arrivals, steady_rate, summarize
 
 USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 3}}
 DONE = b"data: [DONE]\n\n"
@@ -114,6 +116,21 @@ def test_each_concurrency_has_its_own_prompts_and_shares_tables_if_asked(measure
         measure(asked, words="--concurrency 1,2 --num-requests 2 --first 1 --shared")
     assert not any("cache_salt" in body for body in asked.bodies)
     assert [body["seed"] for body in asked.bodies] == [1, 1, 2, 2, 1, 3, 4]
+
+
+def test_requests_arrive_in_a_poisson_stream_that_is_the_same_for_each_server(measure):
+    with server(echo) as one, server(echo) as other:
+        code, lines = measure(one, other, words="--rate 40,80 --num-requests 12")
+    assert code == 0
+    assert [(line["req/s sent"], line["steady"]) for line in lines] == [(40, None)] * 2 + [(80, None)] * 2
+    assert all(line["gap p99"] >= line["gap p50"] and line["first p99"] >= line["first p50"] for line in lines)
+    for found in (one, other):  # of each rate after its warm-up, in the order of their arrival
+        assert [body["seed"] for body in found.bodies[40:52]] == list(range(12))
+    times = poisson_arrivals(4000, 40, seed=1)
+    assert times == sorted(times) == poisson_arrivals(4000, 40, seed=1) != poisson_arrivals(4000, 40, seed=2)
+    gaps = [b - a for a, b in pairwise(times)]
+    assert sum(gaps) / len(gaps) == pytest.approx(1 / 40, rel=0.05)
+    assert stdev(gaps) == pytest.approx(1 / 40, rel=0.1)  # as of an exponential distribution
 
 
 def test_rows_of_messages_are_asked_as_chats(measure, tmp_path):
