@@ -4,8 +4,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from redrafter.app.program import run_command, run_rank
-from redrafter.parallel.launched import launched_processes
+from redrafter.app.program import print_message, run_command, run_rank
+from redrafter.errors import ArgumentError
+from redrafter.parallel.launched import launched_processes, process_rank
 
 # Commands with their own parsers: module, and summary for `redrafter --help`.
 SCRIPTS = {
@@ -26,6 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     The code is 0 for success, 1 if compared outputs differ, 2 for a user error, and 130 or 141 if interrupted.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        process_rank()
+    except ArgumentError as error:  # raised before anything could report it
+        print_message("error", error)
+        return 2
     if launched_processes() > 1 and argv and argv[0] != "train":  # `train` manages its own processes
         return run_rank(argv[0], lambda: _run(argv))
     return _run(argv)

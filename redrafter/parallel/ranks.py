@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 from redrafter.errors import ArgumentError, MismatchError, first_line
 from redrafter.parallel.all_reduce import COLLECTIVES, collective_sum, open_peer_memory, peer_sum
-from redrafter.parallel.launched import launched_processes
+from redrafter.parallel.launched import launched_processes, local_rank
 
 T = TypeVar("T")
 
@@ -195,7 +195,7 @@ def join_ranks(size: int) -> None:
         )
     if dist.is_initialized():
         return
-    local, on_gpu = int(os.environ["LOCAL_RANK"]), torch.cuda.is_available()
+    local, on_gpu = local_rank(), torch.cuda.is_available()
     check_gpus(local + 1, f"{size} processes")
     device = torch.device("cuda", local) if on_gpu else None
     if on_gpu:
