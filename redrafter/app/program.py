@@ -12,7 +12,9 @@ import gc
 import importlib
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 import warnings
 from collections import deque
@@ -31,6 +33,7 @@ SHARED_COMMANDS = ("generate", "serve", "bench")  # those that torchrun may star
 _LOST_PEER_TEXTS, _LOST_PEER_TYPES = ("gloo/transport", "ncclRemoteError"), ("DistNetworkError", "DistStoreError")
 # Ranks above 0 wait this long before they report an error; if rank 0 exits with it, torchrun ends them meanwhile.
 SILENT_SECONDS = 15.0
+LAUNCHER_SECONDS = 1.0  # interval at which a rank looks for its launcher
 
 
 def run_command(command: Callable[[], int]) -> int:
@@ -134,6 +137,7 @@ def silence_libraries() -> None:
 
 def run_rank(name: str, command: Callable[[], int]) -> int:
     """Run the command of this name as one of several processes, and return its exit code."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), name="redrafter-launcher", daemon=True).start()
     from torch.distributed.elastic.multiprocessing.errors import record
 
     def refuse() -> NoReturn:
@@ -159,6 +163,18 @@ def run_rank(name: str, command: Callable[[], int]) -> int:
 
     run = command if name in SHARED_COMMANDS else partial(run_command, refuse)
     return record(run if process_rank() == 0 else run_silently)() or 0
+
+
+def _end_with(launcher: int) -> None:
+    """Wait for the end of the process that has started this one, then end this one by the signal that it would send.
+
+    Ranks may wait for each other for ever, as while they load, and only their launcher sees which of them has ended.
+    """
+    while os.getppid() == launcher:
+        time.sleep(LAUNCHER_SECONDS)
+    if process_rank() == 0:
+        print_message("error", "the process that started this one has ended")
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 class _LastTexts(TextIOBase):

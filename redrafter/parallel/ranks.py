@@ -1,7 +1,6 @@
 """The processes that compute one model together, and the messages between them."""
 
 import atexit
-import os
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
@@ -34,7 +33,6 @@ class Ranks:
         host_group: The process group of Python objects; None in one process.
         peers: Processes of the other ranks on this machine, by rank.
         reads_peers: Whether the GPUs read each other's memory, by which small messages are summed.
-        parent: Id of the process that started this one, torchrun's or that of a server.
     """
 
     rank: int = 0
@@ -43,7 +41,6 @@ class Ranks:
     host_group: Any = None
     peers: Mapping[int, psutil.Process] = field(default_factory=dict)
     reads_peers: bool = False
-    parent: int = field(default_factory=os.getppid)
 
     @classmethod
     def of_world(cls) -> "Ranks":
@@ -131,11 +128,11 @@ class Ranks:
         return [rank for rank, process in self.peers.items() if _status_of(process) == psutil.STATUS_STOPPED]
 
     def describe_lost(self) -> str | None:
-        """Describe which other ranks on this machine, or which parent, have ended or are stopped; None for none."""
+        """Describe which other ranks on this machine have ended or are stopped; None for none."""
         for lost, what in ((self.ended(), "has ended (the launcher reports how)"), (self.stopped(), "is stopped")):
             if lost:
                 return f"the process of rank {', '.join(map(str, lost))} {what}"
-        return None if os.getppid() == self.parent else "the process that started this one has ended"
+        return None
 
 
 ALONE = Ranks()

@@ -9,6 +9,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from helpers.command_line import byte_tokenizer
@@ -137,6 +138,27 @@ def test_a_command_on_ranks_says_one_line(tmp_path, words, said):
     [line] = [line for line in ended.stderr.splitlines() if line.startswith("redrafter:")]
     assert said in line
     assert re.search(r"exitcode +: 2 ", ended.stderr)
+
+
+def test_ranks_that_wait_for_each_other_end_with_their_launcher(folder):
+    """Rank 0 waits for a prompt on stdin before it loads, and rank 1 for rank 0."""
+    words = launch(2, "redrafter", "generate", "--model", folder / "merged", module=True)
+    process = subprocess.Popen(words, env=environment(), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    ranks = list[psutil.Process]()
+    try:
+        assert soon(lambda: len(children(process.pid)) == 2)
+        ranks = [psutil.Process(pid) for pid in children(process.pid)]
+        assert soon(lambda: all(rank.num_threads() > 2 for rank in ranks))  # they watch, and have opened connections
+        process.kill()
+        assert soon(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks))
+        assert process.stderr is not None
+        lines = [line for line in process.stderr if line.startswith("redrafter: ")]
+        assert lines == ["redrafter: error: the process that started this one has ended\n"]
+    finally:
+        for rank in (rank for rank in ranks if rank.is_running()):
+            rank.kill()
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -57,12 +57,6 @@ def test_a_peer_that_has_ended_is_named(reaped):
     process.communicate()
 
 
-def test_a_parent_that_has_ended_is_named(monkeypatch):
-    assert TWO.describe_lost() is None
-    monkeypatch.setattr(module.os, "getppid", lambda: 1)
-    assert TWO.describe_lost() == "the process that started this one has ended"
-
-
 @dataclass(frozen=True, eq=False)
 class Apart(Ranks):
     """A rank that is told nothing by the others: it returns its own part."""
