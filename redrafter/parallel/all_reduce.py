@@ -12,6 +12,7 @@ dtypes. Its order is its own, which is the same for two ranks, as addition is co
 import logging
 import os
 import platform
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ _LOG = logging.getLogger(__name__)
 # ranges are. Measured on H200s for 2 and 4 ranks; the value for 8 is an estimate.
 SENT_BYTES = {2: 1 << 20, 4: 256 << 10, 8: 32 << 10}
 MAX_BYTES = 4 << 20  # of the largest message that was measured; the inboxes grow with it
+PROBE_SECONDS = 60.0  # in which the first messages of all ranks arrive; their kernels may have to be compiled
 UNIT = 4  # bytes of a word, of which a message has a whole number
 DTYPES = (torch.bfloat16, torch.float32)
 # Collectives as operators, which torch.compile can trace and a CUDA graph can contain.
@@ -85,6 +87,29 @@ class PeerMemory:
         parts = kernels.peer_sum.peer_sum_parts(self._sent), kernels.peer_sum.share_parts(MAX_BYTES, self.size)
         calls = [torch.zeros(count, dtype=torch.int32, device=device) for count in parts]
         self._whole, self._shares = (whole, calls[0]), (whole + first, calls[1])
+
+    def probe(self) -> None:
+        """Raise `UnsupportedError` if messages of a peer do not arrive in `PROBE_SECONDS`. Collective, the first sums.
+
+        A kernel waits for its peers for ever. If it does, it receives what it waits for from a copy on another stream,
+        so that the GPU can be used without these sums.
+        """
+        for nbytes in (self._sent, MAX_BYTES):
+            self.sum(torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=self.memory.device))
+        done, end = torch.cuda.Event(), time.monotonic() + PROBE_SECONDS
+        done.record()
+        while not done.query():
+            if time.monotonic() > end:
+                whole = kernels.peer_sum.inbox_bytes(self._sent, self.size)
+                # The number of the first call, next to each word and in each flag.
+                arrived = torch.ones(len(self.memory) // 4, dtype=torch.int32)
+                arrived[: whole // 4 : 2] = 0
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    self.memory.copy_(arrived.view(torch.uint8))
+                raise UnsupportedError(
+                    f"messages of a GPU did not arrive in another's memory within {PROBE_SECONDS:g} s"
+                )
+            time.sleep(0.001)
 
     def check_sums(self) -> None:
         """Raise `UnsupportedError` unless every kind of sum equals the process group's. Collective."""
@@ -147,6 +172,7 @@ def open_peer_memory(rank: int, group: Any, host_group: Any) -> bool:
         lambda: check_places(places, rank),
         lambda: memory.allocate(device),
         memory.connect,
+        memory.probe,
         memory.check_sums,
     )
     for stage in stages:

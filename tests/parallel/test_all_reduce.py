@@ -1,5 +1,6 @@
 """Sums over ranks by peer memory: which kernel sums a message, and where the process group does."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -65,6 +66,36 @@ def test_sums_that_differ_from_the_process_group_are_refused(called, monkeypatch
     monkeypatch.setattr(all_reduce, "collective_sum", lambda x, group_name: 3 * x)
     with pytest.raises(all_reduce.UnsupportedError, match="a sum of 4 bytes"):
         PEER_MEMORIES["two"].check_sums()
+
+
+class Launched:
+    """An event that stands for one after kernels that wait: it is done once something has arrived in the inboxes."""
+
+    memory = torch.empty(0)
+
+    def record(self) -> None:
+        """Do nothing."""
+
+    def query(self) -> bool:
+        """Return whether the kernels have ended."""
+        return bool(self.memory.any())
+
+
+@pytest.mark.parametrize("arrive", [True, False])
+def test_kernels_that_wait_for_a_peer_for_ever_are_given_up_and_ended(called, monkeypatch, arrive):
+    whole, shares = 64, 48
+    monkeypatch.setattr(all_reduce.kernels.peer_sum, "inbox_bytes", lambda nbytes, size: whole, raising=False)
+    memory = PEER_MEMORIES["two"]
+    memory.memory = Launched.memory = torch.full((whole + shares,), int(arrive), dtype=torch.uint8)
+    for name, stand_in in (("Event", Launched), ("Stream", object), ("stream", lambda stream: nullcontext())):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(all_reduce, "PROBE_SECONDS", 0.05)
+    with nullcontext() if arrive else pytest.raises(all_reduce.UnsupportedError, match=r"arrive .* within 0.05 s"):
+        memory.probe()
+    assert called == ["peer_sum", "peer_sum_by_shares"]
+    if not arrive:  # the number of the first call, as the kernels of both kinds look for it
+        assert (memory.memory[:whole].view(torch.int64) >> 32 == 1).all()
+        assert (memory.memory[whole:].view(torch.int32) == 1).all()
 
 
 @pytest.mark.parametrize(
