@@ -28,7 +28,7 @@ from transformers.utils.hub import cached_file
 
 from redrafter.checkpoints.gguf_weights import GgufWeights
 from redrafter.checkpoints.packed_loading import packed_arguments
-from redrafter.checkpoints.quantization import feature_of, quantize_model, settle_groups
+from redrafter.checkpoints.quantization import feature_of, quantize_model, refuse_saving, settle_groups
 from redrafter.drafting.step_times import LARGE_BYTES
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, did_you_mean, first_line, warn
 from redrafter.features import (
@@ -179,6 +179,7 @@ def load_model(
         if device is not None:
             model.to(device)
         settle_groups(model, str(name), as_saved)
+        refuse_saving(model, str(name))
         hold_in_memory(model)
         if model.device.type == "cpu":
             # transformers loads to the CPU unless it is given a device, so a GPU would be left idle without a word.

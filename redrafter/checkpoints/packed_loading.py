@@ -21,7 +21,7 @@ from redrafter.checkpoints.merged import find_file
 from redrafter.checkpoints.packed_weights import Layout, find_layout
 from redrafter.errors import CheckpointError, first_line, warn
 from redrafter.files.gguf_file import find_gguf
-from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE
+from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE, read_headers
 from redrafter.model.linear_layers import quantization_of
 from redrafter.model.quantized_layers import GroupedLinear
 
@@ -113,8 +113,18 @@ class PackedQuantizer(HfQuantizer):
         text = model.config.get_text_config(decoder=True)
         if hasattr(text, "quantization_config"):  # in a config of several parts
             del text.quantization_config
+        vars(model).pop(
+            "_weight_conversions", None
+        )  # by which transformers would pack dequantised weights to save them
         if self.one.wrong:
-            raise CheckpointError(f"packed weights cannot be read: {self.one.wrong[0]}")
+            name, reason = self.one.wrong[0]
+            folder, layer = Path(str(model.name_or_path)), name.removesuffix("weight")
+            held = read_headers(folder) if folder.is_dir() else {}
+            file = next((header.file for key, header in held.items() if key.startswith(layer)), folder)
+            raise CheckpointError(
+                f"{file} cannot be read: the {self.quantization_config.entries['quant_method']} weight {name}: {reason}"
+                "; download the checkpoint again, or quantise the model again"
+            )
         if wide := self.one.wide:
             warn(
                 f"{len(wide)} packed weights of {model.name_or_path}, such as {wide[0]}, are dequantised: their groups "
@@ -128,14 +138,14 @@ class GroupOne(ConversionOps):
 
     Attributes:
         wide: Names of weights that are dequantised, as no `GroupedWeight` can have their numbers.
-        wrong: Names of weights that cannot be read, with the reasons.
+        wrong: Names of weights that cannot be read, and the reasons.
     """
 
     hf_quantizer = True  # by which transformers knows that the tensors are not to be cast
 
     def __init__(self, layout: Layout):
         """Hold the layout."""
-        self.layout, self.wide, self.wrong = layout, list[str](), list[str]()
+        self.layout, self.wide, self.wrong = layout, list[str](), list[tuple[str, str]]()
 
     def __deepcopy__(self, memo: object) -> "GroupOne":
         return self  # transformers copies it for each weight
@@ -166,7 +176,9 @@ class GroupOne(ConversionOps):
                 self.wide += [full_layer_name] * fits
                 return {full_layer_name: weight.dequantize().to(meta.dtype)}
         except (KeyError, RuntimeError, ValueError) as error:  # transformers' own message would not name the weight
-            self.wrong.append(f"{full_layer_name}: {first_line(error)}")
+            reason = f"it has no {error.args[0]}" if isinstance(error, KeyError) else first_line(error)
+            self.wrong.append((full_layer_name, reason))
+            missing_keys.discard(full_layer_name)  # which transformers would report at length
             return {}
         new: Any = GroupedLinear(layer, grouped)
         new._is_hf_initialized = new.weight._is_hf_initialized = True

@@ -44,6 +44,9 @@ class PackedWeight:
             raise ValueError(f"its scales and codes of zero are not {len(self.codes)} by the number of its groups")
         if not self.scale.is_floating_point():
             raise ValueError(f"its scales are {self.scale.dtype}")
+        ids = self.group_of
+        if ids is not None and (ids.shape != self.codes.shape[1:] or ids.min() < 0 or ids.max() >= shape[1]):
+            raise ValueError(f"g_idx does not name one of its {shape[1]} groups for each input feature")
 
     def dequantize(self) -> Tensor:
         """Return the weight, `[F, D]` float32, not rounded to the dtype of the scales as the packages do."""
@@ -181,7 +184,8 @@ def _read_compressed(tensors: Mapping[str, Tensor]) -> PackedWeight:
     else:
         packed_zero = zero.dtype == torch.int32
         zero = _unpack(zero.T, bits).T[: len(scale)].int() if packed_zero else zero.int() + MIDDLE[bits]
-    return PackedWeight(bits, codes, scale, zero, group_of=None if group_of is None or group_of.min() < 0 else group_of)
+    unset = group_of is None or bool((group_of < 0).all())  # as the package initialises it
+    return PackedWeight(bits, codes, scale, zero, group_of=None if unset else group_of)
 
 
 def _torchao(entries: Mapping[str, Any]) -> Layout | None:

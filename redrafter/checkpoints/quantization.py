@@ -14,6 +14,7 @@ from redrafter.model.linear_layers import is_quantized
 from redrafter.model.quantized_layers import (
     HEAD_SCHEMES,
     GroupedLinear,
+    check_saved,
     quantize_linears,
     quantized_form,
     quantized_layers,
@@ -74,6 +75,12 @@ def quantize_model(model: Any, name: str, scheme: str, device: torch.device | st
     # A tied head gets a weight of its own, as the embedding is read by row.
     if (head_scheme := HEAD_SCHEMES[scheme]) is not None:
         quantize_linears(model, head_scheme, device=device)
+
+
+def refuse_saving(model: Any, name: str) -> None:
+    """Have a model with quantised weights of ours refuse to be saved, before anything is written."""
+    if quantized_form(model) is not None:
+        model.save_pretrained = lambda *_, **__: check_saved(model, name)
 
 
 def settle_groups(model: Any, name: str, as_saved: bool) -> None:

@@ -24,7 +24,7 @@ from redrafter.files.dtype_names import dtype_name
 from redrafter.files.stored_tensors import read_directory
 from redrafter.kernels.linear_operators import has_thin_kernel, thin_linear
 from redrafter.model.forward_batch import DrafterLayer, LogitsReader
-from redrafter.model.quantized_layers import QuantizedLinear
+from redrafter.model.quantized_layers import QuantizedLinear, check_saved
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.beam_search import PartOfScores
@@ -93,6 +93,7 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """Save the drafter as transformers does, in files with the umask's permissions."""
+        check_saved(self, "the drafter")
         super().save_pretrained(save_directory, *args, **kwargs)
         share_weights(Path(save_directory))
 

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from redrafter.errors import UnsupportedError
 from redrafter.kernels.grouped_linear import multiply_grouped
 from redrafter.kernels.grouped_weight import BLOCK, GroupedWeight, join_rows, quantize_groups
 from redrafter.kernels.linear_operators import float8_linear
@@ -269,6 +270,14 @@ def quantized_form(model: nn.Module) -> str | None:
     for layer in quantized_layers(model):
         forms[layer.form] += layer.in_features * layer.out_features
     return max(forms, key=forms.__getitem__, default=None)
+
+
+def check_saved(model: nn.Module, name: str) -> None:
+    """Raise `UnsupportedError` if weights of a model that is to be saved are quantised ones of ours."""
+    if (form := quantized_form(model)) is not None:
+        raise UnsupportedError(
+            f"{name} is not saved with its {form}, which no library reads: keep the checkpoint that it was loaded from"
+        )
 
 
 def rounds_inputs(model: nn.Module) -> bool:

@@ -1,10 +1,12 @@
 """Bases that AWQ, GPTQ, compressed-tensors or torchao has packed, loaded without these packages."""
 
 import json
+import re
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, TorchAoConfig
 
 from helpers.models import tiny_drafter, tiny_model
@@ -14,7 +16,7 @@ from redrafter.checkpoints import quantization
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.models import load_model
 from redrafter.model.linear_layers import is_quantized
-from redrafter.model.quantized_layers import GroupedLinear
+from redrafter.model.quantized_layers import GroupedLinear, quantize_linears
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 FORMATS = {
@@ -132,13 +134,35 @@ def test_a_packed_base_is_quantised_once(tmp_path):
         load(tmp_path, quantization="fp8")
 
 
-def test_tensors_that_do_not_fit_the_model_are_refused(tmp_path):
-    save_packed(tmp_path, tiny_model("llama", **SIZES))
-    state = load_file(tmp_path / "model.safetensors")
-    for part in ("qweight", "qzeros", "scales"):
-        state[f"model.layers.0.mlp.up_proj.{part}"] = state[f"model.layers.0.mlp.up_proj.{part}"][:, :8].contiguous()
-    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match="up_proj"):
+FAULTS = {
+    "it has no scales": lambda state: state.pop(f"{UP}.scales"),
+    "its shape is (128, 32) instead of (128, 64)": lambda state: [
+        change(state, part, lambda x: x[: len(x) // 2]) for part in ("qweight", "g_idx")
+    ],
+    "its scales and codes of zero are not 128 by the number of its groups": lambda state: change(
+        state, "scales", lambda x: x[:, 1:]
+    ),
+    "its codes are torch.float32": lambda state: change(state, "qweight", Tensor.float),
+    "g_idx does not name one of its 2 groups": lambda state: change(state, "g_idx", lambda x: x - 1),
+    "g_idx does not name one of its 2 groups for": lambda state: change(state, "g_idx", lambda x: x + 1),
+    "g_idx does not name one of its 2 groups for each": lambda state: change(state, "g_idx", lambda x: x[1:]),
+}
+UP = "model.layers.0.mlp.up_proj"
+
+
+def change(state, part, how):
+    """Change a tensor of a layer in a checkpoint."""
+    state[f"{UP}.{part}"] = how(state[f"{UP}.{part}"]).contiguous()
+
+
+@pytest.mark.parametrize("said", FAULTS)
+def test_tensors_that_make_no_weight_are_refused_by_file_and_name(said, tmp_path):
+    save_packed(tmp_path, tiny_model("llama", **SIZES), GPTQ, as_gptq)
+    state = load_file(file := tmp_path / "model.safetensors")
+    FAULTS[said](state)
+    save_file(state, file, {"format": "pt"})
+    line = f"{file} cannot be read: the gptq weight {UP}.weight: {said}"
+    with pytest.raises(CheckpointError, match=rf"^{re.escape(line)}.*; download the checkpoint again, or quantise"):
         load(tmp_path)
 
 
@@ -151,7 +175,7 @@ def test_fewer_scales_than_output_features_are_refused(tmp_path):
     name = "model.layers.0.mlp.up_proj.weight_scale"
     state[name] = state[name][:-1].contiguous()
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"up_proj.weight: its scales"):
+    with pytest.raises(CheckpointError, match=r"compressed-tensors weight .*up_proj.weight: its scales"):
         load(tmp_path)
 
 
@@ -162,3 +186,29 @@ def test_a_damaged_config_is_refused_by_name(tmp_path, entries):
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": entries}))
     with pytest.raises(CheckpointError):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("scheme", [None, "int4", "fp8"])
+def test_a_base_with_quantised_weights_is_not_saved(scheme, tmp_path):
+    plain = tiny_model("llama", **SIZES)
+    plain.save_pretrained(tmp_path) if scheme else save_packed(tmp_path, plain)
+    with pytest.raises(UnsupportedError, match=r"is not saved with its .* keep the checkpoint"):
+        load(tmp_path, quantization=scheme).save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_drafter_with_quantised_weights_is_not_saved(tmp_path):
+    drafter = tiny_drafter(hidden_size=64)
+    quantize_linears(drafter, "int8")
+    with pytest.raises(UnsupportedError, match="the drafter is not saved"):
+        drafter.save_pretrained(tmp_path / "saved")
+
+
+def test_a_packed_base_that_is_dequantised_is_saved_as_an_ordinary_one(tmp_path, monkeypatch):
+    save_packed(tmp_path, tiny_model("llama", **SIZES))
+    monkeypatch.setattr(quantization, "is_fast", lambda device: False)
+    with pytest.warns(ReDrafterWarning, match="ordinary weights"):
+        model = load(tmp_path)
+    model.save_pretrained(tmp_path / "saved")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(saved), logits(model))
