@@ -52,13 +52,28 @@ def forwards(monkeypatch) -> list[int]:
 @pytest.mark.parametrize("rows", [1, 16, 17, 64])
 def test_steps_of_many_rows_have_finer_buffers_and_none_of_slow_products(rows):
     for nodes in range(0, 600, 8):
-        rooms = rooms_of(rows, (nodes, rows))
+        rooms = rooms_of(rows, (nodes, rows), left=500)
         assert [*rooms] == sorted(rooms)
         widest = max(b - a for a, b in itertools.pairwise([0, *rooms]))
         assert widest <= 8
         # Whether the step drafts or not, which the policy chooses later.
         sums = [count + 16 * room for count in (nodes, rows) for room in rooms]
         assert rows <= 16 or not any(tokens in SLOW_TOKENS for tokens in sums)
+
+
+def test_a_step_of_many_rows_reads_more_while_many_prompts_wait(monkeypatch):
+    read = noted(monkeypatch, Prefiller, "choose_mixed", lambda step, *_: (sum(n for _, n in step.chunks), step.tokens))
+    engine = with_tree(tiny_model("llama", max_position_embeddings=256), tiny_drafter(), 2, 3)
+    served = scheduler(engine, blocks=1200, max_batch_size=48)
+    running = [make_sequence([1 + row, 5], 60, GREEDY) for row in range(20)]
+    until_stepping(served, *running)
+    read.clear()
+    late = [make_sequence(prompt(100, 3 * number), 5, GREEDY) for number in range(20)]
+    served.submit(*late)
+    run(served, [])
+    # 2,000 tokens wait, then 1,104, then 592: too few for steps that are much longer than others.
+    assert [tokens for tokens in read if tokens[0]][:3] == [(896, 896), (512, 512), (320, 320)]
+    same_alone(engine, [*running, *late])
 
 
 def test_buffers_are_chosen_by_what_a_step_computes_for_padding_rows_too():

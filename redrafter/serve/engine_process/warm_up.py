@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from redrafter.drafting.policy import MANY_ROWS, DraftPolicy
 from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
 from redrafter.sampling.params import SamplingParams
-from redrafter.scheduler.prefill import ROOMS_ALONE, rooms_of
+from redrafter.scheduler.prefill import ROOMS_ALONE, least_backlog, rooms_of
 from redrafter.scheduler.request import GenerationRequest
 from redrafter.scheduler.running_batch import MIN_POSITIONS
 from redrafter.scheduler.scheduler import Scheduler
@@ -72,7 +72,7 @@ class WarmUpRun:
                 while self.mixed and any(not each.ended and each.row is None for each in own):
                     scheduler.round()
                 rooms = rooms_of(self.rows, batch.step_nodes) if self.mixed else ()
-                for length in shortest_prompts(rooms):
+                for length in map(max, shortest_prompts(rooms), map(least_backlog, rooms)):
                     # A unique salt keeps the cache from shortening the prefill.
                     salt = f"{SALT} {self.rows} {length} {self.kind}"
                     read = submit([1] * min(length, longest_prompt(scheduler)), 1, self.kind[0], salt)
