@@ -189,9 +189,8 @@ def rooms_of(rows: int, step_nodes: Collection[int], *, bulk: bool = False, left
     """
     if rows < COMPUTE_BOUND_ROWS:
         return ROOMS if rows else ROOMS_ALONE
-    rooms = ROOMS_OF_BULK
-    if not bulk or rows < BULK_ROWS:
-        rooms = tuple(room for room in ROOMS_OF_MANY if left is None or left >= least_backlog(room))
+    usual = [room for room in ROOMS_OF_MANY if left is None or left >= least_backlog(room)]
+    rooms = ROOMS_OF_BULK if bulk and rows >= BULK_ROWS else usual
     return [room for room in rooms if not any(nodes + room * TOKENS_PER_CHUNK in SLOW_TOKENS for nodes in step_nodes)]
 
 
