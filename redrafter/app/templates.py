@@ -3,7 +3,7 @@
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.app.options import TemplateOptions
-from redrafter.chat.template import HOW_TO_GIVE_ONE, set_variables
+from redrafter.chat.template import set_variables
 from redrafter.checkpoints.chat_templates import PLAIN_TEMPLATE, read_template
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.errors import ArgumentError
@@ -27,9 +27,3 @@ def load_chat_tokenizer(
     if options.chat_template_kwargs:
         set_variables(tokenizer, options.chat_template_kwargs, "--chat-template-kwargs")
     return tokenizer
-
-
-def require_template(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
-    """Raise `ArgumentError` if the tokenizer of a model has no chat template, for a suite's questions."""
-    if not tokenizer.chat_template:
-        raise ArgumentError(f"{model} has no chat template, through which a suite's turns are asked: {HOW_TO_GIVE_ONE}")

@@ -29,7 +29,7 @@ def to_device(values: Tensor | Sequence[object], device: torch.device, dtype: to
         dtype: Dtype of numbers; None for the one that torch infers.
     """
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype, device="cpu")
-    if device.type != "cuda":
+    if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 

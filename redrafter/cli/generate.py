@@ -24,7 +24,7 @@ from redrafter.data.prompts import turns_before_answer
 from redrafter.data.rows import Row
 from redrafter.engine.streamers import StepStreamer
 from redrafter.errors import ArgumentError, first_line
-from redrafter.files.gguf_file import is_gguf
+from redrafter.files.gguf_file import SUFFIX
 from redrafter.measure.decode import PromptIds, RepeatedRuns
 from redrafter.measure.differences import ROUNDS_INSIDE
 from redrafter.measure.prompts import ROW_SUFFIXES, encode, read_prompts
@@ -181,8 +181,8 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
         if args.prompts:
             prompts = list(args.prompts)
             # os.path, since pathlib raises an error for a text longer than a file name may be.
-            models = (x for x in prompts if os.path.isfile(os.path.join(x, "config.json")) or is_gguf(x))
-            model = next(models, None)
+            files = ((x, x if x.endswith(SUFFIX) else os.path.join(x, "config.json")) for x in prompts)
+            model = next((x for x, file in files if os.path.isfile(file)), None)
             if model is not None and "model" not in args:
                 words = ["redrafter", "generate", "--model", model, *(word for word in prompts if word != model)]
                 raise ArgumentError(

@@ -4,7 +4,6 @@ transformers dequantises the weights when it reads them, so a model from a GGUF 
 llama.cpp has split is named by any of its parts, and read from all of them.
 """
 
-import os
 import re
 import struct
 import threading
@@ -31,11 +30,6 @@ _TOKENS = "tokenizer.ggml.tokens"
 NO_TEXT = b""  # in place of the text of a token
 # Keys of the ids that end a turn, as in Gemma's and Llama 3's files, in addition to the end token.
 _END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-
-
-def is_gguf(name: str) -> bool:
-    """Return whether there is a file of that name with the ending of GGUF files."""
-    return name.endswith(SUFFIX) and os.path.isfile(name)
 
 
 def find_gguf(name: str | Path) -> Path | None:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from redrafter.app import flags
 from redrafter.app.config_file import ConfigParser
 from redrafter.app.flags import add_options, flag, integers, read_options
 from redrafter.app.options import TemplateOptions
@@ -276,8 +275,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(import_libraries("redrafter.train.train_drafter").run_checked(config))
 
     return run_command(command)
-
-
-def shown_command(config: TrainConfig) -> str:
-    """Return the command line of a config, without defaults and without folders of files."""
-    return flags.format_command(["redrafter", "train"], config)

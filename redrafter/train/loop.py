@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from redrafter.cache.to_device import to_device
 from redrafter.drafting.low_rank import LowRankDrafter
 from redrafter.drafting.text_drafters import TrainableDrafter
 from redrafter.errors import CheckpointError, first_line
@@ -202,13 +203,13 @@ class Trainer:
         """Run one optimizer step on the mean loss over a group of batches of all processes."""
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = learning_rate
-        weight = sum((total_weight(mask, self.config) for _, mask, *_ in group), torch.zeros(()))
-        weight = self._to_device(weight)
+        device = self.accelerator.device
+        weight = to_device(sum((total_weight(mask, self.config) for _, mask, *_ in group), torch.zeros(())), device)
         # Dividing by the mean weight over processes turns the average of their summed losses into a mean over all
         # predictions. The clamp covers a step whose masks are all empty.
         mean_weight = self.accelerator.reduce(weight.clone(), "mean").clamp(min=1e-9)
         for index, (tokens, mask, *segment) in enumerate(group):
-            tokens, *segment = map(self._to_device, (tokens, *segment))
+            tokens, *segment = (to_device(each, device) for each in (tokens, *segment))
             teacher_output = self.teacher.read_batch(tokens, *segment)
             last = index == len(group) - 1  # synchronise gradients only once per step
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.unroll):
@@ -312,10 +313,3 @@ class Trainer:
         # torch raises many types for states of other shapes or versions.
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise CheckpointError(f"{resumed.path} is of another training: {first_line(error)}; delete it") from error
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor to the device without blocking the host."""
-        device = self.accelerator.device
-        if device.type == "cuda" and tensor.device.type == "cpu":
-            tensor = tensor.pin_memory()
-        return tensor.to(device, non_blocking=True)

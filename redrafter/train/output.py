@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
-from redrafter.app.flags import short_name
+from redrafter.app.flags import format_command, short_name
 from redrafter.data.windows import Windows
 from redrafter.drafting.drafter_config import MEASURED_NODES
 from redrafter.drafting.drafter_model import DrafterModel
@@ -24,7 +24,7 @@ from redrafter.files.hub import CARD_FILE
 from redrafter.formats.model_card import acceptance_section, make_header, make_introduction
 from redrafter.measure.record import hardware, versions
 from redrafter.scheduler.sequence import Stats
-from redrafter.train.config import TrainConfig, shown_command
+from redrafter.train.config import TrainConfig
 from redrafter.train.loss import DECAY
 from redrafter.train.output_folder import RECORD_FILE, check_output
 from redrafter.train.progress import TrainingState
@@ -129,7 +129,7 @@ def make_provenance(
     """Create the content of training.json."""
     best = result.best_step
     return {
-        "command": shown_command(config),
+        "command": format_command(["redrafter", "train"], config),
         "config": _config_without_folders(config),
         "versions": versions() | {"accelerate": version("accelerate")},
         "data": [short_name(source) for source in config.data],

@@ -12,7 +12,6 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
-    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -176,18 +175,12 @@ def resolve_options(config: TrainConfig) -> TrainConfig:
 
     `draft_vocab_size` becomes None, for all ids, where a recipe's value is no fewer than the base has.
     """
-    base = _text_config(config)
+    base = load_config(str(config.model), trust_remote_code=config.trust_remote_code).get_text_config(decoder=True)
     length, ids = config.length or min(DEFAULT_LENGTH, context_of(base) or DEFAULT_LENGTH), config.draft_vocab_size
     of_recipe = config.recipe is not None and ids == RECIPES[config.recipe].options.get("draft_vocab_size")
     if of_recipe and ids is not None and ids >= base.vocab_size:
         ids = None
     return replace(config, length=length, draft_vocab_size=ids)
-
-
-def _text_config(config: TrainConfig) -> PretrainedConfig:
-    """Read the config of the base's decoder."""
-    base: PretrainedConfig = load_config(str(config.model), trust_remote_code=config.trust_remote_code)
-    return base.get_text_config(decoder=True)
 
 
 def _memory(

@@ -94,8 +94,10 @@ class OperatedEngine:
 
     async def change(self, kind: str, path: str | None = None) -> ChangedEngine:
         """Apply a change to the engine, and return the state after it; raise `ApiError` if it is rejected."""
-        if path is not None and not await asyncio.to_thread(_is_there, path, kind):
-            what = "directory" if kind == "change_drafter" else "directory or file"
+        of_drafter = kind == "change_drafter"
+        # Both are false for any invalid name, including one with NUL.
+        if path is not None and not await asyncio.to_thread(os.path.isdir if of_drafter else os.path.exists, path):
+            what = "directory" if of_drafter else "directory or file"
             raise ApiError(404, f"there is no {what} {path!r} on the server's machine", "path")
         # Changes are made one after the other, so that the recorded state is the engine's.
         async with self._turn:
@@ -108,14 +110,9 @@ class OperatedEngine:
             except ReDrafterError as error:
                 raise ApiError(400, str(error), None if path is None else "path") from error
             # Without a path the engine returns to the previous drafter.
-            if kind == "change_drafter":
+            if of_drafter:
                 self._drafter, self._previous = (self._previous if path is None else path), self._drafter
         return ChangedEngine(**self.state.model_dump(), not_finite=list(not_finite))
-
-
-def _is_there(path: str, kind: str) -> bool:
-    # These return False for any invalid name, including one with NUL.
-    return os.path.isdir(path) or (kind != "change_drafter" and os.path.isfile(path))
 
 
 def rollout_routes(server: "Server") -> list[BaseRoute]:

@@ -17,7 +17,6 @@ from redrafter.serve.answers.arguments import as_json, parameter_types, python_a
 from redrafter.serve.answers.lark import Argument, CalledTool, LarkWriter
 from redrafter.serve.answers.reader import SPACE, ChatReader, Steps
 
-_NAME_END = re.compile(r"[^\w.-]")
 _UNQUOTED_NAME = re.compile(r"[\w.-]+")
 _XML_NAME = re.compile(r"[^\s<>]([^\n<>]*[^\s<>])?")
 _PYTHON = re.compile(r"""["'(){}\[\],]""")
@@ -53,9 +52,7 @@ class _NamedArguments(ChatReader, ABC):
         head, tail = self.name_marks
         if not (yield from self._skip_literal(head)):
             return False
-        begin = self._at
-        yield from self._find(_NAME_END)
-        name = self.text[begin : self._at]
+        name = yield from self._read_name()
         if name not in self._tools or not (yield from self._skip_literal(tail)):
             return False
         opening = "{"
@@ -112,12 +109,10 @@ class MistralCalls(ChatReader):
     def _read_call(self) -> Steps:
         if self.text[self._at] == "{":
             return (yield from super()._read_call())
-        begin = self._at
-        yield from self._find(_NAME_END)
-        name = self.text[begin : self._at]
+        name = yield from self._read_name()
         # The model's own identifier is dropped: answers give each call a new one.
         if name in self._tools and (yield from self._skip_literal("[CALL_ID]")):
-            yield from self._find(_NAME_END)
+            yield from self._read_name()
         yield from self._skip_literal("[ARGS]")
         return (yield from self._read_arguments(name))
 
@@ -157,9 +152,7 @@ class DeepSeekCalls(ChatReader):
         yield from self._skip_literal("<｜tool▁sep｜>")
         yield from self._skip(SPACE)
         if (yield from self._has_more()) and self.text[self._at] != "{":  # V3 writes the call's type before its name
-            begin = self._at
-            yield from self._find(_NAME_END)
-            name = self.text[begin : self._at]
+            name = yield from self._read_name()
             yield from self._skip(SPACE)
             yield from self._skip_literal("```json")
         if not (yield from self._read_arguments(name)):
@@ -197,9 +190,7 @@ class PythonicCalls(_NamedArguments):
     end = ")"
 
     def _read_key(self) -> Steps:
-        begin = self._at
-        yield from self._find(_NAME_END)
-        self._key = self.text[begin : self._at]
+        self._key = yield from self._read_name()
         yield from self._skip(SPACE)
         return bool(self._key) and (yield from self._skip_literal("="))
 

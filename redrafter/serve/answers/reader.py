@@ -23,6 +23,7 @@ Steps = Generator[None, None, bool]  # yields when it needs more text
 _STRING = re.compile(r'["\\]')
 _NESTED = re.compile(r'["{}\[\]]')
 _SCALAR_END = re.compile(r"[\s,}\]]")
+_NAME_END = re.compile(r"[^\w.-]")
 SPACE = " \t\r\n"
 
 Deltas = list[tuple[dict[str, Any], list[tuple[int, int]]]]
@@ -390,6 +391,12 @@ class ChatReader:
                 return False
         self._at = match.start()
         return True
+
+    def _read_name(self) -> Generator[None, None, str]:
+        """Move to the first character that no tool's name has, and return the text before it."""
+        begin = self._at
+        yield from self._find(_NAME_END)
+        return self.text[begin : self._at]
 
     def _skip(self, characters: str) -> Steps:
         while (yield from self._has_more()) and self.text[self._at] in characters:
