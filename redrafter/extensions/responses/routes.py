@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
@@ -249,12 +250,10 @@ async def response_events(head: dict[str, Any], chunks: AsyncIterator[dict[str, 
     `head` has the response's fields that do not change during generation.
     """
     number = 0
-    try:
+    async with aclosing(chunks):  # type: ignore[type-var]
         async for event in _events(head, chunks):
             yield event | {"sequence_number": number}
             number += 1
-    finally:
-        await chunks.aclose()  # type: ignore[attr-defined]
 
 
 async def _events(head: dict[str, Any], chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[Event]:

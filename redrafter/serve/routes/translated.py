@@ -6,6 +6,7 @@ the protocol's parts: thoughts, texts and calls, as a whole or as the events of 
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
 from typing import Any, Literal
 
 from fastapi.exceptions import RequestValidationError
@@ -124,8 +125,6 @@ class PartWriter(ABC):
 
 async def format_events(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
     """Format events as server-sent events named after their types, and close `events` at the end."""
-    try:
+    async with aclosing(events):  # type: ignore[type-var]
         async for event in events:
             yield b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event))
-    finally:
-        await events.aclose()  # type: ignore[attr-defined]
