@@ -23,6 +23,7 @@ from redrafter.app.flags import short_name
 from redrafter.app.loading import Pair, check_options
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.app.templates import load_chat_tokenizer
+from redrafter.chat.template import chat_template_of
 from redrafter.checkpoints.adapters import merge_adapter
 from redrafter.checkpoints.drafters import check_beams
 from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
@@ -303,6 +304,7 @@ def _answer(
     pair: Pair, name: str, questions: int | None, tokens: int, temperature: float, seed: int, most: int, rows: int
 ) -> tuple[Texts, dict[str, int], dict[str, int]]:
     """Let the model answer a suite by undrafted decoding, `rows` turns at once; return what `answer_suite` does."""
+    chat_template_of(pair.tokenizer)  # raises an error before the first line of progress
     suite = read_suite(name).choose(questions, seed)
     _say(f"temperature {temperature:g}", str(suite))
     return answer_suite(
