@@ -162,11 +162,6 @@ HOST_CACHE = Feature(
         NO_PREFIX_REUSE: "prefixes on the host would never be reused",
     },
 )
-GRAMMARS = Feature(
-    "grammars (response_format, structured_outputs, strict tools, a tool_choice that forces a call)",
-    "leave them out",
-    {TENSOR_PARALLELISM: "a server's processes do not support grammars yet"},
-)
 ENGINE_CHANGES = Feature(
     "changes of a running engine",
     "start a new engine",

@@ -47,7 +47,7 @@ class IdleBatches:
         rows = min(len(params), max_batch_size)
 
         def make(size: int, caches: PagedRows | DenseRows) -> RunningBatch:
-            sampling = SamplingTensors(size, target.vocab_size, target.device, of_call=True)
+            sampling = SamplingTensors(size, target.vocab_size, target.device, of_call=True, ranks=target.ranks)
             return RunningBatch(target, sampling, size, caches, memory)
 
         if memory is None:

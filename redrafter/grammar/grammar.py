@@ -125,8 +125,10 @@ class Grammar:
 
     Attributes:
         source: The grammar's notation and text.
-        process: The process that follows its texts.
+        process: The process that follows its texts; None where rank 0 follows them for this rank.
     """
+
+    process: GrammarProcess | None
 
     def __init__(
         self,
@@ -146,15 +148,34 @@ class Grammar:
             ArgumentError: The grammar cannot be read, matches no text, or is too large or too complex.
         """
         self.source = spec if isinstance(spec, GrammarSource) else GrammarSource.from_spec(spec)
-        self.process = GrammarProcess(tokenizer) if process is None else process
         self._tokenizer = tokenizer
-        self.process.compile(self.source)
+        self._compile(GrammarProcess(tokenizer) if process is None else process)
+
+    @classmethod
+    def of_first_rank(cls, source: GrammarSource) -> "Grammar":
+        """Return a grammar that rank 0 follows for this rank, where it forbids nothing: draws are rank 0's."""
+        grammar = cls.__new__(cls)
+        grammar.source, grammar.process = source, None
+        return grammar
+
+    @property
+    def alive(self) -> bool:
+        """Return whether its process can follow texts."""
+        return self.process is not None and self.process.alive
+
+    @property
+    def memory(self) -> int:
+        """Bytes that it takes in its process."""
+        return 0 if self.process is None else self.process.memory
 
     def restore(self) -> None:
         """Compile the grammar again if its process has ended, for texts that begin later."""
-        if not self.process.alive:
-            self.process = GrammarProcess(self._tokenizer)
-            self.process.compile(self.source)
+        if not self.alive:
+            self._compile(GrammarProcess(self._tokenizer))
+
+    def _compile(self, process: GrammarProcess) -> None:
+        self.process = process
+        process.compile(self.source)
 
 
 class TextTree(NamedTuple):
@@ -178,7 +199,7 @@ class GuidedText:
 
     Attributes:
         ends: Ids that end the text, in ascending order.
-        process: The process of the grammar.
+        process: The process of the grammar; None where rank 0 asks it.
         number: The text's number in the grammar's process.
         ended: Whether the text contains an end token.
         error: Why the grammar was given up, on one line; from then on only an end is allowed. None without an error.
@@ -189,7 +210,7 @@ class GuidedText:
         self.ends = sorted({token for token in ends if token >= 0})
         if not self.ends:
             raise ArgumentError("a grammar needs a token that ends the text: give eos_token_id")
-        self.process: GrammarProcess = grammar.process
+        self.process = grammar.process
         self.ended = False
         self.error: str | None = None
         # Unique in the program, as texts of several engines may share a process.
@@ -198,7 +219,7 @@ class GuidedText:
         self._asked = False
 
     def __del__(self) -> None:
-        if getattr(self, "_asked", False):
+        if getattr(self, "_asked", False) and self.process is not None:
             self.process.forgotten.append(self.number)
 
     def question(self, tree: TextTree) -> Question:
@@ -241,6 +262,7 @@ def compute_masks(requests: Sequence[tuple[GuidedText, TextTree]]) -> list[Masks
     """
     groups: defaultdict[GrammarProcess, list[int]] = defaultdict(list)
     for index, (text, _) in enumerate(requests):
+        assert text.process is not None, "rank 0 asks"
         groups[text.process].append(index)
     masks: list[Masks] = [{}] * len(requests)
     with _asking:

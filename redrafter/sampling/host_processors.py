@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from redrafter.grammar.grammar import GuidedText, TextTree, compute_masks
+from redrafter.parallel.ranks import ALONE, Ranks
 from redrafter.sampling.prefixes import Prefixes
 from redrafter.sampling.processors import HostProcessor
 
@@ -54,14 +55,26 @@ class RowGrammars(HostProcessor[GuidedText | None]):
     A grammar is evaluated at each node, for the sequence that leads there, before the target draws: so the drawn token
     follows the grammar, whatever was drafted, and equals the draw without drafts. If other processors forbid all tokens
     that a grammar allows, the grammar wins.
+
+    Of several ranks each may follow the grammars, or rank 0 alone, whose draws count. All give a text up with rank 0.
     """
+
+    def __init__(self, of_rows: Sequence[GuidedText | None], ranks: Ranks = ALONE) -> None:
+        """Make a processor of these rows, which the ranks compute together."""
+        super().__init__(of_rows)
+        self.ranks = ranks
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` `[B, N, V]` with -inf at tokens that the grammars forbid."""
         guided = [(row, state) for row, state in enumerate(self.of_rows[: len(scores)]) if state is not None]
         if not guided:
             return scores
-        packed = self._packed(guided, scores, prefixes)
+        packed = None if guided[0][1].process is None else self._packed(guided, scores, prefixes)
+        errors = self.ranks.from_first([state.error for _, state in guided])
+        for (_, state), error in zip(guided, errors, strict=True):
+            state.error = error
+        if packed is None:
+            return scores
         if scores.is_cuda:
             # Only a copy from pinned memory runs while the host launches the next kernels.
             packed = packed.pin_memory()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from redrafter.cache.to_device import to_device
+from redrafter.parallel.ranks import ALONE, Ranks
 from redrafter.sampling.host_processors import RowGrammars
 from redrafter.sampling.params import NEUTRAL, SamplingParams
 from redrafter.sampling.processors import (
@@ -99,7 +100,14 @@ class SamplingTensors:
     """
 
     def __init__(
-        self, rows: int, vocabulary: int, device: torch.device, ids: Tensor | None = None, *, of_call: bool = False
+        self,
+        rows: int,
+        vocabulary: int,
+        device: torch.device,
+        ids: Tensor | None = None,
+        *,
+        of_call: bool = False,
+        ranks: Ranks = ALONE,
     ):
         """Make tensors of parameters, undefined until they are written.
 
@@ -111,6 +119,7 @@ class SamplingTensors:
             of_call: Whether the rows always belong to one call of `generate`. Steps then run exactly the processors
                 that the call needs, and the caller's own; else there are few kinds of steps, which can be captured
                 beforehand.
+            ranks: The processes that compute the rows together.
         """
         self._rows, self._of_call = rows, of_call
         with device:
@@ -123,7 +132,7 @@ class SamplingTensors:
             self.ids = torch.arange(vocabulary) if ids is None else ids
         self._tables = self._integers, self._flags, self._floats, self._doubles
         self._columns = dict(zip((*INTEGERS, *FLAGS, *FLOATS, *DOUBLES), itertools.chain(*self._tables), strict=True))
-        self._grammars = RowGrammars([])
+        self._grammars = RowGrammars([], ranks)
         self._budgets_written = False  # whether a row was ever given a budget of thoughts
         self._own: dict[Hashable, list[OwnProcessor]] = {}
         self._cut_rows: list[int] = []
@@ -295,7 +304,8 @@ class SamplingTensors:
 
     def sampler_of(self, sequences: Sequence[TokenSequence]) -> Sampler:
         """Return a sampler for sequences that have no rows yet, in the order of the sequences."""
-        tensors = SamplingTensors(len(sequences), len(self.ids), self.ids.device, self.ids, of_call=self._of_call)
+        device, ranks = self.ids.device, self._grammars.ranks
+        tensors = SamplingTensors(len(sequences), len(self.ids), device, self.ids, of_call=self._of_call, ranks=ranks)
         tensors.write(0, sequences)
         return tensors.sampler(len(sequences), sequences)
 

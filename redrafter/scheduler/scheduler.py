@@ -98,7 +98,7 @@ class Scheduler:
             assert memory is not None, "sequences of any kind are on a paged cache"
             check_paged(engine)
             rows = bucket(limits.max_batch_size)
-            sampling = SamplingTensors(rows, engine.target.vocab_size, engine.target.device)
+            sampling = SamplingTensors(rows, engine.target.vocab_size, engine.target.device, ranks=engine.target.ranks)
             caches = PagedRows(memory, draft_model is not None, self._draft_vocabulary)
             batch = RunningBatch(engine.target, sampling, rows, caches, memory=memory)
         self.batch = batch

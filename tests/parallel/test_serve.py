@@ -66,10 +66,35 @@ def test_a_request_that_cannot_be_served_is_refused_alone(server):
     assert ask(server, "ja").status_code == 200
 
 
-def test_grammars_are_refused_by_name(server):
-    answer = ask(server, "ja", structured_outputs={"choice": ["ja", "nein"]})
-    assert answer.status_code == 400
-    assert "that forces a call) and tensor parallelism exclude each other" in answer.json()["error"]["message"]
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_texts_that_follow_grammars_are_those_of_one_process_next_to_free_ones(server, pair, temperature):
+    grammars = [None, {"regex": "[a-z]{5,9}( [a-z]{2,9}){1,3}"}, {"choice": ["ja, sicher", "nein"]}, None]
+    prompts = [f"{number} € für" for number in range(len(grammars))]
+
+    def answer(prompt: str, grammar: dict | None) -> str:
+        fields = {} if grammar is None else {"structured_outputs": grammar}
+        return ask(server, prompt, seed=7, temperature=temperature, **fields).json()["choices"][0]["text"]
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        texts = list(pool.map(answer, prompts, grammars))
+    settings = {"do_sample": True, "seed": 7} if temperature else {"do_sample": False}
+    for prompt, grammar, text in zip(prompts, grammars, texts, strict=True):
+        guided = {} if grammar is None else {"grammar": grammar, "tokenizer": pair[1]}
+        assert text == text_of(pair, offline(pair, prompt, NEW, **settings, **guided)), prompt
+
+
+def test_a_grammar_whose_process_ends_ends_its_text_on_all_ranks(server):
+    body = {"model": "merged", "prompt": "ja", "max_tokens": 140, "structured_outputs": {"regex": "[a-z]{300}"}}
+    engine = psutil.Process(engine_of(sorted(children(server.process.pid))[0]))
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body | {"stream": True}, timeout=300) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        next(lines)
+        for process in engine.children(recursive=True):
+            process.kill()
+        *_, last = lines
+    assert "grammar: given up after" in last
+    assert ask(server, "ja").status_code == 200  # the other rank has ended that text too
+    assert ask(server, "ja", structured_outputs={"choice": ["nein"]}).json()["choices"][0]["text"] == "nein"
 
 
 def test_it_ends_its_texts_when_torchrun_is_ended(folder):

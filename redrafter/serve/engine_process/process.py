@@ -22,8 +22,8 @@ from weakref import WeakSet, WeakValueDictionary
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.app.program import freeze_objects, run_command
-from redrafter.errors import ArgumentError, ReDrafterError, ends_device
-from redrafter.features import GRAMMARS, TENSOR_PARALLELISM
+from redrafter.errors import ReDrafterError, ends_device
+from redrafter.features import TENSOR_PARALLELISM
 from redrafter.grammar.grammar import Grammar, GrammarProcess
 from redrafter.grammar.source import GrammarSource
 from redrafter.sandbox.process import wait_for_end
@@ -115,14 +115,13 @@ class _EngineServer:
         self._channel, self._grammars = channel, Grammars(tokenizer)
         self._done = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._features = scheduler.engine.target.features
 
         # The engine's thread must not touch asyncio objects directly.
         def end() -> None:
             self._call(self._done.set)
 
         line = scheduler, channel.send, end
-        shared = TENSOR_PARALLELISM in self._features
+        shared = TENSOR_PARALLELISM in scheduler.engine.target.features
         self._worker = SharedWorker(*line, self._refuse, self._give_up) if shared else Worker(*line)
         # One thread, so that changes are made in the order in which they were requested.
         self._changing = ThreadPoolExecutor(1, "change")
@@ -185,8 +184,6 @@ class _EngineServer:
             self._changing.submit(self._change, message)
         elif message.grammar is None:
             self._submit(message)
-        elif conflict := self._features.conflict(GRAMMARS):
-            self._refuse(message, ArgumentError(conflict))
         else:
             task = asyncio.ensure_future(self._compile(message, message.grammar))
             self._compiling[message.numbers] = task
@@ -255,7 +252,7 @@ class Grammars:
         """
         lock = self._locks.setdefault(source, asyncio.Lock())
         async with self._turns.for_client(client), lock:
-            if (kept := self._kept.get(source)) is not None and kept.process.alive:
+            if (kept := self._kept.get(source)) is not None and kept.alive:
                 self._kept.move_to_end(source)
                 return kept
             async with self._turns.all:
@@ -266,7 +263,7 @@ class Grammars:
         """Raise if too many grammars are in use."""
         if len(self._living) >= MAX_LIVING_GRAMMARS:
             raise QueueFullError(f"{MAX_LIVING_GRAMMARS} other grammars are in use, and no more may be")
-        if sum(grammar.process.memory for grammar in self._living) > MAX_LIVING_BYTES:
+        if sum(grammar.memory for grammar in self._living) > MAX_LIVING_BYTES:
             raise QueueFullError(f"other grammars that are in use hold {MAX_LIVING_BYTES >> 30} GB, and no more may be")
 
     async def _compile(self, source: GrammarSource) -> Grammar:
@@ -280,9 +277,9 @@ class Grammars:
         self._kept[source] = grammar
         self._kept.move_to_end(source)
         # The last grammar stays even if it is too large, since a request is about to use it.
-        held_bytes = sum(grammar.process.memory for grammar in self._kept.values())
+        held_bytes = sum(grammar.memory for grammar in self._kept.values())
         while len(self._kept) > MAX_KEPT_GRAMMARS or (held_bytes > MAX_KEPT_BYTES and len(self._kept) > 1):
-            held_bytes -= self._kept.popitem(last=False)[1].process.memory
+            held_bytes -= self._kept.popitem(last=False)[1].memory
         return grammar
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:

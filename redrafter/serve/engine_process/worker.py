@@ -312,10 +312,12 @@ class SharedWorker(Worker):
         self._ranks, self._refuse, self._give_up = scheduler.engine.target.ranks, refuse, give_up
         self._ended = threading.Event()  # after the last round
         self._heard: deque[Submit | Cancel] = deque()
+        self._grammars: dict[tuple[int, ...], Grammar] = {}  # of requests that were heard, by their sequences' numbers
 
     def submit(self, request: Submit, grammar: Grammar | None) -> None:
         """Queue the sequences of a request in the next round; failures are passed to `refuse`."""
-        assert grammar is None, "grammars are refused before"
+        if grammar is not None:
+            self._grammars[request.numbers] = grammar
         self._heard.append(request)
         self._work.set()
 
@@ -368,10 +370,16 @@ class SharedWorker(Worker):
                 super().cancel(message.numbers)
                 continue
             try:
-                super().submit(message, None)
+                super().submit(message, self._grammar_of(message))
             except Exception as error:
                 self._refuse(message, error)
         return not stopping
+
+    def _grammar_of(self, request: Submit) -> Grammar | None:
+        """Return the grammar of a request: rank 0 has compiled it, and follows it for the others."""
+        if request.grammar is None:
+            return None
+        return Grammar.of_first_rank(request.grammar) if self._ranks.rank else self._grammars.pop(request.numbers)
 
     def _explain(self, error: BaseException) -> str:
         """Describe an error; if ranks that have ended caused it, name them."""
