@@ -9,18 +9,24 @@
 #include <immintrin.h>
 #endif
 
-// `BLOCK` is the number of tokens whose sums stay in registers, `DIRECT` the most for which the weight does too.
+// `DIRECT` is the most tokens for which the weight is dequantised in registers, for `AT_ONCE` rows, and `BLOCK` the number
+// of tokens of which the sums with four rows stay in registers else.
 #if defined(__AVX512DQ__)
 #define LANES 16
 #define BLOCK 6
-#define DIRECT(bits) 4
+#define DIRECT 6
+#define AT_ONCE(tokens) ((tokens) < 5 ? 4 : 2)
 #else
 #define LANES 8
 #define BLOCK 3
-#define DIRECT(bits) ((bits) == 4 ? 1 : BLOCK)
+#define DIRECT 4
+#define AT_ONCE(tokens) ((tokens) < 3 ? 4 : 2)
 #endif
+#define MOST (BLOCK > DIRECT ? BLOCK : DIRECT)
 #define ROWS 4
-#define WIDE 32 // bits of a weight that is dequantised already
+#define WIDE 32   // bits of a weight in float32
+#define PACKED 64 // added to the bits of a weight that is dequantised already, four rows of which the vectors alternate
+#define GROUPS 4112 // more than a row has, and no power of two, so that the rows' scales are in different sets of the cache
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
@@ -41,7 +47,7 @@ struct product {
     int bits, wide_scale, wide_minimum, parallel; // `wide` numbers are float32, others float16
 };
 
-struct rows { // of a weight: codes or float32 numbers, and float32 scales and minima of each group
+struct rows { // of a weight: codes or float32 numbers, and float32 scales and minima, each row's `GROUPS` after the one before
     const char *codes;
     const float *scale, *minimum;
     size_t inner, group;
@@ -60,13 +66,14 @@ INLINE ints widen(const char *p) { return __builtin_convertvector(*(const chars 
 INLINE ints widen_unsigned(const char *p) { return __builtin_convertvector(*(const bytes *)p, ints); }
 #endif
 
-INLINE size_t unit_of(int bits) { return bits == 4 ? 32 : 16; } // features that are dequantised in one iteration
+INLINE size_t unit_of(int bits) { return bits % PACKED == 4 ? 32 : 16; } // features that are dequantised in one iteration
+
+// Return which vector of a unit comes in place `k`: those of the same bytes of codes follow each other.
+INLINE size_t in_order(int bits, size_t k) { return LANES == 8 && bits % PACKED == 4 ? k % 2 * 2 + k / 2 : k; }
 
 // Dequantise vector `k` of a unit.
 INLINE vec dequantize(int bits, size_t k, const char *codes, vec scale, vec minimum) {
     size_t at = k * LANES;
-    if (bits == WIDE)
-        return *(const loose_vec *)(codes + 4 * at);
     if (bits == 8)
         return __builtin_convertvector(widen(codes + at), vec) * scale + minimum;
     ints pair = widen_unsigned(codes + at % 16);
@@ -100,110 +107,158 @@ INLINE void store_totals(const vec *sum, const float *bias, float *out) {
 #endif
 }
 
-INLINE void read_scales(int bits, int has_minimum, const struct rows *w, size_t g, vec *scale, vec *minimum) {
-    size_t groups = w->inner / w->group;
-    UNROLL for (size_t r = 0; r < ROWS; r++) {
-        minimum[r] = (has_minimum ? w->minimum[r * groups + g] : 0) - (vec){0};
-        scale[r] = (bits == WIDE ? 1 : w->scale[r * groups + g]) - (vec){0};
+INLINE void read_scale(int bits, int has_minimum, const struct rows *w, size_t r, size_t g, vec *scale, vec *minimum) {
+    *minimum = (has_minimum ? w->minimum[r * GROUPS + g] : 0) - (vec){0};
+    *scale = w->scale[r * GROUPS + g] - (vec){0};
 #if defined(__AVX512DQ__)
-        if (bits == 4)
-            scale[r] = (vec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * scale[r] + minimum[r];
+    if (bits == 4)
+        *scale = (vec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * *scale + *minimum;
 #endif
-    }
 }
 
-// Prefetch the codes of the next four rows, which the hardware does not, as it follows each row.
-INLINE void prefetch_next(const char *codes, size_t stride) {
-    UNROLL for (size_t r = 0; r < ROWS; r++) __builtin_prefetch(codes + (ROWS + r) * stride);
-}
-
-// Multiply four rows with at most `BLOCK` tokens. All arguments up to `has_minimum` are constants.
-INLINE void multiply(size_t tokens, int bits, int has_minimum, const struct rows *w, const float *x, const float *bias,
-                     float *out, size_t features) {
-    vec sum[BLOCK][ROWS], scale[ROWS], minimum[ROWS];
-    UNROLL for (size_t t = 0; t < tokens; t++) UNROLL for (size_t r = 0; r < ROWS; r++) sum[t][r] = (vec){0};
-    const char *codes = w->codes;
-    const size_t unit = unit_of(bits), step = unit * bits / 8, inner = w->inner, stride = inner * bits / 8;
-    for (size_t g = 0; g < inner / w->group; g++) {
-        read_scales(bits, has_minimum, w, g, scale, minimum);
-        for (const float *end = x + w->group; x != end; x += unit, codes += step) {
-            if (bits != WIDE)
-                prefetch_next(codes, stride);
-            UNROLL for (size_t k = 0; k < unit / LANES; k++) UNROLL for (size_t r = 0; r < ROWS; r++) {
-                vec v = dequantize(bits, k, codes + r * stride, scale[r], minimum[r]);
-                UNROLL for (size_t t = 0; t < tokens; t++)
-                    sum[t][r] += v * *(const loose_vec *)(x + t * inner + k * LANES);
-            }
-        }
-    }
-    UNROLL for (size_t t = 0; t < tokens; t++) store_totals(sum[t], bias, out + t * features);
-}
-
-// Dequantise four rows to `wide [4, D]`.
-INLINE void widen_rows(int bits, int has_minimum, const struct rows *w, float *wide) {
-    vec scale[ROWS], minimum[ROWS];
-    const char *codes = w->codes;
-    const size_t unit = unit_of(bits), step = unit * bits / 8, inner = w->inner, stride = inner * bits / 8;
-    for (size_t g = 0; g < inner / w->group; g++) {
-        read_scales(bits, has_minimum, w, g, scale, minimum);
-        for (const float *end = wide + w->group; wide != end; wide += unit, codes += step) {
-            prefetch_next(codes, stride);
-            UNROLL for (size_t k = 0; k < unit / LANES; k++) UNROLL for (size_t r = 0; r < ROWS; r++)
-                *(loose_vec *)(wide + r * inner + k * LANES) =
-                    dequantize(bits, k, codes + r * stride, scale[r], minimum[r]);
-        }
-    }
-}
-
-INLINE void multiply_block(size_t tokens, int bits, int has_minimum, const struct rows *w, const float *x,
-                           const float *bias, float *out, size_t features) {
-#define CASE(n) if (n <= BLOCK && tokens == n) return multiply(n <= BLOCK ? n : 1, bits, has_minimum, w, x, bias, out, features);
-    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
-}
-
-// Convert `count` numbers, a multiple of 4, to float32.
-static const float *to_float32(const char *numbers, int is_wide, size_t first, size_t count, float *buffer) {
-    if (!numbers || is_wide)
-        return numbers ? (const float *)numbers + first : NULL;
-#if defined(__AVX2__)
-    const __m128i *half = (const __m128i *)((const uint16_t *)numbers + first);
-    for (size_t i = 0; i < count; i += 8)
-        if (i + 8 <= count)
-            _mm256_storeu_ps(buffer + i, _mm256_cvtph_ps(_mm_loadu_si128(half + i / 8)));
-        else
-            _mm_storeu_ps(buffer + i, _mm_cvtph_ps(_mm_loadl_epi64(half + i / 8)));
+// Add the product of `v` with a vector in memory, or in a register. In C, the compiler would read vectors early, and spill.
+#if defined(__AVX2__) && defined(__FMA__)
+#define ADD_READ(sum, v, p) __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(v), "m"(*(const loose_vec *)(p)))
+#define ADD(sum, v, x) __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(v), "v"(x))
 #else
-    for (size_t i = 0; i < count; i++) buffer[i] = ((const _Float16 *)numbers)[first + i];
+#define ADD_READ(sum, v, p) sum += v * *(const loose_vec *)(p)
+#define ADD(sum, v, x) sum += v * x
 #endif
-    return buffer;
+
+// Compute the products of `rows` rows with a few tokens. All arguments up to `has_minimum` are constants.
+INLINE void sum_products(size_t tokens, size_t rows, int bits, int has_minimum, const struct rows *weight, const float *x,
+                         vec (*sum)[ROWS]) {
+    vec total[MOST][ROWS];
+    const struct rows w = *weight;
+    const size_t unit = unit_of(bits), vectors = unit / LANES, stride = w.inner * bits / 8;
+    const char *codes = w.codes, *next = codes + ROWS * stride; // the hardware follows each row, and reads no next ones
+    UNROLL for (size_t t = 0; t < tokens; t++) UNROLL for (size_t r = 0; r < rows; r++) total[t][r] = (vec){0};
+    if (bits >= WIDE) {
+        const size_t row = 4 * (bits >= PACKED ? LANES : w.inner), step = 4 * LANES * (bits >= PACKED ? ROWS : 1);
+        for (const float *end = x + w.inner; x != end; x += unit)
+            UNROLL for (size_t k = 0; k < vectors; k++, codes += step) {
+                vec v[MOST];
+                UNROLL for (size_t t = 0; t < tokens; t++)
+                    v[t] = *(const loose_vec *)(x + t * w.inner + in_order(bits, k) * LANES);
+                UNROLL for (size_t r = 0; r < rows; r++) {
+                    vec number = *(const loose_vec *)(codes + r * row);
+                    UNROLL for (size_t t = 0; t < tokens; t++) ADD(total[t][r], number, v[t]);
+                }
+            }
+    } else
+        for (size_t g = 0; g < w.inner / w.group; g++)
+            for (const float *end = x + w.group; x != end; x += unit, codes += unit * bits / 8, next += 16 * rows) {
+                vec scale[ROWS], minimum[ROWS];
+                UNROLL for (size_t r = 0; r < rows; r++) read_scale(bits, has_minimum, &w, r, g, &scale[r], &minimum[r]);
+                __builtin_prefetch(next);
+                UNROLL for (size_t half = 0; half < vectors; half += 2) UNROLL for (size_t r = 0; r < rows; r++)
+                    UNROLL for (size_t k = half; k < half + 2; k++) {
+                        const size_t at = in_order(bits, k);
+                        vec number = dequantize(bits, at, codes + r * stride, scale[r], minimum[r]);
+                        UNROLL for (size_t t = 0; t < tokens; t++)
+                            ADD_READ(total[t][r], number, x + t * w.inner + at * LANES);
+                    }
+            }
+    UNROLL for (size_t t = 0; t < tokens; t++) UNROLL for (size_t r = 0; r < rows; r++) sum[t][r] = total[t][r];
 }
 
-INLINE void multiply_features(int bits, int has_minimum, const struct product *p, size_t first, size_t end) {
-    const size_t inner = p->inner, groups = inner / p->group;
-    float scale[ROWS * groups], minimum[ROWS * groups], wide[bits != WIDE && p->tokens > DIRECT(bits) ? ROWS * inner : 1];
-    const size_t blocks = p->x ? (p->tokens + BLOCK - 1) / BLOCK : 1, size = (p->tokens + blocks - 1) / blocks;
+// Each is a function of its own, or the compiler would run out of registers.
+typedef void summing(const struct rows *, const float *, vec (*)[ROWS]);
+#define ROWS_OF(n, bits) ((bits) >= WIDE ? ROWS : AT_ONCE(n))
+#define DEFINE(n, name, bits, has_minimum)                                                                              \
+    static __attribute__((noinline)) void name##_##n(const struct rows *w, const float *x, vec (*sum)[ROWS]) {          \
+        sum_products(n <= MOST ? n : 1, ROWS_OF(n, bits), bits, has_minimum, w, x, sum);                                \
+    }
+#define DEFINE_ALL(name, bits, has_minimum)                                                                             \
+    DEFINE(1, name, bits, has_minimum) DEFINE(2, name, bits, has_minimum) DEFINE(3, name, bits, has_minimum)            \
+    DEFINE(4, name, bits, has_minimum) DEFINE(5, name, bits, has_minimum) DEFINE(6, name, bits, has_minimum)            \
+    static summing *const name[] = {name##_1, name##_2, name##_3, name##_4, name##_5, name##_6};
+DEFINE_ALL(sum_4, 4, 0)
+DEFINE_ALL(sum_4_minimum, 4, 1)
+DEFINE_ALL(sum_8, 8, 0)
+DEFINE_ALL(sum_8_minimum, 8, 1)
+DEFINE_ALL(sum_wide, WIDE, 0)
+DEFINE_ALL(sum_packed_4, 4 + PACKED, 0)
+DEFINE_ALL(sum_packed_8, 8 + PACKED, 0)
+
+// Multiply four rows with a few tokens.
+static void multiply(summing *const *sums, size_t tokens, size_t at_once, int bits, struct rows w, const float *x,
+                     const float *bias, float *out, size_t features) {
+    vec sum[MOST][ROWS];
+    for (size_t r = 0; r < ROWS; r += at_once) {
+        sums[tokens - 1](&w, x, (vec(*)[ROWS])&sum[0][r]);
+        w.codes += at_once * w.inner * bits / 8, w.scale += at_once * GROUPS, w.minimum += at_once * GROUPS;
+    }
+    for (size_t t = 0; t < tokens; t++) store_totals(sum[t], bias, out + t * features);
+}
+
+// Dequantise four rows, to `[4, D]` or `packed`.
+INLINE void widen_rows(int bits, int has_minimum, const struct rows *w, float *wide, int packed) {
+    const size_t unit = unit_of(bits), vectors = unit / LANES, stride = w->inner * bits / 8;
+    const size_t row = packed ? LANES : w->inner, step = packed ? ROWS * LANES : LANES;
+    const char *codes = w->codes, *next = codes + ROWS * stride;
+    for (size_t g = 0; g < w->inner / w->group; g++)
+        for (const char *end = codes + w->group * bits / 8; codes != end; codes += unit * bits / 8, next += 16 * ROWS) {
+            __builtin_prefetch(next);
+            UNROLL for (size_t r = 0; r < ROWS; r++) {
+                vec scale, minimum;
+                read_scale(bits, has_minimum, w, r, g, &scale, &minimum);
+                UNROLL for (size_t k = 0; k < vectors; k++) {
+                    const size_t at = in_order(bits, k);
+                    *(loose_vec *)(wide + r * row + (packed ? k : at) * step) =
+                        dequantize(bits, at, codes + r * stride, scale, minimum);
+                }
+            }
+            wide += vectors * step;
+        }
+}
+
+// Convert the scales or minima of four rows to float32.
+static void to_float32(const char *numbers, int is_wide, size_t first, size_t groups, float *out) {
+    for (size_t r = 0; numbers && r < ROWS; r++, first += groups, out += GROUPS) {
+        const float *wide = (const float *)numbers + first;
+        const uint16_t *half = (const uint16_t *)numbers + first;
+        size_t i = 0;
+        if (is_wide)
+            for (; i < groups; i++) out[i] = wide[i];
+#if defined(__AVX2__)
+        for (; i + 8 <= groups; i += 8)
+            _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(half + i))));
+        for (; i < groups; i++) out[i] = _cvtsh_ss(half[i]);
+#else
+        for (; i < groups; i++) out[i] = ((const _Float16 *)half)[i];
+#endif
+    }
+}
+
+INLINE void multiply_features(int bits, int has_minimum, summing *const *direct, summing *const *packed,
+                              const struct product *p, size_t first, size_t end) {
+    const size_t inner = p->inner, groups = inner / p->group, is_direct = bits != WIDE && p->tokens <= DIRECT;
+    const size_t most = is_direct ? DIRECT : BLOCK, is_packed = bits != WIDE && !is_direct;
+    float scale[ROWS * GROUPS], minimum[ROWS * GROUPS];
+    float wide[is_packed ? ROWS * inner + LANES : LANES] ;
+    float *aligned = (float *)(((uintptr_t)wide + 4 * LANES - 1) / (4 * LANES) * (4 * LANES));
+    const size_t blocks = p->x ? (p->tokens + most - 1) / most : 1, size = (p->tokens + blocks - 1) / blocks;
     for (size_t f = first; f < end; f += ROWS) {
         if (f + ROWS > p->features) // the last rows, some of them a second time
             f = p->features - ROWS;
         const float *bias = p->bias ? p->bias + f : NULL;
-        struct rows rows = {p->codes + f * inner * bits / 8,
-                            to_float32(p->scale, p->wide_scale, f * groups, ROWS * groups, scale),
-                            to_float32(p->minimum, p->wide_minimum, f * groups, ROWS * groups, minimum), inner, p->group};
+        to_float32(p->scale, p->wide_scale, f * groups, groups, scale);
+        to_float32(p->minimum, p->wide_minimum, f * groups, groups, minimum);
+        struct rows rows = {p->codes + f * inner * bits / 8, scale, minimum, inner, p->group};
         if (!p->x) {
-            widen_rows(bits, has_minimum, &rows, p->out + f * inner);
+            widen_rows(bits, has_minimum, &rows, p->out + f * inner, 0);
             continue;
         }
-        if (p->tokens <= DIRECT(bits)) {
-            multiply_block(p->tokens, bits, has_minimum, &rows, p->x, bias, p->out + f, p->features);
-            continue;
+        if (is_packed) {
+            widen_rows(bits, has_minimum, &rows, aligned, 1);
+            rows.codes = (const char *)aligned;
         }
-        if (bits != WIDE) {
-            widen_rows(bits, has_minimum, &rows, wide);
-            rows.codes = (const char *)wide, rows.group = inner;
+        for (size_t t = 0; t < p->tokens; t += size) {
+            const size_t count = p->tokens - t < size ? p->tokens - t : size;
+            multiply(is_packed ? packed : direct, count, is_direct ? AT_ONCE(count) : ROWS, bits, rows, p->x + t * inner,
+                     bias, p->out + t * p->features + f, p->features);
         }
-        for (size_t t = 0; t < p->tokens; t += size)
-            multiply_block(p->tokens - t < size ? p->tokens - t : size, WIDE, 0, &rows, p->x + t * inner, bias,
-                           p->out + t * p->features + f, p->features);
     }
 }
 
@@ -216,11 +271,15 @@ static size_t first_of(size_t features, size_t index, size_t count) {
 static void multiply_part(const struct product *p, size_t index, size_t count) {
     size_t first = first_of(p->features, index, count), end = first_of(p->features, index + 1, count);
     if (p->bits == WIDE)
-        multiply_features(WIDE, 0, p, first, end);
+        multiply_features(WIDE, 0, sum_wide, NULL, p, first, end);
+    else if (p->bits == 4 && p->minimum)
+        multiply_features(4, 1, sum_4_minimum, sum_packed_4, p, first, end);
     else if (p->bits == 4)
-        p->minimum ? multiply_features(4, 1, p, first, end) : multiply_features(4, 0, p, first, end);
+        multiply_features(4, 0, sum_4, sum_packed_4, p, first, end);
+    else if (p->minimum)
+        multiply_features(8, 1, sum_8_minimum, sum_packed_8, p, first, end);
     else
-        p->minimum ? multiply_features(8, 1, p, first, end) : multiply_features(8, 0, p, first, end);
+        multiply_features(8, 0, sum_8, sum_packed_8, p, first, end);
 }
 
 static void multiply_share(void *argument) {
