@@ -193,50 +193,59 @@ def find_ancestors(parents: Tensor, max_depth: int) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["tokens_row", "parents_row", "depth_row", "nodes", "count", "total"])
+@triton.jit(do_not_specialize=["tokens_row", "parents_row", "depth_row", "nodes", "width", "count", "total"])
 def _hold_kernel(
-    TOKENS, PARENTS, DEPTH, SCORE, NEW_TOKENS, NEW_PARENTS, NEW_DEPTH, NEW_SCORE, COUNTS, MOVED,
-    tokens_row, parents_row, depth_row, nodes, count, total, BLOCK: tl.constexpr, COMPARED: tl.constexpr,
+    TOKENS, PARENTS, DEPTH, SCORE, NEW_TOKENS, NEW_PARENTS, NEW_DEPTH, BEFORE, COUNTS, MOVED,
+    tokens_row, parents_row, depth_row, nodes, width, count, total, BY_ROW: tl.constexpr, BLOCK: tl.constexpr,
+    COMPARED: tl.constexpr,
 ):  # fmt: skip
-    """Move the nodes of one row that are among the best `total` of all `count` nodes to its front."""
+    """Move the nodes of one row that are among the best `total` of `count` nodes to its front, and write `width`.
+
+    These nodes are those of the row if `BY_ROW`, else those of all rows.
+    """
     row, node = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     live, at = node < nodes, row * nodes + node
     score = tl.load(SCORE + at, live, 0.0)
     own = tl.where(node == 0, float("inf"), score)[:, None]  # a root is held for any score
     rank = tl.zeros([BLOCK], tl.int32)
+    begin = row * nodes if BY_ROW else row * 0
     for first in range(0, count, COMPARED):
         other = first + tl.arange(0, COMPARED)
-        theirs = tl.load(SCORE + other, other < count, float("-inf"))
+        theirs = tl.load(SCORE + begin + other, other < count, float("-inf"))
         theirs = tl.where(other % nodes == 0, float("inf"), theirs)[None, :]
         # On a tie the first one is held, and so a parent before its child.
-        ahead = (theirs > own) | ((theirs == own) & (other[None, :] < at[:, None]))
+        ahead = (theirs > own) | ((theirs == own) & (begin + other[None, :] < at[:, None]))
         rank += tl.sum((ahead & (other < count)[None, :]).to(tl.int32), 1)
     held = (live & (rank < total)).to(tl.int32)
     held_before, all_held = tl.cumsum(held, 0) - held, tl.sum(held, 0)
     moved = tl.where(held > 0, held_before, all_held + node - held_before)
     tl.store(MOVED + at, moved, live)
     tl.debug_barrier()  # a thread reads where another one moved a parent
-    to, parent = row * nodes + moved, tl.load(PARENTS + row * parents_row + node, live, 0)
+    to, parent = row * width + moved, tl.load(PARENTS + row * parents_row + node, live, 0)
+    live = live & (moved < width)
     tl.store(NEW_PARENTS + to, tl.load(MOVED + row * nodes + parent, live, 0).to(tl.int64), live)
     tl.store(NEW_TOKENS + to, tl.load(TOKENS + row * tokens_row + node, live, 0), live)
     tl.store(NEW_DEPTH + to, tl.load(DEPTH + row * depth_row + node, live, 0), live)
-    tl.store(NEW_SCORE + to, score, live)
+    tl.store(BEFORE + to, node.to(tl.int64), live)
     tl.store(COUNTS + row, all_held.to(tl.int64))
 
 
 def hold_best(
-    tokens: Tensor, parents: Tensor, depth: Tensor, score: Tensor, total: int
+    tokens: Tensor, parents: Tensor, depth: Tensor, score: Tensor, total: int, *, by_row: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Move nodes as `redrafter.tree.token_tree.hold_best` does, with the same arguments and results."""
+    """Move nodes as `redrafter.tree.token_tree.hold_best` does, with the same arguments and results.
+
+    With `by_row`, the best `total` nodes of each row are kept, as `keep_best` there does, and no others.
+    """
     rows, nodes = score.shape
-    score = score.contiguous()
+    score, width = score.contiguous(), total if by_row else nodes
     moved_to, counts = score.new_empty(rows, nodes, dtype=torch.int32), tokens.new_empty(rows)
-    new_tokens, new_parents, new_depth = tokens.new_empty(3, rows, nodes)
-    found = new_tokens, new_parents, new_depth, torch.empty_like(score), counts
+    found = *tokens.new_empty(4, rows, width), counts
     block = triton.next_power_of_2(nodes)
     warps = min(max(block // 64, 4), 16)
     _hold_kernel[(rows,)](
         tokens, parents, depth, score, *found, moved_to, *(x.stride(0) for x in (tokens, parents, depth)),
-        nodes, rows * nodes, total, BLOCK=block, COMPARED=max(1024 * warps // block, 16), num_warps=warps,
+        nodes, width, nodes if by_row else rows * nodes, total,
+        BY_ROW=by_row, BLOCK=block, COMPARED=max(1024 * warps // block, 16), num_warps=warps,
     )  # fmt: skip
     return found

@@ -192,6 +192,8 @@ def keep_best(
     Returns:
         Tokens, parents and depths of the kept nodes, and their indices before, `[B, nodes]` int64 each.
     """
+    if kernels.TRITON and score.is_cuda:
+        return kernels.tree.hold_best(tokens, parents, depth, score, nodes, by_row=True)[:4]
     # Stable: on an exact tie the parent, which comes first, is kept, so the result is a tree.
     order = score.sort(dim=1, descending=True, stable=True).indices[:, :nodes]
     kept = order.sort(dim=1).values  # [B, nodes], depth-major again
@@ -249,7 +251,8 @@ def hold_best(
         total: Nodes to hold.
 
     Returns:
-        Tokens, parents, depths and scores of the moved nodes, and how many of each row are held, `[B]` int64.
+        Tokens, parents and depths of the moved nodes, their indices before, and how many of each row are held, `[B]`
+        int64.
     """
     rows, nodes = score.shape
     first = torch.arange(nodes, device=score.device) == 0
@@ -260,7 +263,7 @@ def hold_best(
     counts = held.sum(dim=1)
     # Stable, so that parents stay before their children.
     order = held.sort(dim=1, descending=True, stable=True).indices
-    return *_take(tokens, parents, depth, order), score.gather(1, order), counts
+    return *_take(tokens, parents, depth, order), order, counts
 
 
 def token_order(counts: Tensor, nodes: int, total: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

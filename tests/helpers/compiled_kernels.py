@@ -109,9 +109,10 @@ def add_peers(ranks: int, dtype: torch.dtype) -> Callable[[], object]:
     )
 
 
-def share(rows: int, nodes: int) -> Callable[[], object]:
-    tree = random_outcome(rows, nodes, shared=True, limited=False)["tree"]
-    return lambda: kernels.tree.hold_best(tree.tokens, tree.parents, tree.depth, random_scores(tree), 2 * rows)
+def hold(rows: int, nodes: int, total: int, *, by_row: bool = False) -> Callable[[], object]:
+    tree = random_outcome(rows, nodes, shared=not by_row, limited=False)["tree"]
+    nodes_of = tree.tokens, tree.parents, tree.depth, random_scores(tree)
+    return lambda: kernels.tree.hold_best(*nodes_of, total, by_row=by_row)
 
 
 PROGRAMS = {
@@ -140,8 +141,9 @@ PROGRAMS = {
     "acceptance of shared nodes": accept(41, shared=True, limited=True),
     "order of the tokens of 512 rows": order(512, 26),
     "noise": lambda: kernels.sample.gumbel(torch.zeros(2).long(), torch.zeros(2, 3).long(), 5000),
-    "nodes that 32 rows share": share(32, 26),
-    "nodes that two rows share": share(2, 641),
+    "nodes that 32 rows share": hold(32, 26, 64),
+    "nodes that two rows share": hold(2, 641, 4),
+    "best nodes of each row": hold(8, 26, 8, by_row=True),
     "sum of bfloat16 over two GPUs": add_peers(2, torch.bfloat16),
     "sum of float32 over eight GPUs": add_peers(8, torch.float32),
     "product of few tokens": lambda: kernels.linear.split_k_linear(*(torch.ones(n, 512).bfloat16() for n in (5, 4096))),
