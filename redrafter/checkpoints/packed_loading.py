@@ -20,7 +20,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from redrafter.checkpoints.merged import find_file
 from redrafter.checkpoints.packed_weights import Layout, find_layout
 from redrafter.errors import CheckpointError, first_line, warn
-from redrafter.files.gguf_file import find_gguf
 from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE, read_headers
 from redrafter.model.linear_layers import quantization_of
 from redrafter.model.quantized_layers import GroupedLinear
@@ -38,7 +37,7 @@ def packed_arguments(name: str | Path, load: dict[str, Any], *, trust_remote_cod
         load: The arguments that were given.
         trust_remote_code: Whether code in the checkpoint may run.
     """
-    if "quantization_config" in load or find_gguf(name) is not None:
+    if "quantization_config" in load:  # also of a GGUF file
         return None
     names = "cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token"
     hub: dict[str, Any] = {key: load[key] for key in names if key in load}

@@ -7,14 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig, TorchAoConfig
+from transformers import AutoModelForCausalLM, AwqConfig, CompressedTensorsConfig, TorchAoConfig
 
 from helpers.models import tiny_drafter, tiny_model
-from helpers.packed import AWQ, GPTQ, as_awq, as_compressed, as_gptq, save_packed
+from helpers.packed import AWQ, GPTQ, TORCHAO, as_awq, as_compressed, as_gptq, save_packed
 from redrafter import CheckpointError, ReDrafter, ReDrafterWarning, UnsupportedError
 from redrafter.checkpoints import quantization
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.models import load_model
+from redrafter.checkpoints.packed_loading import packed_arguments
 from redrafter.model.linear_layers import is_quantized
 from redrafter.model.quantized_layers import GroupedLinear, quantize_linears
 
@@ -212,3 +213,31 @@ def test_a_packed_base_that_is_dequantised_is_saved_as_an_ordinary_one(tmp_path,
     model.save_pretrained(tmp_path / "saved")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert torch.equal(logits(saved), logits(model))
+
+
+def test_numbers_of_a_file_keep_their_bits_whatever_the_dtype(tmp_path):
+    plain = tiny_model("llama", **SIZES)
+    model = load(save_packed(tmp_path, plain, GPTQ, as_gptq), dtype="bfloat16")
+    layer = model.model.layers[0].mlp.up_proj
+    assert layer.weight_scale.dtype == torch.float16
+    assert torch.equal(layer.dequantize(), plain.model.layers[0].mlp.up_proj.weight)
+
+
+@pytest.mark.parametrize(
+    "kind, entries, how, ours",
+    [
+        ("llama", AWQ, {}, True),
+        ("llama", AWQ, {"quantization_config": AwqConfig()}, False),
+        ("mixtral", AWQ, {}, False),
+        ("gpt_neox", AWQ, {}, False),  # AutoAWQ scales its activations
+        ("gpt_neox", GPTQ, {}, True),
+        ("llama", TORCHAO, {}, True),
+        ("llama", TORCHAO, {"files": "pytorch_model.bin"}, False),
+    ],
+)
+def test_what_is_read_here_is_found_by_config_and_files(kind, entries, how, ours, tmp_path):
+    config = tiny_model(kind).config
+    config.quantization_config = entries
+    config.save_pretrained(tmp_path)
+    (tmp_path / how.pop("files", "model.safetensors")).touch()
+    assert (packed_arguments(tmp_path, how, trust_remote_code=False) is not None) == ours

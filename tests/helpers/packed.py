@@ -14,6 +14,12 @@ from redrafter.checkpoints.packed_weights import PackedWeight
 
 GROUP = 32
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}
+PLAIN = {"int4_packing_format": {"_type": "Int4PackingFormat", "_data": "PLAIN"}}
+TORCHAO = {
+    "quant_method": "torchao",
+    "bits": 4,
+    "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": PLAIN}},
+}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
 
 
@@ -51,6 +57,16 @@ def as_compressed(weight: PackedWeight) -> dict[str, Tensor]:
     }
 
 
+def as_torchao(weight: PackedWeight) -> dict[str, Tensor]:
+    """Return the tensors of torchao's plain Int4Tensor: signed codes, and what their zero means."""
+    codes = weight.codes ^ 8
+    return {
+        "_weight_qdata": (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8),
+        "_weight_scale": weight.scale.T,
+        "_weight_zero_point": ((8 - weight.zero) * weight.scale).T,
+    }
+
+
 def quantize(weight: Tensor, bits: int, *, symmetric: bool = False) -> PackedWeight:
     """Round a weight `[F, D]` to codes, with a scale and a code of zero for each group."""
     grouped = weight.detach().float().unflatten(1, (-1, GROUP))
@@ -80,7 +96,7 @@ def save_packed(
                 state.pop(f"{name}.weight"), entries["bits"], symmetric=symmetric or tensors_of is as_compressed
             )
             layer.weight.data = weight.dequantize().to(layer.weight.dtype)
-            state |= {f"{name}.{part}": x for part, x in tensors_of(weight).items()}
+            state |= {f"{name}.{part}": x.contiguous() for part, x in tensors_of(weight).items()}
     if model.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     save_file({name: x.contiguous() for name, x in state.items()}, folder / "model.safetensors", {"format": "pt"})

@@ -4,7 +4,7 @@ PYTHONPATH=tests python -m helpers.quantized_texts --model base-25m --drafter dr
 
 A checkpoint of each format is made of an ordinary model and loaded as users load it. Each line compares texts with
 undrafted decoding: those of transformers' `generate`, of a drafter and of recycled tokens, greedily and with seeds at
-temperature 1. torchao's and bitsandbytes' formats need their packages.
+temperature 1. torchao's int8 and bitsandbytes' NF4 need their packages.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from gguf import GGMLQuantizationType
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
 from helpers.gguf_files import HALVES, write_gguf
-from helpers.packed import AWQ, GPTQ, as_awq, as_compressed, as_gptq, save_packed
+from helpers.packed import AWQ, GPTQ, TORCHAO, as_awq, as_compressed, as_gptq, as_torchao, save_packed
 from redrafter import ReDrafter
 from redrafter.measure.differences import find_differences
 from redrafter.model.quantized_layers import quantized_form
@@ -49,12 +49,11 @@ def gguf_file(folder: Path, base: Path, *, kind: GGMLQuantizationType) -> Source
     }
 
 
-def torchao(folder: Path, base: Path, *, name: str) -> Source:
-    """Write a checkpoint of torchao."""
-    from torchao import quantization
+def torchao_int8(folder: Path, base: Path) -> Source:
+    """Let torchao write a checkpoint."""
+    from torchao.quantization import Int8WeightOnlyConfig
 
-    group = {"int4_packing_format": "plain", "group_size": 32} if "4" in name else {}
-    config = TorchAoConfig(getattr(quantization, name)(**group))
+    config = TorchAoConfig(Int8WeightOnlyConfig())
     AutoModelForCausalLM.from_pretrained(base, dtype="bfloat16", quantization_config=config).save_pretrained(folder)
     return folder, {}
 
@@ -82,8 +81,8 @@ FORMATS: Mapping[str, Callable[[Path, Path], Source]] = {
     "GPTQ 8 bits": partial(packed, entries=GPTQ | {"bits": 8}, tensors_of=as_gptq),
     "W4A16": partial(packed, entries=compressed(4), tensors_of=as_compressed),
     "W8A16": partial(packed, entries=compressed(8), tensors_of=as_compressed),
-    "torchao int4": partial(torchao, name="Int4WeightOnlyConfig"),
-    "torchao int8": partial(torchao, name="Int8WeightOnlyConfig"),
+    "torchao int4": partial(packed, entries=TORCHAO, tensors_of=as_torchao),
+    "torchao int8": torchao_int8,
     "int4": lambda folder, base: (base, {"quantization": "int4"}),
     "int8": lambda folder, base: (base, {"quantization": "int8"}),
     "NF4, dequantised": dequantized_nf4,
