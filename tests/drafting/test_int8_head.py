@@ -7,39 +7,45 @@ from torch import nn
 from helpers.generation import same_undrafted
 from helpers.models import DRAFTER_ALONE, tiny_drafter, uneven_batch
 from redrafter import ReDrafter
-from redrafter.drafting import int8_head
-from redrafter.drafting.int8_head import Int8Head
+from redrafter.drafting import drafter_model
+from redrafter.drafting.drafter_model import round_head
+from redrafter.kernels.grouped_linear import is_fast
 from redrafter.model.target import Target
+
+pytestmark = pytest.mark.skipif(not is_fast("cpu"), reason="needs a C compiler")
 
 
 @pytest.fixture
 def rounding(monkeypatch) -> None:
-    """Let heads of tests be large enough, on any CPU."""
-    monkeypatch.setattr(int8_head, "LEAST_WEIGHTS", 1)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    """Let heads of tests be large enough."""
+    monkeypatch.setattr(drafter_model, "MIN_ROUNDED_WEIGHTS", 1)
+
+
+def test_only_a_large_head_in_whole_groups_on_a_cpu_is_rounded(monkeypatch):
+    assert round_head(nn.Linear(64, 64, bias=False)) is None, "small"
+    monkeypatch.setattr(drafter_model, "MIN_ROUNDED_WEIGHTS", 1)
+    assert round_head(nn.Linear(64, 64, bias=False)) is not None
+    assert round_head(nn.Linear(33, 64, bias=False)) is None
+    assert round_head(nn.Linear(64, 64)) is None
+    assert round_head(None) is None
+    monkeypatch.setattr(drafter_model, "is_fast", lambda device: False)
+    assert round_head(nn.Linear(64, 64, bias=False)) is None, "no kernel"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("ids", "width"), [(97, 33), (1000, 64)])
-def test_a_rounded_head_scores_nearly_as_the_head_does(rounding, ids, width, dtype):
+def test_a_rounded_head_scores_nearly_as_the_head_does(rounding, llama, dtype):
     torch.manual_seed(0)
-    head, x = nn.Linear(width, ids, bias=False, dtype=dtype), torch.randn(2, 3, width, dtype=dtype)
-    rounded = Int8Head.from_linear(head)
+    drafter = tiny_drafter().to(dtype).eval()
+    x = torch.randn(2, 3, drafter.lm_head.in_features, dtype=dtype)
     with torch.no_grad():
-        exact = (x.float() @ head.weight.float().T).detach()
-    found = rounded(x)
-    assert found.shape == (2, 3, ids)
+        exact = x.float() @ drafter.lm_head.weight.float().T
+        drafter.prepare(Target(llama))
+        found = drafter.score(x)
+    assert drafter.int8_head is not None
     assert found.dtype == torch.float32
-    assert (found - exact).norm() < 0.02 * exact.norm()
-    assert rounded(torch.zeros(1, 1, width)).abs().max() == 0
-
-
-def test_small_heads_and_other_devices_keep_theirs(monkeypatch):
-    assert Int8Head.from_linear(nn.Linear(64, 64, bias=False)) is None
-    monkeypatch.setattr(int8_head, "LEAST_WEIGHTS", 1)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert Int8Head.from_linear(nn.Linear(64, 64, bias=False)) is None
-    assert Int8Head.from_linear(None) is None
+    assert (found - exact).norm() < 0.01 * exact.norm()
+    many = x.repeat(drafter_model.MAX_ROUNDED_INPUTS, 1, 1)
+    assert drafter.score(many).dtype == dtype, "many inputs read the head as it is"
 
 
 @pytest.mark.parametrize("how", [{"do_sample": False}, {"do_sample": True, "seed": 3}], ids=["greedy", "sampled"])

@@ -42,7 +42,8 @@ def load_library(source: Path) -> ctypes.CDLL | None:
         printed = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
         warn(
             f"cannot compile a fast kernel for this CPU: {printed.splitlines()[0] if printed else error}. Weights of 4 "
-            "and 8 bits are widened; install gcc or clang, or name a compiler in the environment variable CC"
+            "and 8 bits are widened, and drafters' heads not rounded; install gcc or clang, or name a compiler in the "
+            "environment variable CC"
         )
         return None
 
