@@ -21,7 +21,7 @@ from redrafter.chat.messages import text_of
 from redrafter.checkpoints.tokenizers import load_processor
 from redrafter.cli.printer import Printer, use_color
 from redrafter.data.prompts import turns_before_answer
-from redrafter.data.rows import Row
+from redrafter.data.rows import Row, open_lines
 from redrafter.engine.streamers import StepStreamer
 from redrafter.errors import ArgumentError, first_line
 from redrafter.files.gguf_file import SUFFIX
@@ -190,17 +190,16 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
                     f"type {shlex.join(words)}; to continue that text, pipe it in"
                 )
         elif args.file is not None:
-            lines = _read_on_first_rank(lambda: Path(args.file).read_text(encoding="utf-8-sig")).splitlines()
-            prompts = [line for line in lines if line.strip()]
+            prompts = _read_on_first_rank(lambda: [line.rstrip("\n") for _, line in open_lines(Path(args.file))])
         elif sys.stdin.isatty():
             raise ArgumentError(
                 'no prompt: give one, as in `redrafter generate "Once upon a time"`, or --file, or pipe it in'
             )
         else:
-            prompts = [_read_on_first_rank(sys.stdin.read).removesuffix("\n")]
+            prompts = _read_on_first_rank(lambda: [sys.stdin.read().removesuffix("\n")])
         "".join(prompts).encode()  # fails for arguments that are not UTF-8, which the shell passes on
     except OSError as error:
-        raise ArgumentError(f"cannot read {args.file or 'stdin'}: {error.strerror}") from error
+        raise ArgumentError(f"cannot read stdin: {error.strerror}") from error
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise ArgumentError(f"the prompt is not UTF-8 text: {error.reason}") from error
     if not prompts or "" in prompts:
@@ -208,13 +207,13 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def _read_on_first_rank(read: Callable[[], str]) -> str:
+def _read_on_first_rank(read: Callable[[], list[str]]) -> list[str]:
     """Return what rank 0 reads from stdin or a file, which may be a pipe: processes of torchrun share it."""
     if launched_processes() == 1:
         return read()
     join_ranks(launched_processes())
     ranks = Ranks.of_world()
-    return ranks.from_first(read() if ranks.rank == 0 else "")
+    return ranks.from_first(read() if ranks.rank == 0 else [])
 
 
 def encode_with_images(

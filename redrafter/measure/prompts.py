@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from redrafter.data.prompts import encode_prompt, sample_prompts
-from redrafter.data.rows import Row, check_data, read_rows
+from redrafter.data.rows import Row, check_data, open_lines, read_rows
 from redrafter.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -31,13 +31,7 @@ def read_prompts(name: str | None) -> list[Row]:
     """
     source = str(resources.files("redrafter.measure") / "prompts.jsonl") if name is None else name
     if _is_text(source):
-        try:
-            # Split at line feeds only: `splitlines` also splits at Unicode line separators, which a prompt may contain.
-            lines = Path(source).read_text(encoding="utf-8-sig").split("\n")
-        except (OSError, ValueError) as error:
-            raise ArgumentError(f"cannot read prompts from {source}: {error}") from error
-        prompts = ((number, line.rstrip("\r")) for number, line in enumerate(lines, start=1) if line.strip())
-        rows = [Row(f"{source}:{number}", prompt=line) for number, line in prompts]
+        rows = [Row(f"{source}:{number}", prompt=line.rstrip("\n")) for number, line in open_lines(Path(source))]
     else:
         rows = list(read_rows([source]))
     # The drafter has seen training rows, which would overstate acceptance.

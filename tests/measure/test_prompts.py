@@ -47,7 +47,7 @@ def test_only_a_line_feed_ends_a_row_and_instructions_come_after_their_input(tmp
         ("p.jsonl", '{"text": "a", "split": "train"}', "holds no prompts: rows of the split train are left out"),
         ("p.jsonl", "", "holds no prompts"),
         ("p.txt", " \n\n", "holds no prompts"),
-        ("p.txt", b"\xff", "cannot read prompts"),
+        ("p.txt", b"\xff", "p.txt cannot be read"),
         ("nowhere.json", None, "cannot be read"),
         ("nowhere.txt", None, "cannot read prompts"),
     ],
