@@ -116,9 +116,11 @@ def check_characters(text: str, what: str, kind: type[ReDrafterError] = Argument
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's error message, to be quoted in a one-line message.
 
-    If the first line ends in a colon, the second is appended; an empty message gives the name of the error's class.
+    If the first line ends in a colon, the second is appended; an empty message gives the name of the error's class. Of
+    the operating system's error, return its reason, without its number and the file's name.
     """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    message = str(getattr(error, "strerror", None) or error)
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from redrafter.app.flags import flag, union_arms
 from redrafter.app.parser import Parser
-from redrafter.errors import ArgumentError, did_you_mean
+from redrafter.errors import ArgumentError, did_you_mean, first_line
 
 # How a message describes the value that an option of each type expects.
 _EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", Mapping: "an object"}
@@ -131,10 +131,8 @@ def read_object(file: str) -> dict[str, object]:
     """
     try:
         text = Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ArgumentError(f"{file} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # no UTF-8, or a null character in the path
-        raise ArgumentError(f"{file} cannot be read: {error}") from error
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or NUL in the path
+        raise ArgumentError(f"{file} cannot be read: {first_line(error)}") from error
     if not text.strip():
         raise ArgumentError(f"{file} is empty; it must hold a JSON object, such as {{}}")
     try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from redrafter.app.flags import flag
 from redrafter.data.rows import check_data
 from redrafter.data.suites import suite_files
-from redrafter.errors import ArgumentError, CheckpointError, MissingDependencyError, how_to_install
+from redrafter.errors import ArgumentError, CheckpointError, MissingDependencyError, first_line, how_to_install
 from redrafter.files.atomic_file import check_writable
 from redrafter.files.checkpoint_kind import check_config, check_source, kind_of, split_adapter, wrong_kind_error
 from redrafter.measure.prompts import check_prompts
@@ -40,10 +40,8 @@ def check_file(name: str, flag: str) -> None:
     try:
         with open(name, "rb"):
             pass
-    except OSError as error:
-        raise ArgumentError(f"{flag} {name} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # a null character in the name
-        raise ArgumentError(f"{flag} {name} cannot be read: {error}") from error
+    except (OSError, ValueError) as error:  # ValueError: NUL in the name
+        raise ArgumentError(f"{flag} {name} cannot be read: {first_line(error)}") from error
 
 
 def check_adapter(name: str, flag: str) -> None:

@@ -5,7 +5,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from redrafter.errors import ArgumentError
+from redrafter.errors import ArgumentError, first_line
 
 
 def check_writable(path: Path, flag: str) -> None:
@@ -22,7 +22,7 @@ def check_writable(path: Path, flag: str) -> None:
             trial.touch()
             trial.unlink()
     except OSError as error:
-        raise ArgumentError(f"cannot write {path} ({flag}): {error.strerror or error}") from error
+        raise ArgumentError(f"cannot write {path} ({flag}): {first_line(error)}") from error
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -43,7 +43,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     except (OSError, ValueError) as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise ArgumentError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
+        raise ArgumentError(f"cannot write {path}: {first_line(error)}") from error
 
 
 def share_weights(folder: Path) -> None:

@@ -87,7 +87,7 @@ def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
                 lock.close()
                 remove_leftovers(target)
     except (OSError, RuntimeError, SafetensorError) as error:  # libraries raise different errors for a full disk
-        message = getattr(error, "strerror", None) or first_line(error)
+        message = first_line(error)
         full = any(word in message for word in ("space", "quota", "too large"))
         hint = "; free some space or name another place" if full else ""
         raise CheckpointError(f"cannot write {folder}: {message}{hint}") from error

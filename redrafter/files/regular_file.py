@@ -28,9 +28,7 @@ def open_regular(path: Path) -> Iterator[FileIO]:
                 raise CheckpointError(f"{path} cannot be read: it is not a regular file, but a device or a pipe")
             yield file
     except (OSError, ValueError) as error:  # ValueError: NUL in a name
-        raise CheckpointError(
-            f"{path} cannot be read: {getattr(error, 'strerror', None) or first_line(error)}"
-        ) from error
+        raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
 
 
 def read_regular(path: Path) -> bytes:

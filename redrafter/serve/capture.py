@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from redrafter.data.rows import fingerprint
-from redrafter.errors import ArgumentError
+from redrafter.errors import ArgumentError, first_line
 from redrafter.files.atomic_file import write_atomically
 from redrafter.serve.config import ServeOptions
 
@@ -57,8 +57,7 @@ def prepare_folder(folder: str) -> Path:
         trial.touch(0o600)
         trial.unlink()
     except (OSError, ValueError) as error:  # ValueError: NUL in a name
-        reason = getattr(error, "strerror", None) or error
-        raise ArgumentError(f"--capture {folder} cannot be written to: {reason}") from error
+        raise ArgumentError(f"--capture {folder} cannot be written to: {first_line(error)}") from error
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ArgumentError(
             f"--capture {folder} may be entered by others, or belongs to another user: give a directory of your "
