@@ -14,6 +14,7 @@ from redrafter.cli.generate import compare_trial, warm_up
 from redrafter.cli.printer import Printer, use_color
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.measure.decode import RepeatedRuns, Run
+from redrafter.measure.record import drafts_left_out
 
 COMMANDS = ("/exit", "/reset", "/stats")
 
@@ -80,7 +81,7 @@ def run_checked(args: argparse.Namespace) -> int:
             history.turns.clear()
             print("the talk so far is forgotten", file=sys.stderr)
         elif line == "/stats":
-            print(_totals(runs), file=sys.stderr)
+            print(_totals(runs, trial.mode), file=sys.stderr)
         elif line.startswith("/") and len(line.split()) == 1:
             print(f"there is no {line}; there are {', '.join(COMMANDS)}", file=sys.stderr)
         elif line:
@@ -92,7 +93,7 @@ def run_checked(args: argparse.Namespace) -> int:
                 print_message("error", error)
     if args.compare and runs:
         print("(decoding the same answers without drafts; Ctrl-C ends it)", file=sys.stderr)
-        print(_totals(runs), file=sys.stderr)
+        print(_totals(runs, trial.mode), file=sys.stderr)
         compare_trial(trial, batches, partial(Printer, pair.tokenizer, [None]))
     return 0
 
@@ -122,7 +123,7 @@ class History:
             del self.turns[0]
 
 
-def _totals(runs: list[Run]) -> str:
+def _totals(runs: list[Run], mode: str) -> str:
     if not runs:
         return "no answers yet"
     answers = RepeatedRuns([runs])
@@ -132,4 +133,5 @@ def _totals(runs: list[Run]) -> str:
         f"{len(runs)} answer{'s' * (len(runs) != 1)}, {tokens} tokens in {seconds:.2f} s, "
         f"{tokens / seconds:.1f} tokens/s, {total.tokens_per_step:.2f} tokens per step"
         + (f"; share of steps that accepted 1, 2, ... drafts: {' '.join(shares)}" if shares else "")
+        + drafts_left_out(total, mode)
     )

@@ -28,7 +28,7 @@ from redrafter.files.gguf_file import SUFFIX
 from redrafter.measure.decode import PromptIds, RepeatedRuns
 from redrafter.measure.differences import ROUNDS_INSIDE
 from redrafter.measure.prompts import ROW_SUFFIXES, encode, read_prompts
-from redrafter.measure.record import UNDRAFTED, Record, conditions, describe_stats, to_json
+from redrafter.measure.record import UNDRAFTED, Record, conditions, describe_stats, drafts_left_out, to_json
 from redrafter.measure.table import SPEED, format_records
 from redrafter.measure.trial import Trial, describe
 from redrafter.parallel.launched import launched_processes
@@ -88,7 +88,7 @@ def run_checked(args: argparse.Namespace) -> int:
     stats = run.stats
     print(
         f"{run.count} tokens in {run.seconds:.2f} s, {run.tokens_per_second:.1f} tokens/s, "
-        f"{stats.tokens_per_step:.2f} tokens per step",
+        f"{stats.tokens_per_step:.2f} tokens per step{drafts_left_out(stats, trial.mode)}",
         file=sys.stderr,
     )
     answers = [str(pair.tokenizer.decode(row, skip_special_tokens=True)) for row in run.tokens]

@@ -167,3 +167,14 @@ def describe_stats(stats: Stats) -> dict[str, Any]:
     """Return the counts of speculation under their names in `Record` and in JSON documents."""
     names = ("steps", "drafted", "accepted", "emitted", "tokens_per_step", "accepted_by_depth")
     return {name: getattr(stats, name) for name in names}
+
+
+def drafts_left_out(stats: Stats, mode: str) -> str:
+    """Say in how many steps a method drafted nothing, and why; nothing where it drafted in most of them."""
+    if mode == UNDRAFTED or 2 * stats.undrafted_steps <= stats.steps:
+        return ""
+    gain = "" if stats.accepted_length is None else f": {stats.accepted_length:.2f} tokens per drafted step here"
+    return (
+        f"; {stats.undrafted_steps} of {stats.steps} steps left out drafts, which cost more time than they gain{gain} "
+        "(docs/acceptance.md)"
+    )

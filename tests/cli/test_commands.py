@@ -28,7 +28,10 @@ from redrafter import DrafterConfig, RecurrentDrafter, ReDrafter
 from redrafter.app.loading import ChatEncoder
 from redrafter.cli import main
 from redrafter.cli.printer import GREEN, RESET, Printer, use_color
+from redrafter.drafting.policy import CostPolicy
+from redrafter.drafting.proposer import UndraftedProposer
 from redrafter.engine.detokenizer import Detokenizer
+from redrafter.engine.engine import Engine
 from redrafter.measure.trial import Trial
 
 
@@ -38,6 +41,22 @@ def test_streamed_text_is_what_model_generate_writes(generate, expected):
     assert "€" in out
     assert "日本 🙂" in out
     assert re.fullmatch(rf"{NEW} tokens in [\d.]+ s, [\d.]+ tokens/s, [\d.]+ tokens per step\n", err)
+
+
+@pytest.mark.parametrize("name, said", [("generate", "Zürich"), ("chat", "Zürich\n/stats")])
+def test_steps_that_left_out_drafts_are_explained(name, said, folder, monkeypatch, capsys):
+    monkeypatch.setattr(Engine, "pauses", True)
+    monkeypatch.setattr(CostPolicy, "choose", lambda self, step: UndraftedProposer())
+    typed(monkeypatch, said)
+    words = [name, "--model", str(folder / "merged"), "--max-new-tokens", "8"]
+    assert main(words) == 0
+    said = re.findall(
+        r"\d tokens per step; (\d+) of (\d+) steps left out drafts, which cost more", capsys.readouterr().err
+    )
+    assert [steps for steps in said if steps[0] == steps[1]]
+    typed(monkeypatch, "Zürich")
+    assert main([*words, "--no-speculate"]) == 0
+    assert "left out" not in capsys.readouterr().err
 
 
 def test_stop_ends_the_text_after_itself(generate, expected):
