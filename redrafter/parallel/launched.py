@@ -16,7 +16,7 @@ def launched_processes() -> int:
     Raises:
         ArgumentError: WORLD_SIZE is not a positive number.
     """
-    return _read("WORLD_SIZE", 1) if is_launched() and "WORLD_SIZE" in os.environ else 1
+    return _check("WORLD_SIZE", os.environ["WORLD_SIZE"], 1) if is_launched() and "WORLD_SIZE" in os.environ else 1
 
 
 def process_rank() -> int:
@@ -25,16 +25,16 @@ def process_rank() -> int:
     Raises:
         ArgumentError: RANK is missing, or is not a number below WORLD_SIZE.
     """
-    return _read("RANK", 0, size) if (size := launched_processes()) > 1 else 0
+    return _check("RANK", os.environ.get("RANK", ""), 0, size) if (size := launched_processes()) > 1 else 0
 
 
 def local_rank() -> int:
     """Return this process's number among those of its machine; raise `ArgumentError` where LOCAL_RANK is not one."""
-    return _read("LOCAL_RANK", 0)
+    return _check("LOCAL_RANK", os.environ.get("LOCAL_RANK", ""), 0)
 
 
-def _read(name: str, least: int, end: int | None = None) -> int:
-    text = os.environ.get(name, "")
+def _check(name: str, text: str, least: int, end: int | None = None) -> int:
+    """Return the number in the text of a variable."""
     if not text.isdecimal() or int(text) < least or (end is not None and int(text) >= end):
         upper = "" if end is None else f" and less than WORLD_SIZE={end}"
         raise ArgumentError(
