@@ -329,17 +329,7 @@ class LaunchedStep:
             nodes = output.path.nodes[rows, depths]
             values, ids = score_drawn(output.logits, rows, nodes, tokens[rows, depths], count=max(counts.values()))
             logprobs = HostCopy(values), HostCopy(ids)
-        return cls(
-            sequences=sequences,
-            packed=packed,
-            logits=logits,
-            scores=scores,
-            logprobs=logprobs,
-            levels=output.levels,
-            grafted=output.grafted,
-            proposer=proposer,
-            rows=step_rows,
-        )
+        return cls(sequences, packed, logits, scores, logprobs, output.levels, output.grafted, proposer, step_rows)
 
     @cached_property
     def report(self) -> StepReport:
