@@ -18,7 +18,8 @@ pytest.importorskip("fastapi")
 from helpers.bare_server import BareServer, open_files
 from redrafter.errors import ArgumentError
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.network.server_process import ServerProcess
+from redrafter.serve.engine_process.start import END_SECONDS
+from redrafter.serve.network.server_process import FORCED_END_SECONDS, ServerProcess
 
 Start = Callable[..., BareServer]
 
@@ -84,6 +85,10 @@ def test_a_second_signal_ends_it_at_once_whatever_hangs(start):
     program.said("stopping")
     assert program.end() == 0
     assert "ended by force" in program.log[-1]
+
+
+def test_an_engine_that_hangs_is_killed_before_the_server_ends_by_force():
+    assert FORCED_END_SECONDS >= 2 * END_SECONDS
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from redrafter.app.program import freeze_objects
 from redrafter.errors import ArgumentError
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.engine_process.start import EngineEndedError
+from redrafter.serve.engine_process.start import END_SECONDS, EngineEndedError
 from redrafter.serve.network.connections import PARTING_SECONDS, REQUEST_SECONDS, Connection, room_for_connections
 from redrafter.serve.network.guards import error_answer
 from redrafter.serve.protocol.requests import ApiError
@@ -40,7 +40,8 @@ _LOG = logging.getLogger(__name__)
 ACCEPTED_AT_ONCE = 32  # connections accepted per event-loop iteration, before they are counted: fewer than spare files
 BACKLOG_CONNECTIONS = 2048  # queued by the system until they are accepted
 LOADING_LOG_SECONDS = 15.0  # between log lines while the model is being loaded
-FORCED_END_SECONDS = 5.0  # time from a signal to end until the process is killed
+# Time from a signal to end until the process is killed: more than the engine's process has, before it is killed.
+FORCED_END_SECONDS = END_SECONDS + 5.0
 
 
 class ServerProcess:
