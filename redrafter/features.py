@@ -162,11 +162,6 @@ HOST_CACHE = Feature(
         NO_PREFIX_REUSE: "prefixes on the host would never be reused",
     },
 )
-ENGINE_CHANGES = Feature(
-    "changes of a running engine",
-    "start a new engine",
-    {TENSOR_PARALLELISM: "weights and drafters of several processes cannot be changed"},
-)
 WEIGHT_UPDATES = Feature(
     "updates of weights", "make a new engine", {QUANTISED_WEIGHTS: "their format is that library's own"}
 )

@@ -11,12 +11,13 @@ from redrafter.files.headers import weight_files
 from redrafter.files.stored_tensors import SUFFIX, read_safetensors
 from redrafter.model.target import Target
 from redrafter.model.weights import listed
+from redrafter.parallel.local_shards import cut_weights
 
 _WRONG = {"missing": "missing_keys", "unknown": "unexpected_keys"}  # what transformers reports
 
 
 def read_weights(source: "str | Path | Mapping[str, Tensor]", target: Target) -> Mapping[str, Tensor]:
-    """Return the weights that a source holds for a target, by the names of its model's `state_dict`.
+    """Return the weights that a source holds for a target, or this rank's part, by the names of its `state_dict`.
 
     Files are read whole into memory: what becomes of them later changes nothing.
 
@@ -31,7 +32,7 @@ def read_weights(source: "str | Path | Mapping[str, Tensor]", target: Target) ->
         MismatchError: A directory holds an unexpected tensor, lacks one, or has one of another shape.
     """
     if isinstance(source, Mapping):
-        return source
+        return cut_weights(target.model, source) if all(isinstance(x, Tensor) for x in source.values()) else source
     if not isinstance(source, str | Path):
         raise ArgumentError(f"weights are a directory, a file or tensors by name, got {type(source).__name__}")
     path = Path(source)
@@ -49,10 +50,11 @@ def read_weights(source: "str | Path | Mapping[str, Tensor]", target: Target) ->
             f"{path} holds no weights: give a {SUFFIX} file, or a directory of this machine with some"
         )
     weights = read_safetensors(files)
+    cut = cut_weights(target.model, weights)
     own = target.model.state_dict(keep_vars=True)
-    if not has_config or weights.keys() <= own.keys():  # tied ones may be left out
-        return weights
-    return _renamed(weights, target, path)
+    if not has_config or cut.keys() <= own.keys():  # tied ones may be left out
+        return cut
+    return cut_weights(target.model, _renamed(weights, target, path))
 
 
 def _renamed(weights: Mapping[str, Tensor], target: Target, path: Path) -> Mapping[str, Tensor]:

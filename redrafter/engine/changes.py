@@ -3,7 +3,7 @@
 The changes are new weights, another drafter, adapters, sleep and waking.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -18,8 +18,8 @@ from redrafter.checkpoints.drafters import check_fits_target
 from redrafter.checkpoints.weights import read_weights
 from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.engine.options import EngineOptions
-from redrafter.errors import ArgumentError, MismatchError, NotFiniteError, UnsupportedError
-from redrafter.features import ENGINE_CHANGES, WEIGHT_UPDATES
+from redrafter.errors import ArgumentError, CacheFullError, MismatchError, NotFiniteError, UnsupportedError
+from redrafter.features import WEIGHT_UPDATES
 from redrafter.formats.sources import load_drafter_model
 from redrafter.model.lora import LoraWeights
 from redrafter.model.shared_model import SharedModel
@@ -38,8 +38,7 @@ class Sleep(EngineChange):
     """Releases the memory of the KV cache and, on a GPU, of the weights, which move to the host."""
 
     def __init__(self, engine: "Changeable"):
-        """Raise `UnsupportedError` for an engine that several processes share."""
-        check_changeable(engine, asleep=None)
+        """Make the change, which does nothing for an engine that is asleep."""
         self._engine = engine
 
     def apply(self) -> None:
@@ -73,10 +72,21 @@ class Wake(EngineChange):
         if (parked := target.shared.parked) is None:
             return
         with target.lock:
-            target.shared.moved += not parked.restore()
-            target.shared.parked = None
-            for model in self._engine.targets:
-                model.note_state()  # the same weights, perhaps at other addresses
+            moved, error = False, None
+            try:
+                moved = not parked.restore()
+            except CacheFullError as failure:
+                error = failure
+            failed = next(filter(None, target.ranks.gather(error)), None)
+            if failed is None or error is None:
+                # Ranks decide alike whether steps are captured again.
+                target.shared.moved += any(target.ranks.gather(moved))
+                target.shared.parked = None
+                for model in self._engine.targets:
+                    model.note_state()  # the same weights, perhaps at other addresses
+        if failed is not None:
+            Sleep(self._engine).apply()
+            raise failed
 
 
 class UpdateWeights(EngineChange):
@@ -89,12 +99,14 @@ class UpdateWeights(EngineChange):
         allow_not_finite: bool = False,
     ):
         """Read the weights, check that they fit the target, and raise `NotFiniteError` for NaN unless allowed."""
-        check_changeable(engine, asleep=False)
+        check_awake(engine)
         target = engine.target
         target.features.check(WEIGHT_UPDATES)
         self._engine = engine
-        self._new = NewWeights.for_module(target.model, read_weights(weights, target), target.name)
-        self.not_finite = self._new.not_finite
+        self._new = target.ranks.together(
+            lambda: NewWeights.for_module(target.model, read_weights(weights, target), target.name)
+        )
+        self.not_finite = _of_all(target, self._new.not_finite)
         if self.not_finite and not allow_not_finite:
             raise NotFiniteError(
                 f"{len(self.not_finite)} tensors of the new weights hold NaN or infinite numbers in the model's dtype, "
@@ -103,7 +115,7 @@ class UpdateWeights(EngineChange):
 
     def apply(self) -> None:
         """Write the weights."""
-        check_changeable(self._engine, asleep=False)  # it may have been put to sleep since
+        check_awake(self._engine)  # it may have been put to sleep since
         target = self._engine.target
         with target.lock:
             self._new.write()
@@ -116,7 +128,7 @@ class ChangeDrafter(EngineChange):
 
     def __init__(self, engine: "Changeable", drafter: DrafterModel | str | Path | None):
         """Load a drafter and check that it fits."""
-        check_changeable(engine, asleep=False)
+        check_awake(engine)
         self._engine, mine = engine, engine.drafter
         if mine is None:
             raise UnsupportedError(
@@ -127,18 +139,23 @@ class ChangeDrafter(EngineChange):
                 raise ArgumentError("there is no previous drafter: the drafter was never changed")
             weights = engine.previous_drafter
         else:
-            name = type(drafter).__name__
-            if isinstance(drafter, str | Path):
-                name, drafter = str(drafter), load_drafter_model(drafter)
-            check_fits_target(drafter, engine.target)
-            check_same_form(mine, drafter, name)
-            weights = drafter.state_dict()
+            weights = engine.target.ranks.together(lambda: self._read(drafter))
         self._new = NewWeights.for_module(mine, weights, "the drafter")
         self.not_finite = self._new.not_finite
 
+    def _read(self, drafter: DrafterModel | str | Path) -> Mapping[str, Tensor]:
+        name, mine = type(drafter).__name__, self._engine.drafter
+        assert mine is not None
+        if isinstance(drafter, str | Path):
+            name, drafter = str(drafter), load_drafter_model(drafter)
+        check_fits_target(drafter, self._engine.target)
+        check_same_form(mine, drafter, name)
+        weights: Mapping[str, Tensor] = drafter.state_dict()
+        return weights
+
     def apply(self) -> None:
         """Write the weights."""
-        check_changeable(self._engine, asleep=False)
+        check_awake(self._engine)
         drafter: Any = self._engine.drafter
         target = self._engine.target
         # Copied before the write, which is in place.
@@ -151,10 +168,15 @@ class ChangeDrafter(EngineChange):
         self._engine.derive()
 
 
-def check_changeable(engine: "Changeable", *, asleep: bool | None) -> None:
-    """Raise unless a single process owns the engine, and it is asleep or awake as required; None for either."""
-    engine.target.features.check(ENGINE_CHANGES)
-    if asleep is False and engine.target.asleep:
+def _of_all(target: Target, names: Sequence[str]) -> list[str]:
+    """Return the names of tensors that any rank has, once each, by the names of the whole model."""
+    found = (name.replace(".part.", ".") for names in target.ranks.gather(names) for name in names)
+    return list(dict.fromkeys(found))
+
+
+def check_awake(engine: "Changeable") -> None:
+    """Raise `ArgumentError` if the engine is asleep."""
+    if engine.target.asleep:
         raise ArgumentError("the engine is asleep, and its weights are on the host: wake it first")
 
 
@@ -218,7 +240,7 @@ class Changeable:
             CheckpointError: A file cannot be read, or changes while it is read.
             MismatchError: Names, shapes or dtypes are not the model's; no weight was written.
             NotFiniteError: Numbers are NaN or infinite, and not allowed; no weight was written.
-            UnsupportedError: Processes share the model, or another library has quantised it.
+            UnsupportedError: Another library has quantised the model.
         """
         change = UpdateWeights(self, weights, allow_not_finite)
         self._make(change)
@@ -238,7 +260,7 @@ class Changeable:
             ArgumentError: A call of `generate` runs, the engine is asleep, or there is no previous drafter.
             CheckpointError: The directory cannot be read.
             MismatchError: It has another form, or was made for another base.
-            UnsupportedError: The engine has no trained drafter, or processes share the model.
+            UnsupportedError: The engine has no trained drafter.
         """
         change = ChangeDrafter(self, drafter)
         self._make(change)

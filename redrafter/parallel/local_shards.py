@@ -6,6 +6,8 @@ captured in a CUDA graph like those of a model in one process, and collectives a
 """
 
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +25,44 @@ _GATHERED = ("colwise_gather_output", "colwise_rep")
 _WHOLE = ("embedding_rowwise", "embedding_colwise")
 _SUMMED_OUTPUT = ("moe_tp_experts", "all_reduce")
 _AS_IT_IS = ("replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "local_params")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of a weight of the whole model.
+
+    Attributes:
+        name: Name of the part in the `state_dict` of the rank's model.
+        shape: Shape of the whole weight.
+        dim: Dimension that is split.
+        blocks: Number of equal blocks of the dimension, each of which is split, such as a gate and an up projection.
+        first: Index of the part's first entry in a block.
+        count: Entries of the part in a block.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+    blocks: int
+    first: int
+    count: int
+
+    @classmethod
+    def of_rank(
+        cls, name: str, whole: Sequence[int], part: Sequence[int], dim: int, blocks: int, ranks: Ranks
+    ) -> "Shard":
+        """Find a rank's part from the shapes of the whole weight and of the part."""
+        size, count = whole[dim] // blocks, part[dim] // blocks
+        share = -(-size // ranks.size)
+        first = min(ranks.rank * share, size)
+        if count != min(share, size - first):  # a head that several ranks have
+            first = ranks.rank * (size // count) // ranks.size * count
+        return cls(name, tuple(whole), dim, blocks, first, count)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Return the part of a whole weight, which may share its memory."""
+        blocks = whole.unflatten(self.dim, (self.blocks, -1))
+        return blocks.narrow(self.dim + 1, self.first, self.count).flatten(self.dim, self.dim + 1)
 
 
 class SplitLinear(nn.Module):
@@ -98,6 +138,8 @@ def use_local_shards(model: PreTrainedModel) -> Ranks:
     for _, module, style in modules:
         if style is not None:
             vars(module).pop("forward", None)  # removes transformers' wrapper, which hides the class's forward
+    # By name, the shape of each weight that is split, the dimension, and the blocks of it.
+    divided: dict[str, tuple[Sequence[int], int, int]] = {}
     tables: dict[int, nn.Parameter] = {}  # whole embedding tables, by id of the split parameter
     for _, module, style in modules:  # before other modules, as a head may share a table's weight
         if style in _WHOLE:
@@ -107,6 +149,11 @@ def use_local_shards(model: PreTrainedModel) -> Ranks:
             tables[id(split)] = module.weight = _parameter(whole, split)
     for name, module, style in modules:
         for key, parameter in module.named_parameters(recurse=False):
+            placement: Any = parameter.placements[0] if hasattr(parameter, "placements") else None
+            if style not in _WHOLE and hasattr(placement, "dim"):
+                divided[f"{name}.{key}"] = parameter.shape, placement.dim, getattr(placement, "split_factor", 1)
+            elif style in _GATHERED:  # rows of a whole table
+                divided[f"{name}.{key}"] = parameter.shape, 0, 1
             if id(parameter) in tables:
                 setattr(module, key, tables[id(parameter)])
             elif hasattr(parameter, "to_local"):
@@ -121,7 +168,30 @@ def use_local_shards(model: PreTrainedModel) -> Ranks:
                 f"{name} of {type(model).__name__} is split, and its plan has no rule for the module that uses it: "
                 "load the model by name with tp_size"
             )
+    own, shards = dict(model.named_parameters(remove_duplicate=False)), dict[str, Shard]()
+    for name, (shape, dim, blocks) in divided.items():
+        module_name, _, key = name.rpartition(".")
+        place = name if name in own else f"{module_name}.part.{key}"
+        shards[name] = Shard.of_rank(place, shape, own[place].shape, dim, blocks, ranks)
+    vars(model)["shards_of_rank"] = shards
     return ranks
+
+
+def cut_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return this rank's parts of a whole model's weights, by the names of the rank's model.
+
+    Weights of another shape, and those of a model that no ranks share, are returned as they are.
+    """
+    shards: Mapping[str, Shard] = vars(model).get("shards_of_rank", {})
+    ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {}) if shards else {}
+    # Rows of a table are a parameter of their own on a rank.
+    tied = {name: weights[ties[name]] for name in shards if name not in weights and ties.get(name) in weights}
+    return {
+        name if (shard := shards.get(name)) is None else shard.name: (
+            weight if shard is None or tuple(weight.shape) != shard.shape else shard.cut(weight)
+        )
+        for name, weight in {**weights, **tied}.items()
+    }
 
 
 def own_heads(model: nn.Module, name: str, key: str, parameter: Any, ranks: Ranks) -> Any:

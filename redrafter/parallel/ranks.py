@@ -2,7 +2,7 @@
 
 import atexit
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from redrafter.errors import ArgumentError, MismatchError, first_line
+from redrafter.errors import ArgumentError, MismatchError, ReDrafterError, first_line
 from redrafter.parallel.all_reduce import COLLECTIVES, collective_sum, open_peer_memory, peer_sum
 from redrafter.parallel.launched import launched_processes, local_rank
 
@@ -90,13 +90,32 @@ class Ranks:
         dist.broadcast_object_list(values, src=0, group=self.host_group, device=torch.device("cpu"))
         return values[0]
 
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's `value`, which must be picklable, in the order of ranks."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.host_group)
+        return values
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns on this rank, or raise the first error of any rank on all of them.
+
+        Raises:
+            ReDrafterError: `work` raised it, on this rank or another.
+        """
+        error = None
+        try:
+            result = work()
+        except ReDrafterError as failure:
+            error = failure
+        if (first := next(filter(None, self.gather(error)), None)) is not None:
+            raise first
+        return result
+
     def minimum(self, number: int) -> int:
         """Return the minimum of every rank's `number`."""
-        if self.size == 1:
-            return number
-        least = torch.tensor(number, dtype=torch.long)
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.host_group)
-        return int(least)
+        return min(self.gather(number))
 
     def check_equal(self, value: object, what: str) -> None:
         """Check that all ranks have the same `value`, which must be picklable.
@@ -108,14 +127,11 @@ class Ranks:
         Raises:
             MismatchError: The values differ, so the ranks would take different steps.
         """
-        if self.size == 1:
-            return
-        values: list[object] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.host_group)
-        for rank, other in enumerate(values):
-            if other != values[0]:
+        first, *others = self.gather(value)
+        for rank, other in enumerate(others, start=1):
+            if other != first:
                 raise MismatchError(
-                    f"{what} of rank {rank} is {other!r}, and of rank 0 {values[0]!r}: start all ranks on equal "
+                    f"{what} of rank {rank} is {other!r}, and of rank 0 {first!r}: start all ranks on equal "
                     "machines, with equal files and arguments"
                 )
 

@@ -3,6 +3,7 @@
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.quantization import quantize_model
 from redrafter.drafting.proposer import UndraftedProposer
 from redrafter.engine.changes import ChangeDrafter, UpdateWeights
-from redrafter.errors import NotFiniteError
+from redrafter.errors import CacheFullError, NotFiniteError
 from redrafter.model.quantized_layers import quantize_weight
 from redrafter.model.target import Target
 from redrafter.model.weights import NewWeights, ParkedMemory, snapshot
+from redrafter.parallel.ranks import ALONE
 from redrafter.scheduler.paged_memory import prepare
 
 PROMPTS = torch.tensor([[5, 9, 14, 3], [8, 8, 60, 21], [33, 4, 5, 90]])
@@ -319,6 +321,20 @@ def test_an_engine_that_sleeps_writes_nothing_and_wakes_with_the_same_texts():
         written(engine)
     with pytest.raises(ArgumentError, match="wake it first"):
         engine.update_weights(engine.model.state_dict())
+    engine.wake()
+    assert torch.equal(written(engine, do_sample=False), expected)
+
+
+def test_ranks_of_which_one_has_too_little_memory_sleep_on():
+    engine = drafting()
+    expected = written(engine, do_sample=False)
+    engine.sleep()
+    short = CacheFullError("rank 1 has too little memory")
+    engine.target.ranks = SimpleNamespace(size=1, gather=lambda value: [value, short])
+    with pytest.raises(CacheFullError, match="rank 1"):
+        engine.wake()
+    assert engine.asleep
+    engine.target.ranks = ALONE
     engine.wake()
     assert torch.equal(written(engine, do_sample=False), expected)
 

@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -265,6 +266,14 @@ def prefixes_of(written: str, tree: Tree | int, prompt: int = 2, limit: int = 99
     where = [torch.tensor([each] * rows) for each in (len(text) - 1, prompt, limit)]
     parts = (torch.cat([x] * rows) for x in (tree.tokens, tree.parents, tree.depth, tree.ancestors))
     return Prefixes(torch.tensor([text + [11] * 9] * rows), *where, Tree(*parts, tree.levels, tree.width), len(text))
+
+
+def test_another_rank_forbids_nothing_and_gives_a_text_up_with_rank_0():
+    texts = [GuidedText(Grammar.of_first_rank(GrammarSource.from_spec({"regex": "ab"})), [EOS]) for _ in range(2)]
+    ranks = SimpleNamespace(from_first=lambda errors: [None, "given up"])
+    tree, scores = random_tree("a", torch.Generator().manual_seed(0)), torch.randn(3, 16, VOCAB)
+    assert RowGrammars([texts[0], None, texts[1]], ranks)(scores, prefixes_of("a", tree, prompt=3, rows=3)) is scores
+    assert [text.error for text in texts] == [None, "given up"]
 
 
 def test_every_node_that_can_be_reached_is_masked_for_its_own_text():

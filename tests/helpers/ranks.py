@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from helpers.command_line import byte_tokenizer
 from helpers.eagle import random_head
 from helpers.models import tiny_drafter, tiny_model, uneven_batch
 from helpers.mtp import add_mtp
-from redrafter import DraftTarget, Engine, PromptLookup, ReDrafter
+from redrafter import DraftTarget, Engine, PromptLookup, ReDrafter, ReDrafterError
+from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.mtp import MTPDrafter
 from redrafter.model.supported import Support
 
@@ -27,6 +29,7 @@ FEW_HEADS = {"llama_of_one_key_head": 1, "llama_of_two_key_heads": 2}
 INT4 = "llama_in_int4"
 IN_GROUPS = {"head_dim": 16, "intermediate_size": 128}
 WITH_MTP = "llama_with_mtp"  # a Llama whose checkpoint has an MTP layer
+CHANGED = "changed"  # in place of what drafts: the engine is changed between calls
 TESTS = Path(__file__).parents[1]
 
 
@@ -67,6 +70,18 @@ def make_models(folder: Path, *kinds: str) -> Path:
     tiny_drafter(vocab_size=VOCAB).save_pretrained(folder / "drafter")
     random_head(vocab_size=VOCAB, draft_vocab_size=41).save_pretrained(folder / "eagle")
     return folder
+
+
+def change_models(folder: Path, kind: str) -> None:
+    """Write other weights of a model of `make_models`, and another drafter, into its folder."""
+    torch.manual_seed(9)
+    for source, target in ((kind, f"new_{kind}"), ("drafter", "other_drafter")):
+        load = AutoModelForCausalLM if source == kind else RecurrentDrafter
+        model = load.from_pretrained(folder / source)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+        model.save_pretrained(folder / target)
 
 
 def load_engine(folder: Path, kind: str, method: str, tp_size: int) -> Engine:
@@ -120,11 +135,44 @@ def decode(folder: Path, kind: str, method: str, tp_size: int) -> dict[str, list
     return texts
 
 
+def decode_changed(folder: Path, kind: str, tp_size: int) -> dict[str, Any]:
+    """Decode after each change of an engine, and note which weights are refused; return the texts by the change."""
+    engine, (ids, mask) = load_engine(folder, kind, "drafter", tp_size), uneven_batch()
+    engine.target.varlen = Support()
+    texts, new = dict[str, Any](), folder / f"new_{kind}"
+
+    def write(name: str, **how: Any) -> None:
+        texts[name] = engine.generate(ids % VOCAB, mask, max_new_tokens=NEW, eos_token_id=None, **how).tolist()
+
+    write("before", do_sample=False)
+    broken = {name: x.clone() for name, x in AutoModelForCausalLM.from_pretrained(new).state_dict().items()}
+    name = next(name for name in broken if name.endswith("o_proj.weight"))
+    broken[name][:, -1] = float("nan")  # in the part of the last rank alone
+    for wrong in (broken, {name: broken[name]}, folder / "draft"):
+        try:
+            engine.update_weights(wrong)
+        except ReDrafterError as error:
+            texts[f"{type(error).__name__} {len(texts)}"] = True
+    engine.update_weights(new)
+    write("new weights, drafts", do_sample=True, seed=3)
+    write("new weights, plain", do_sample=True, seed=3, speculate=False)
+    engine.change_drafter(folder / "other_drafter")
+    write("another drafter", do_sample=True, seed=3)
+    engine.sleep()
+    engine.wake()
+    write("after sleep", do_sample=True, seed=3)
+    return texts
+
+
 def main() -> None:
     """Decode on this rank what the arguments name, and write the texts into a file of its own."""
     folder, out, *jobs = sys.argv[1:]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    texts = {job: decode(Path(folder), *job.split(":"), size) for job in jobs}
+    texts = {
+        job: decode_changed(Path(folder), kind, size) if method == CHANGED else decode(Path(folder), kind, method, size)
+        for job in jobs
+        for kind, _, method in [job.partition(":")]
+    }
     Path(out, f"{rank}.json").write_text(json.dumps(texts))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.ranks import decode, make_models, run_on_ranks
+from helpers.ranks import CHANGED, change_models, decode, decode_changed, make_models, run_on_ranks
 
 # By number of ranks, what is decoded: an architecture and what drafts.
 JOBS = {
@@ -65,6 +65,20 @@ def test_every_rank_writes_what_one_process_writes(texts, alone, ranks, job):
     assert all(other == first for other in others)
     for mode in MODES:
         assert first[mode] == alone(job)[mode], mode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe", "llama_of_one_key_head", "llama_in_int4"])
+def test_a_changed_engine_writes_on_every_rank_what_one_process_writes(models, tmp_path, kind):
+    if not (models / f"new_{kind}").exists():
+        change_models(models, kind)
+    ended = run_on_ranks(2, "helpers.ranks", models, tmp_path, f"{kind}:{CHANGED}", module=True)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text())[f"{kind}:{CHANGED}"] for rank in range(2))
+    assert first == second == decode_changed(models, kind, 1)
+    assert first["new weights, drafts"] == first["new weights, plain"] == first["another drafter"]
+    assert first["new weights, drafts"] == first["after sleep"] != first["before"]
+    assert {"NotFiniteError 1", "MismatchError 2", "MismatchError 3"} < first.keys()
 
 
 @needs_gpus

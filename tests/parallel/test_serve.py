@@ -10,12 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import psutil
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.processes import children, engine_of, soon
 from helpers.ranks import environment, launch
 from helpers.serving import Program, offline, text_of
-from redrafter import ReDrafter
+from redrafter import PromptLookup, ReDrafter
 
 pytestmark = pytest.mark.slow
 NEW = 30
@@ -95,6 +96,38 @@ def test_a_grammar_whose_process_ends_ends_its_text_on_all_ranks(server):
     assert "grammar: given up after" in last
     assert ask(server, "ja").status_code == 200  # the other rank has ended that text too
     assert ask(server, "ja", structured_outputs={"choice": ["nein"]}).json()["choices"][0]["text"] == "nein"
+
+
+def test_an_operator_changes_the_engine_of_all_ranks(folder, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(folder / "base")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.2 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(folder / "base").save_pretrained(tmp_path)
+    program = Program(str(folder / "merged"), "--dtype", "float32", "--operator-key", "sesame", ranks=2)
+
+    def operate(what: str, **body: str) -> httpx.Response:
+        headers = {"Authorization": "Bearer sesame"}
+        return httpx.post(f"{program.url}/v1/{what}", json=body or None, headers=headers, timeout=300)
+
+    def write() -> str:
+        return ask(program, "ja", seed=7, temperature=1).json()["choices"][0]["text"]
+
+    before = write()
+    refused = operate("update_weights", path=str(folder / "small"))
+    assert (refused.status_code, write()) == (400, before)
+    assert operate("drafter", path=str(folder / "merged" / "drafter")).json()["drafter_number"] == 1
+    assert write() == before
+    assert operate("update_weights", path=str(tmp_path)).status_code == 200
+    changed = PromptLookup.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    expected = text_of(changed, offline(changed, "ja", NEW, do_sample=True, seed=7))
+    assert write() == expected != before
+    assert operate("sleep").json()["asleep"] is True
+    assert ask(program, "ja").status_code == 503
+    assert operate("wake").json()["asleep"] is False
+    assert write() == expected
+    program.end()
 
 
 def test_it_ends_its_texts_when_torchrun_is_ended(folder):

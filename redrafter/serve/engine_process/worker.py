@@ -1,5 +1,6 @@
 """The thread that runs the scheduler, and sends the output of each half of a round as one message."""
 
+import itertools
 import logging
 import os
 import signal
@@ -27,7 +28,7 @@ from redrafter.scheduler.request import GenerationRequest
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
 from redrafter.serve.engine_process.engine import ServedEngine
-from redrafter.serve.engine_process.messages import Cancel, EngineError, EngineLoad, Submit, Written
+from redrafter.serve.engine_process.messages import Cancel, ChangeEngine, EngineError, EngineLoad, Submit, Written
 from redrafter.serve.engine_process.start import LoadEngine
 from redrafter.serve.extension import make_change
 
@@ -311,7 +312,9 @@ class SharedWorker(Worker):
         super().__init__(scheduler, send, on_end)
         self._ranks, self._refuse, self._give_up = scheduler.engine.target.ranks, refuse, give_up
         self._ended = threading.Event()  # after the last round
-        self._heard: deque[Submit | Cancel] = deque()
+        self._numbers = itertools.count()  # of changes
+        self._heard: deque[Submit | Cancel | ChangeEngine] = deque()
+        self._asked = dict[int, Done]()  # what is called after the changes that were heard, by their numbers
         self._grammars: dict[tuple[int, ...], Grammar] = {}  # of requests that were heard, by their sequences' numbers
 
     def submit(self, request: Submit, grammar: Grammar | None) -> None:
@@ -324,6 +327,13 @@ class SharedWorker(Worker):
     def cancel(self, numbers: Iterable[int]) -> None:
         """End the sequences with these numbers in the next round; ended sequences are ignored."""
         self._heard.append(Cancel(tuple(numbers)))
+        self._work.set()
+
+    def change_engine(self, kind: str, path: str | None, done: Done) -> None:
+        """Make a change of the engine before the next round, with the arguments of `Worker.change_engine`."""
+        number = next(self._numbers)
+        self._asked[number] = done
+        self._heard.append(ChangeEngine(kind, path, number))
         self._work.set()
 
     def _round_failed(self, error: Exception, count: int) -> None:
@@ -368,6 +378,13 @@ class SharedWorker(Worker):
         for message in messages:
             if isinstance(message, Cancel):
                 super().cancel(message.numbers)
+                continue
+            if isinstance(message, ChangeEngine):
+                done = self._asked.pop(message.number, lambda error, names: None)
+                try:
+                    super().change_engine(message.kind, message.path, done)
+                except ReDrafterError as error:
+                    done(error, ())
                 continue
             try:
                 super().submit(message, self._grammar_of(message))
