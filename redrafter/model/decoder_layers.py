@@ -4,7 +4,8 @@ A layer of SmolLM2 is forty operators, which take longer than its products for o
 """
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from itertools import product
 from typing import Any
 
@@ -46,12 +47,12 @@ class FastLayers:
 
     def __init__(self, model: nn.Module):
         """Find the layers, and try each of them."""
-        inputs, self._layers, self._hooks = _Inputs(), list[_FastLayer](), list[Mapping[int, object]]()
+        inputs, self._layers, self._hooks = _Inputs(), list[_FastRun](), list[Mapping[int, object]]()
         for module in model.modules() if find_kernel() else ():
             layer = _read_layer(module)
-            if layer is None:
+            if layer is None or (self._layers and not self._layers[0].is_like(layer)):
                 continue
-            fast, parts = _FastLayer(module, layer, inputs), [part for part in module.modules() if part is not module]
+            fast, parts = _FastRun([module], [layer], inputs), [part for part in module.modules() if part is not module]
             with ModelPatch() as patch:
                 for part, name in product(parts, HOOKS):
                     patch.put(vars(part), name, {})
@@ -59,17 +60,41 @@ class FastLayers:
                     continue
             self._layers.append(fast)
             self._hooks += [vars(part)[name] for part, name in product(parts, HOOKS)]
+        modules = self.modules
+        self._hooks_of_layers = [vars(module)[name] for module, name in product(modules, HOOKS)]
+        # Where the model calls its layers one after the other, and nothing is between them, one call computes all.
+        whole = _FastRun(modules, [layer for run in self._layers for layer in run.layers], inputs)
+        self._places = [place for parent in model.modules() for place in _places_of(whole, parent)] if modules else []
 
     @property
     def modules(self) -> list[nn.Module]:
         """The layers that the kernel computes."""
-        return [layer.module for layer in self._layers]
+        return [module for run in self._layers for module in run.modules]
 
-    def add_to(self, patch: ModelPatch) -> None:
-        """Compute these layers by the kernel in a forward; calls without a dense cache are left to the model."""
-        if not any(self._hooks):
-            for layer in self._layers:
-                patch.put(vars(layer.module), "forward", layer)
+    def add_to(self, patch: ModelPatch, *, alike: bool) -> None:
+        """Compute these layers by the kernel in a forward; calls without a dense cache are left to the model.
+
+        Args:
+            patch: The changes of the forward.
+            alike: Whether the model gives all layers the same mask.
+        """
+        if any(self._hooks):
+            return
+        whole = alike and not any(self._hooks_of_layers)
+        for parent, name, stand_in in self._places if whole else ():
+            if len(parent._modules[name]) == len(self._layers):  # none is left out for a test
+                return patch.put(parent._modules, name, stand_in)
+        for run in self._layers:
+            patch.put(vars(run.modules[0]), "forward", run)
+
+
+def _places_of(run: "_FastRun", parent: nn.Module) -> Iterator[tuple[Any, str, nn.Module]]:
+    """Yield the lists of a module that hold the layers of a run, with lists that hold the run in their place."""
+    for name, child in parent._modules.items():
+        if isinstance(child, nn.ModuleList) and list(child) == run.modules:
+            layer = copy(run.modules[0])  # of which a model may read attributes
+            vars(layer)["forward"] = run
+            yield parent, name, nn.ModuleList([layer])
 
 
 class _Inputs:
@@ -112,38 +137,46 @@ class _Inputs:
         return True
 
 
-class _FastLayer:
-    """The forward of one layer."""
+class _FastRun:
+    """The forward of one layer, or of successive ones."""
 
-    def __init__(self, module: Any, layer: Layer, inputs: _Inputs):
-        self.module, self._layer, self._inputs, self._slow = module, layer, inputs, module.forward
-        self._address, self._index, self._kernel = (
-            ctypes.addressof(layer),
-            getattr(module.self_attn, "layer_idx", 0),
-            find_kernel(),
-        )
+    def __init__(self, modules: list[Any], layers: list[Layer], inputs: _Inputs):
+        self.modules, self.layers, self._inputs, self._kernel = modules, layers, inputs, find_kernel()
+        self._slow = [module.forward for module in modules]
+        self._indices = [getattr(module.self_attn, "layer_idx", 0) for module in modules]
+        self._addresses = (ctypes.c_void_p * len(layers))(*map(ctypes.addressof, layers))
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the layer, for inputs that the kernel cannot compute as the module does."""
+        """Compute the layers, for inputs that the kernel cannot compute as the modules do."""
         inputs, cache = self._inputs, cache_in(kwargs)
         mask, rope = kwargs.get("attention_mask"), kwargs.get("position_embeddings")
-        if type(cache) is not DenseCache or args or rope is None or not inputs.set(x, mask, rope, cache, self._layer):
-            slow: Tensor = self._slow(x, *args, **kwargs)
-            return slow
+        if (
+            type(cache) is not DenseCache
+            or args
+            or rope is None
+            or not inputs.set(x, mask, rope, cache, self.layers[0])
+        ):
+            for slow in self._slow:
+                x = slow(x, *args, **kwargs)
+            return x
         assert self._kernel is not None, "no layer is fast without a kernel"
-        forward, (keys, values) = inputs.forward, cache.stores(self._index)
-        x = x.contiguous()
+        forward, stores = inputs.forward, [store.data_ptr() for i in self._indices for store in cache.stores(i)]
+        pools, x = (ctypes.c_void_p * len(stores))(*stores), x.contiguous()
         out = torch.empty_like(x)
-        forward.layer, forward.x, forward.out = self._address, x.data_ptr(), out.data_ptr()
-        forward.keys, forward.values = keys.data_ptr(), values.data_ptr()
+        forward.layers, forward.pools = ctypes.addressof(self._addresses), ctypes.addressof(pools)
+        forward.depth, forward.x, forward.out = len(self.layers), x.data_ptr(), out.data_ptr()
         self._kernel(ctypes.addressof(forward))
         return out
+
+    def is_like(self, layer: Layer) -> bool:
+        """Return whether a layer has the sizes of these."""
+        return (layer.width, layer.memory) == (self.layers[0].width, self.layers[0].memory)
 
     def is_right(self) -> bool:
         """Return whether the kernel computes what the module does, with one of the two offsets of norms."""
         try:
-            expected = self._try(self._slow)
-            for self._layer.offset in (0.0, 1.0):
+            expected = self._try(self._slow[0])
+            for self.layers[0].offset in (0.0, 1.0):
                 if all(map(_is_close, self._try(self), expected)):
                     return True
         except MODEL_ERRORS:  # it takes other arguments
@@ -152,9 +185,9 @@ class _FastLayer:
 
     def _try(self, forward: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         """Return the output for random tokens of a tree after other tokens, and the keys and values in the cache."""
-        layer, nodes, generator = self._layer, (1, TRIED_TOKENS), torch.Generator().manual_seed(0)
+        layer, nodes, generator = self.layers[0], (1, TRIED_TOKENS), torch.Generator().manual_seed(0)
         shape = LayerShape(layer.heads, layer.width, layer.width, torch.float32, torch.device("cpu"))
-        cache = DenseCache([shape.storing_nothing()] * self._index + [shape], 1)
+        cache = DenseCache([shape.storing_nothing()] * self._indices[0] + [shape], 1)
         cache.reserve(TRIED_LENGTH + TRIED_TOKENS)
         cache.write_after(torch.tensor([TRIED_LENGTH]), TRIED_TOKENS, drafts=True)
         for pool in cache.pools:
@@ -166,7 +199,7 @@ class _FastLayer:
             out = forward(
                 x, attention_mask=mask, position_ids=positions, past_key_values=cache, position_embeddings=(cos, sin)
             )
-        return out, *cache.stores(self._index)
+        return out, *cache.stores(self._indices[0])
 
 
 def _is_close(found: Tensor, expected: Tensor) -> bool:

@@ -126,6 +126,17 @@ def empty_home(monkeypatch, tmp_path):
         function.cache_clear()
 
 
+@needs_kernel
+@pytest.mark.slow
+@pytest.mark.parametrize("lanes", [8, 16])
+def test_vectors_of_either_width_give_the_same_products(lanes, empty_home, monkeypatch):
+    monkeypatch.setenv("CC", f"cc -DLANES={lanes}")
+    for bits, group in ((4, 32), (8, 16)):
+        test_the_bits_of_a_token_depend_neither_on_other_tokens_nor_on_threads(bits)
+        for tokens in (1, 4, 7, 12):
+            check(make_weight(bits, 22, 384, group), torch.randn(tokens, 384))
+
+
 @pytest.mark.parametrize("compiler", ["none", "failing"])
 def test_without_a_compiler_a_product_is_widened_after_one_warning(compiler, empty_home, monkeypatch, tmp_path):
     if compiler == "none":

@@ -41,7 +41,7 @@ def logits_of(target: Target, rows: int = 2, nodes: int = 3, length: int = 9) ->
 
 def slow_logits_of(target: Target, monkeypatch: pytest.MonkeyPatch, **sizes: int) -> torch.Tensor:
     with monkeypatch.context() as patch:
-        patch.setattr(FastLayers, "add_to", lambda *_: None)
+        patch.setattr(FastLayers, "add_to", lambda *_, **__: None)
         return logits_of(target, **sizes)
 
 
@@ -85,10 +85,15 @@ def test_new_weights_and_hooks_of_the_owner_are_followed(monkeypatch):
     torch.testing.assert_close(logits_of(target), before, rtol=1e-4, atol=1e-4)
     assert len(calls) == 2
     hook.remove()
+    hook = layer.register_forward_hook(lambda *_: calls.append(1))  # between two layers
+    target.follow_changes()
+    torch.testing.assert_close(logits_of(target), before, rtol=1e-4, atol=1e-4)
+    assert len(calls) == 4
+    hook.remove()
     new = copy.deepcopy(other.model.layers[0].mlp.down_proj)
     layer.mlp.down_proj = new
     target.follow_changes()
     expected = slow_logits_of(target, monkeypatch)
     assert not torch.allclose(expected, before, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(logits_of(target), expected, rtol=1e-4, atol=1e-4)
-    assert len(calls) == 2
+    assert len(calls) == 4

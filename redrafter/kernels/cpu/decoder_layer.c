@@ -1,4 +1,4 @@
-// A whole decoder layer over few tokens, for the class of `decoder_layer.py`: one call instead of forty of torch's.
+// Whole decoder layers over few tokens, for the classes of `decoder_layer.py`: one call instead of forty of torch's for each.
 //
 // The threads compute one stage after the other: norm and products, rope and the cache, attention, and the MLP. The bits
 // of a token do not depend on the other tokens, except for those that it sees, nor on the number of threads.
@@ -23,12 +23,15 @@ struct layer {
 };
 
 struct forward {
-    const struct layer *layer;
+    const struct layer *const *layers;
+    float *const *pools; // the keys and the values of each layer
     const float *x, *cos, *sin, *mask; // `[B, M, D]`, `[B or 1, M, width]`, `[B or 1, 1, M, S]` or NULL
-    float *out, *buffer, *keys, *values, *sums; // `sums [B, M]` of keys and values that are not finite, or NULL
+    float *out, *buffer, *sums; // `sums [B, M]` of keys and values that are not finite, or NULL
     const int64_t *slots; // of the cache, for each token
-    size_t rows, nodes, window, capacity, rope_row, mask_row, mask_node; // distances in numbers
+    size_t depth, rows, nodes, window, capacity, rope_row, mask_row, mask_node; // distances in numbers
     int threads;
+    const struct layer *layer; // the one that is computed, and its keys and values
+    float *keys, *values;
 };
 
 INLINE vec choose(ints condition, vec yes, vec no) { return (vec)((condition & (ints)yes) | (~condition & (ints)no)); }
@@ -52,11 +55,12 @@ static void multiply_linear(const struct linear *w, const float *x, float *out, 
     multiply_part(&p, index, count);
 }
 
-// Add what the layer was given to its own share of a product's features.
-static void add_residual(const float *x, float *out, size_t tokens, size_t features, size_t index, size_t count) {
+// Add two products, one thread's share of the features.
+static void add_share(const float *x, const float *y, float *out, size_t tokens, size_t features, size_t index, size_t count) {
     size_t end = first_of(features, index + 1, count);
     for (size_t t = 0; t < tokens; t++)
-        for (size_t f = first_of(features, index, count); f < end; f++) out[t * features + f] += x[t * features + f];
+        for (size_t f = first_of(features, index, count); f < end; f++) 
+            out[t * features + f] = x[t * features + f] + y[t * features + f];
 }
 
 INLINE vec silu(vec x) { return x / (1.0f + exponential(choose(x < -87.0f, 87.0f - (vec){0}, -x))); }
@@ -222,15 +226,14 @@ static void norm_share(const float *x, const float *weight, float *out, const st
         rms_norm(x + t * width, weight, out + t * width, 1, width, f->layer->epsilon, f->layer->offset);
 }
 
-static void compute_share(void *forward) {
-    const struct forward *f = forward;
+#define WAIT if (count > 1) GOMP_barrier()
+
+static void compute_layer(const struct forward *f, size_t index, size_t count) {
     const struct layer *l = f->layer;
-    const size_t count = f->threads > 1 ? omp_get_num_threads() : 1, index = f->threads > 1 ? omp_get_thread_num() : 0;
     const size_t tokens = f->rows * f->nodes, size = l->query.inner, wide = l->gate.features;
     const size_t queries = tokens * l->query.features, keys = tokens * l->key.features;
     float *normed = f->buffer, *query = normed + tokens * size, *key = query + queries, *value = key + keys;
     float *stacked = value + keys, *gate = stacked + queries, *up = gate + tokens * wide;
-#define WAIT if (count > 1) GOMP_barrier()
     norm_share(f->x, l->before_attention, normed, f, index, count);
     WAIT;
     multiply_linear(&l->query, normed, query, tokens, index, count);
@@ -241,8 +244,8 @@ static void compute_share(void *forward) {
     WAIT;
     attend_share(f, stacked, query, index, count);
     WAIT;
-    multiply_linear(&l->output, query, f->out, tokens, index, count);
-    add_residual(f->x, f->out, tokens, size, index, count);
+    multiply_linear(&l->output, query, normed, tokens, index, count);
+    add_share(f->x, normed, f->out, tokens, size, index, count);
     WAIT;
     norm_share(f->out, l->before_mlp, normed, f, index, count);
     WAIT;
@@ -251,7 +254,17 @@ static void compute_share(void *forward) {
     gate_share(gate, up, tokens, wide, index, count);
     WAIT;
     multiply_linear(&l->down, gate, normed, tokens, index, count);
-    add_residual(normed, f->out, tokens, size, index, count);
+    add_share(f->out, normed, f->out, tokens, size, index, count);
+    WAIT;
+}
+
+static void compute_share(void *forward) {
+    struct forward f = *(const struct forward *)forward;
+    const size_t count = f.threads > 1 ? omp_get_num_threads() : 1, index = f.threads > 1 ? omp_get_thread_num() : 0;
+    for (size_t i = 0; i < f.depth; i++, f.x = f.out) {
+        f.layer = f.layers[i], f.keys = f.pools[2 * i], f.values = f.pools[2 * i + 1];
+        compute_layer(&f, index, count);
+    }
 }
 
 void decoder_layer(struct forward *f) {

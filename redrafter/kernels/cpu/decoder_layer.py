@@ -68,13 +68,13 @@ class Layer(ctypes.Structure):
 
 
 class Forward(ctypes.Structure):
-    """A call of a layer: `struct forward` of the kernel."""
+    """A call of layers: `struct forward` of the kernel, which sets the last three fields."""
 
     _fields_ = _fields(
-        c_void_p="layer x cos sin mask out buffer keys values sums slots",
-        c_size_t="rows nodes window capacity rope_row mask_row mask_node",
+        c_void_p="layers pools x cos sin mask out buffer sums slots",
+        c_size_t="depth rows nodes window capacity rope_row mask_row mask_node",
         c_int="threads",
-    )
+    ) + _fields(c_void_p="layer keys values")
 
 
 def _is_wide(x: Tensor | None) -> bool:

@@ -5,19 +5,28 @@
 // along the input features, so that its bits depend neither on the number of tokens nor on that of threads.
 #include <stddef.h>
 #include <stdint.h>
-#if defined(__AVX2__)
+#if defined(LANES) // for tests: vectors of that many numbers, by the compiler alone
+#elif defined(__AVX512DQ__)
+#define WITH_AVX512
+#define WITH_AVX2
+#define LANES 16
+#else
+#define LANES 8
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define WITH_AVX2
+#endif
+#endif
+#if defined(WITH_AVX2)
 #include <immintrin.h>
 #endif
 
 // `DIRECT` is the most tokens for which the weight is dequantised in registers, for `AT_ONCE` rows, and `BLOCK` the number
 // of tokens of which the sums with four rows stay in registers else.
-#if defined(__AVX512DQ__)
-#define LANES 16
+#if LANES == 16
 #define BLOCK 6
 #define DIRECT 6
 #define AT_ONCE(tokens) ((tokens) < 5 ? 4 : 2)
 #else
-#define LANES 8
 #define BLOCK 3
 #define DIRECT 4
 #define AT_ONCE(tokens) ((tokens) < 3 ? 4 : 2)
@@ -53,10 +62,10 @@ struct rows { // of a weight: codes or float32 numbers, and float32 scales and m
     size_t inner, group;
 };
 
-#if defined(__AVX512DQ__)
+#if defined(WITH_AVX512)
 INLINE ints widen(const char *p) { return (ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)); }
 INLINE ints widen_unsigned(const char *p) { return (ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p)); }
-#elif defined(__AVX2__)
+#elif defined(WITH_AVX2)
 INLINE ints widen(const char *p) { return (ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p)); }
 INLINE ints widen_unsigned(const char *p) { return (ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p)); }
 #else
@@ -77,7 +86,7 @@ INLINE vec dequantize(int bits, size_t k, const char *codes, vec scale, vec mini
     if (bits == 8)
         return __builtin_convertvector(widen(codes + at), vec) * scale + minimum;
     ints pair = widen_unsigned(codes + at % 16);
-#if defined(__AVX512DQ__)
+#if defined(WITH_AVX512)
     // `scale` is a table of all 16 weights here, of which the instruction reads the lowest four bits of an index.
     return (vec)_mm512_permutexvar_ps((__m512i)(at < 16 ? pair : pair >> 4), (__m512)scale);
 #else
@@ -87,10 +96,10 @@ INLINE vec dequantize(int bits, size_t k, const char *codes, vec scale, vec mini
 
 // Store the totals of four vectors, plus the bias.
 INLINE void store_totals(const vec *sum, const float *bias, float *out) {
-#if defined(__AVX2__)
+#if defined(WITH_AVX2)
     __m256 half[ROWS];
     UNROLL for (int r = 0; r < ROWS; r++)
-#if defined(__AVX512DQ__)
+#if defined(WITH_AVX512)
         half[r] = _mm512_castps512_ps256((__m512)sum[r]) + _mm512_extractf32x8_ps((__m512)sum[r], 1);
 #else
         half[r] = (__m256)sum[r];
@@ -110,14 +119,14 @@ INLINE void store_totals(const vec *sum, const float *bias, float *out) {
 INLINE void read_scale(int bits, int has_minimum, const struct rows *w, size_t r, size_t g, vec *scale, vec *minimum) {
     *minimum = (has_minimum ? w->minimum[r * GROUPS + g] : 0) - (vec){0};
     *scale = w->scale[r * GROUPS + g] - (vec){0};
-#if defined(__AVX512DQ__)
+#if defined(WITH_AVX512)
     if (bits == 4)
         *scale = (vec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * *scale + *minimum;
 #endif
 }
 
 // Add the product of `v` with a vector in memory, or in a register. In C, the compiler would read vectors early, and spill.
-#if defined(__AVX2__) && defined(__FMA__)
+#if defined(WITH_AVX2)
 #define ADD_READ(sum, v, p) __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(v), "m"(*(const loose_vec *)(p)))
 #define ADD(sum, v, x) __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(v), "v"(x))
 #else
@@ -151,8 +160,8 @@ INLINE void sum_products(size_t tokens, size_t rows, int bits, int has_minimum, 
                 vec scale[ROWS], minimum[ROWS];
                 UNROLL for (size_t r = 0; r < rows; r++) read_scale(bits, has_minimum, &w, r, g, &scale[r], &minimum[r]);
                 __builtin_prefetch(next);
-                UNROLL for (size_t half = 0; half < vectors; half += 2) UNROLL for (size_t r = 0; r < rows; r++)
-                    UNROLL for (size_t k = half; k < half + 2; k++) {
+                UNROLL for (size_t first = 0; first < vectors; first += 2) UNROLL for (size_t r = 0; r < rows; r++)
+                    UNROLL for (size_t k = first; k < vectors && k < first + 2; k++) {
                         const size_t at = in_order(bits, k);
                         vec number = dequantize(bits, at, codes + r * stride, scale[r], minimum[r]);
                         UNROLL for (size_t t = 0; t < tokens; t++)
@@ -221,7 +230,7 @@ static void to_float32(const char *numbers, int is_wide, size_t first, size_t gr
         size_t i = 0;
         if (is_wide)
             for (; i < groups; i++) out[i] = wide[i];
-#if defined(__AVX2__)
+#if defined(WITH_AVX2)
         for (; i + 8 <= groups; i += 8)
             _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(half + i))));
         for (; i < groups; i++) out[i] = _cvtsh_ss(half[i]);
