@@ -149,7 +149,7 @@ REJECTION_SAMPLING = Feature(
     "take acceptance='match', which takes trees",
     {DRAFT_TREES: "it is exact for one sampled chain only"},
 )
-ADAPTIVE_DRAFTS = Feature("adaptive drafts of rejection sampling", "leave out --adaptive or --acceptance rejection")
+ADAPTIVE_DRAFTS = Feature("adaptive drafts of rejection sampling", "leave out --adaptive")
 
 # Features of an engine or a server between requests.
 

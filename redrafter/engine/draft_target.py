@@ -110,13 +110,8 @@ class DraftTarget(Engine):
         states = RECURRENT_STATES in proposer.model.features
         # A GPU calls recurrent layers once per level, so further levels of copies would cost too much.
         states = states or (RECURRENT_STATES in target.features and target.device.type != "cpu")
-        if (
-            not self.options.draft_from_text
-            or self.adaptive
-            or self.rejection_sampling
-            or proposer.vocabulary
-            or states
-        ):
+        unsuited = self.adaptive or self.rejection_sampling or proposer.vocabulary or states
+        if unsuited or not self.options.draft_from_text:
             return proposer
         count = text_nodes(bucket(rows), proposer.nodes, target.device.type, self._assumed)
         if not count:
