@@ -122,8 +122,8 @@ class ReDrafter(Engine):
                 `AutoModelForCausalLM`.
 
         Keyword Args:
-            dtype (str | torch.dtype): The models' dtype; "auto" for the checkpoint's, which is bfloat16 for quantised
-                weights of a GGUF file.
+            dtype (str | torch.dtype): The models' dtype; "auto" for the checkpoint's, and for float32 where a CPU
+                computes weights of 4 and 8 bits.
             device (str | torch.device | None): Device of the models; None for the device that Hugging Face chooses for
                 the target.
             tp_size (int): Processes that share the target, each with a shard of it and the whole drafter. All run the
