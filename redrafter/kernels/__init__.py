@@ -13,9 +13,9 @@ if TRITON:
         accept,
         attention,
         cache_tiles,
+        cuda,
         float8_matmul,
         float8_rounding,
-        grouped_matmul,
         linear,
         ordered_attention,
         ordered_linear,
@@ -24,4 +24,5 @@ if TRITON:
         sample,
         token_order,
         tree,
+        widen_groups,
     )

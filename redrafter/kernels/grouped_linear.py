@@ -81,18 +81,21 @@ def is_fast(device: torch.device | str) -> bool:
 
     Without one, each product dequantises the weight, which takes longer than to read an ordinary one.
     """
-    kind = torch.device(device).type
-    return grouped_product.find_kernel() is not None if kind == "cpu" else kind == "cuda" and kernels.TRITON
+    device = torch.device(device)
+    if device.type == "cpu":
+        return grouped_product.find_kernel() is not None
+    return device.type == "cuda" and kernels.TRITON and kernels.cuda.grouped_product.is_available()
 
 
 if kernels.TRITON:
 
     @grouped_linear.register_kernel("cuda")
     def _(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | None, bias: Tensor | None) -> Tensor:
-        flat, weight = x.reshape(-1, x.shape[-1]), GroupedWeight(codes, scale, minimum)
-        if len(flat) > kernels.grouped_matmul.MAX_TOKENS and not _IN_ONE_ORDER.get():
-            wide = kernels.grouped_matmul.widen_grouped(weight, x.dtype)
-            out = linear(flat, wide, None if bias is None else bias.to(x.dtype))
+        flat, few = x.reshape(-1, x.shape[-1]), kernels.cuda.grouped_product
+        weight = GroupedWeight(codes, scale, minimum)
+        if (len(flat) <= few.MAX_FEW_TOKENS or _IN_ONE_ORDER.get()) and few.is_available():
+            out = few.multiply(flat, weight, bias)
         else:
-            out = kernels.grouped_matmul.grouped_product(flat, weight, bias)
+            wide = kernels.widen_groups.widen_grouped(weight, x.dtype)
+            out = linear(flat, wide, None if bias is None else bias.to(x.dtype))
         return out.view(*x.shape[:-1], len(codes))

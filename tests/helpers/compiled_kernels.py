@@ -23,7 +23,6 @@ from triton.runtime.jit import JITFunction
 from helpers.attention import problem
 from helpers.outcomes import random_outcome, random_scores
 from redrafter import kernels
-from redrafter.kernels.grouped_matmul import codes_assembly
 from redrafter.kernels.grouped_weight import quantize_groups
 from redrafter.kernels.launch import widening_assembly
 
@@ -75,12 +74,6 @@ def multiply(tokens: int, features: int, inner: int = 512, *, widened: bool = Fa
     if widened:
         return lambda: kernels.linear.widened_product(x, weight, scales[1], None)
     return lambda: kernels.float8_matmul.float8_product(x.to(weight.dtype), scales[0], weight, scales[1], None, x.dtype)
-
-
-def multiply_groups(tokens: int, bits: int, group: int, inner: int = 4096) -> Callable[[], object]:
-    weight = quantize_groups(torch.zeros(128, inner), bits, group)
-    x = torch.zeros(tokens, inner, dtype=torch.bfloat16)
-    return lambda: kernels.grouped_matmul.grouped_product(x, weight)
 
 
 def accept(nodes: int, **how: bool) -> Callable[[], object]:
@@ -156,12 +149,7 @@ PROGRAMS = {
     "FP8 product of many tokens": multiply(200, 12288),
     "widened product of few tokens": multiply(5, 6144, widened=True),
     "widened product of many tokens": multiply(200, 12288, widened=True),
-    "product of a token with groups of 4 bits": multiply_groups(1, 4, 32),
-    "product of a tree with large groups of 4 bits": multiply_groups(26, 4, 128),
-    "product of many tokens with groups of 4 bits": multiply_groups(100, 4, 32),
-    "product of a tree with groups of 8 bits": multiply_groups(26, 8, 32),
-    "product of a tree with groups of 8 bits in part of a step": multiply_groups(26, 8, 16, 4000),
-    "dequantising groups": lambda: kernels.grouped_matmul.widen_grouped(
+    "dequantising groups": lambda: kernels.widen_groups.widen_grouped(
         quantize_groups(torch.zeros(64, 4096), 4), torch.bfloat16
     ),
     "rounding to FP8": lambda: kernels.float8_rounding.round_to_float8(torch.ones(3, 14336, dtype=torch.bfloat16)),
@@ -192,11 +180,10 @@ def main() -> None:
     JITFunction.run = compile_alone
     torch.version.cuda = "13.0"
     gpu = torch.device("cuda")
-    for name in ("cache_tiles", "linear", "float8_matmul", "float8_rounding", "grouped_matmul", "peer_sum"):
+    for name in ("cache_tiles", "linear", "float8_matmul", "float8_rounding", "peer_sum"):
         module = import_module(f"redrafter.kernels.{name}")
         module.supports_dependent_launch = lambda device: True
         module.widening_assembly = lambda narrow, wide, device: widening_assembly(narrow, wide, gpu)
-        module.codes_assembly = lambda bits, dtype, device: codes_assembly(bits, dtype, gpu)
     found = {}
     for name, program in PROGRAMS.items():
         launched.clear()

@@ -34,7 +34,7 @@ def load_library(source: Path) -> ctypes.CDLL | None:
         ]  # it may include others
         decides = [texts, compiler, FLAGS, _cpu()]
         kept = home() / "kernels" / f"{source.stem}-{KeptResults.digest(decides)[:32]}.so"
-        if _is_whole(read_kept(kept)):
+        if is_whole(read_kept(kept)):
             with suppress(OSError):  # of another machine
                 return _open(kept, source)
         return _compile(compiler, source, kept)
@@ -55,7 +55,7 @@ def _compile(compiler: list[str], source: Path, kept: Path) -> ctypes.CDLL:
         command = [*compiler, *FLAGS, "-o", str(made), str(source)]
         subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=MAX_SECONDS)
         library, code = _open(made, source), made.read_bytes()  # stays loaded without its file
-        write_kept(kept, code + hashlib.sha256(code).digest())
+        write_kept(kept, with_digest(code))
         return library
 
 
@@ -66,7 +66,12 @@ def _open(path: Path, source: Path) -> ctypes.CDLL:
     return library
 
 
-def _is_whole(library: bytes) -> bool:
+def with_digest(library: bytes) -> bytes:
+    """Return a library that `is_whole`; what follows its sections is not read."""
+    return library + hashlib.sha256(library).digest()
+
+
+def is_whole(library: bytes) -> bool:
     """Return whether a library ends with its digest, without which a damaged one would end the process."""
     return hashlib.sha256(library[:-32]).digest() == library[-32:]
 
