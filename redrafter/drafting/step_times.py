@@ -26,7 +26,7 @@ FORWARD: Mapping[str, Curve] = {
 LARGE_FORWARD: Mapping[int, Curve] = {
     4: ((1, 1.0), (2, 1.4), (4, 1.4), (6, 1.6), (12, 1.8), (26, 2.6), (64, 5.0), (256, 18.0)),
     2: ((1, 1.0), (2, 1.02), (4, 1.18), (6, 1.2), (12, 1.45), (26, 2.2), (64, 4.5), (256, 16.0)),
-    1: ((1, 1.0), (2, 1.27), (4, 1.67), (6, 2.0), (12, 2.76), (26, 4.75), (64, 10.5), (256, 35.0)),
+    1: ((1, 1.0), (2, 1.2), (4, 1.6), (6, 2.0), (12, 3.1), (26, 6.2), (64, 15.0), (256, 50.0)),
 }
 # Weights in groups of 4 or 8 bits are computed for longer than they are read, even for one token: a forward of SmolLM2
 # takes as long as one that reads so many times its bytes in float32, on a core with AVX2, whose curve is above.
