@@ -35,14 +35,17 @@ LARGE_BYTES = 2e8
 # The time that a level of a search adds on a CPU, by the beams of all rows: the boxed pair on one core.
 LEVEL: Curve = ((1, 0.06), (40, 0.19), (160, 0.53))
 
-ENOUGH = 2  # steps of a kind of which the fastest counts; the first one may load code
+# Steps of a kind after which its time is known, as the first one may load code, and those of which the fastest counts.
+ENOUGH, FASTEST_OF = 2, 8
 # Weight of a further step in the running mean of its kind's time, and the most by which it changes the logarithm: one
 # step in some is stretched by other programs.
 WEIGHT, MOST_CHANGE = 0.1, 0.025
 # Factor between measured and assumed times of undrafted steps above which the costs were measured under another load of
 # the device, and the steps of a kind after which it is judged.
 WRONG, ENOUGH_TO_DOUBT = 1.5, 16
-OUTDATED = 256  # corrections after which the time of a kind may be that of another load of the device
+# Corrections after which the time of a kind may be that of another load of the device: at most, and for each of its
+# steps, as the first few may all have been slow.
+OUTDATED, OUTDATED_BY_STEP = 256, 16
 # Of the steps of several ranks one in so many is timed, as ranks exchange its time; a prime, so that kinds of steps
 # that alternate are all timed.
 SHARED_EVERY = 17
@@ -140,7 +143,7 @@ class RunningRatio:
 
     def add(self, ratio: float, now: int) -> None:
         """Add the logarithm of a ratio, measured by correction number `now`."""
-        if self.count < ENOUGH:
+        if self.count < FASTEST_OF:
             self.mean = min(self.mean, ratio) if self.count else ratio
         elif now - self.last >= OUTDATED:
             self.mean = (self.mean + ratio) / 2
@@ -150,7 +153,7 @@ class RunningRatio:
 
     def is_unknown(self, now: int) -> bool:
         """Return whether too few steps were timed lately."""
-        return self.count < ENOUGH or now - self.last >= OUTDATED
+        return self.count < ENOUGH or now - self.last >= min(OUTDATED, OUTDATED_BY_STEP * self.count)
 
 
 class StepTimes:

@@ -114,6 +114,16 @@ def test_a_cost_that_changes_later_is_followed():
     assert times.time_of(kind, 8) / times.time_of(PLAIN, 8) == pytest.approx(2 * before, rel=0.02)
 
 
+def test_slow_first_steps_are_timed_again_soon():
+    times, real = StepTimes(COSTS, PLAIN, corrected_every=1), COSTS.time_of(WHOLE, 8) / COSTS.time_of(PLAIN, 8)
+    for step in range(100):
+        if times.lacks(8, PLAIN, sampled=False):
+            times.correct(8, PLAIN, (2 if step < 2 else 1) * COSTS.time_of(PLAIN, 8))
+        else:
+            times.correct(8, WHOLE, COSTS.time_of(WHOLE, 8))
+    assert times.time_of(WHOLE, 8) / times.time_of(PLAIN, 8) == pytest.approx(real)
+
+
 def test_undrafted_steps_are_timed_first_and_again_once_their_time_is_outdated():
     times = StepTimes(COSTS, PLAIN, corrected_every=1)
     assert times.lacks(8, PLAIN, sampled=False)
