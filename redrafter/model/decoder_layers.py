@@ -4,7 +4,8 @@ A layer of SmolLM2 is forty operators, which take longer than its products for o
 """
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import product
 from typing import Any
@@ -63,7 +64,7 @@ class FastLayers:
         modules = self.modules
         self._hooks_of_layers = [vars(module)[name] for module, name in product(modules, HOOKS)]
         # Where the model calls its layers one after the other, and nothing is between them, one call computes all.
-        whole = _FastRun(modules, [layer for run in self._layers for layer in run.layers], inputs)
+        whole = _FastRun(modules, [layer for run in self._layers for layer in run.layers], inputs, calls_hooks=True)
         self._places = [place for parent in model.modules() for place in _places_of(whole, parent)] if modules else []
 
     @property
@@ -71,16 +72,17 @@ class FastLayers:
         """The layers that the kernel computes."""
         return [module for run in self._layers for module in run.modules]
 
-    def add_to(self, patch: ModelPatch, *, alike: bool) -> None:
+    def add_to(self, patch: ModelPatch, *, alike: bool, recorded: Sequence[nn.Module]) -> None:
         """Compute these layers by the kernel in a forward; calls without a dense cache are left to the model.
 
         Args:
             patch: The changes of the forward.
             alike: Whether the model gives all layers the same mask.
+            recorded: Modules that have one hook each, which reads their output.
         """
         if any(self._hooks):
             return
-        whole = alike and not any(self._hooks_of_layers)
+        whole = alike and sum(map(len, self._hooks_of_layers)) == sum(each in recorded for each in self.modules)
         for parent, name, stand_in in self._places if whole else ():
             if len(parent._modules[name]) == len(self._layers):  # none is left out for a test
                 return patch.put(parent._modules, name, stand_in)
@@ -93,7 +95,7 @@ def _places_of(run: "_FastRun", parent: nn.Module) -> Iterator[tuple[Any, str, n
     for name, child in parent._modules.items():
         if isinstance(child, nn.ModuleList) and list(child) == run.modules:
             layer = copy(run.modules[0])  # of which a model may read attributes
-            vars(layer)["forward"] = run
+            vars(layer).update({"forward": run} | {name: OrderedDict() for name in HOOKS})
             yield parent, name, nn.ModuleList([layer])
 
 
@@ -140,8 +142,9 @@ class _Inputs:
 class _FastRun:
     """The forward of one layer, or of successive ones."""
 
-    def __init__(self, modules: list[Any], layers: list[Layer], inputs: _Inputs):
+    def __init__(self, modules: list[Any], layers: list[Layer], inputs: _Inputs, *, calls_hooks: bool = False):
         self.modules, self.layers, self._inputs, self._kernel = modules, layers, inputs, find_kernel()
+        self._hooks = [module._forward_hooks if calls_hooks else {} for module in modules]  # of an output's readers
         self._slow = [module.forward for module in modules]
         self._indices = [getattr(module.self_attn, "layer_idx", 0) for module in modules]
         self._addresses = (ctypes.c_void_p * len(layers))(*map(ctypes.addressof, layers))
@@ -156,17 +159,26 @@ class _FastRun:
             or rope is None
             or not inputs.set(x, mask, rope, cache, self.layers[0])
         ):
-            for slow in self._slow:
+            for layer, slow in enumerate(self._slow):
                 x = slow(x, *args, **kwargs)
+                self._call_hooks(layer, x)
             return x
         assert self._kernel is not None, "no layer is fast without a kernel"
         forward, stores = inputs.forward, [store.data_ptr() for i in self._indices for store in cache.stores(i)]
         pools, x = (ctypes.c_void_p * len(stores))(*stores), x.contiguous()
         out = torch.empty_like(x)
+        outputs = [torch.empty_like(x) if hooks else out for hooks in self._hooks[:-1]] + [out]
+        outs = (ctypes.c_void_p * len(outputs))(*(each.data_ptr() for each in outputs))
         forward.layers, forward.pools = ctypes.addressof(self._addresses), ctypes.addressof(pools)
-        forward.depth, forward.x, forward.out = len(self.layers), x.data_ptr(), out.data_ptr()
+        forward.depth, forward.x, forward.outs = len(self.layers), x.data_ptr(), ctypes.addressof(outs)
         self._kernel(ctypes.addressof(forward))
+        for layer, output in enumerate(outputs):
+            self._call_hooks(layer, output)
         return out
+
+    def _call_hooks(self, layer: int, output: Tensor) -> None:
+        for hook in list(self._hooks[layer].values()):
+            hook(self.modules[layer], (), output)
 
     def is_like(self, layer: Layer) -> bool:
         """Return whether a layer has the sizes of these."""

@@ -213,7 +213,7 @@ class PaddedForward(TreeForward):
         slots = TreeSlots(length, tree.depth, tree.ancestors, cache.window)
         with bound.lock, self._recording() as patch:
             if self._grouped and not self._slot_readers and batch.inputs.get(ADAPTERS) is None:
-                self._fast_layers().add_to(patch, alike=len(self._kinds.by_name) == 1)
+                self._fast_layers().add_to(patch, alike=len(self._kinds.by_name) == 1, recorded=bound.aux_modules)
             if self._mixers:
                 mixing = mixer_plan(batch, padded=True)
                 replace_mixers(patch, self._mixers, mixing)

@@ -25,7 +25,7 @@ def grouped_model(kind: str, scheme: str = "int4", **changes: object):
     return model
 
 
-def logits_of(target: Target, rows: int = 2, nodes: int = 3, length: int = 9) -> torch.Tensor:
+def logits_of(target: Target, rows: int = 2, nodes: int = 3, length: int = 9, output: str = "logits") -> torch.Tensor:
     """Return the logits of two forwards over drafts, the second of which reads what the first stored."""
     generator = torch.Generator().manual_seed(3)
     cache, found = target.new_cache(rows), []
@@ -34,15 +34,15 @@ def logits_of(target: Target, rows: int = 2, nodes: int = 3, length: int = 9) ->
     for count in (length, nodes):
         tokens = torch.randint(3, 90, (rows, count), generator=generator)
         with torch.inference_mode():
-            found.append(target.verify(ForwardBatch(chain(tokens), lengths, cache)).logits)
+            found.append(getattr(target.verify(ForwardBatch(chain(tokens), lengths, cache)), output))
         lengths = lengths + torch.arange(length - rows + 1, length + 1)  # each row has its own
     return torch.cat(found, dim=1)
 
 
-def slow_logits_of(target: Target, monkeypatch: pytest.MonkeyPatch, **sizes: int) -> torch.Tensor:
+def slow_logits_of(target: Target, monkeypatch: pytest.MonkeyPatch, **how: object) -> torch.Tensor:
     with monkeypatch.context() as patch:
         patch.setattr(FastLayers, "add_to", lambda *_, **__: None)
-        return logits_of(target, **sizes)
+        return logits_of(target, **how)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -74,6 +74,22 @@ def test_a_token_has_the_same_bits_alone_and_on_more_threads():
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(logits_of(target, rows=1, nodes=1)[:, -1], logits_of(target, rows=1)[:, -3])
+
+
+@pytest.mark.parametrize("layers", [(0, 1), (0, 3), (1, 2)])
+def test_hidden_states_between_layers_are_recorded_from_one_call(layers, monkeypatch):
+    target = Target(grouped_model("llama", num_hidden_layers=4))
+    target.read_aux_hidden(layers)
+    expected, calls = slow_logits_of(target, monkeypatch, output="hidden"), []
+    kernel = find_kernel()
+    for run in target._padded_forward._fast_layers()._places:
+        monkeypatch.setattr(vars(run[2][0])["forward"], "_kernel", lambda at: calls.append(at) or kernel(at))
+    torch.testing.assert_close(logits_of(target, output="hidden"), expected, rtol=1e-4, atol=1e-4)
+    assert len(calls) == 2, "one for each forward"
+    hook = target.model.model.layers[2].register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(logits_of(target, output="hidden"), expected, rtol=1e-4, atol=1e-4)
+    assert len(calls) == 2, "the owner's hook takes the module's inputs"
+    hook.remove()
 
 
 def test_new_weights_and_hooks_of_the_owner_are_followed(monkeypatch):

@@ -25,13 +25,14 @@ struct layer {
 struct forward {
     const struct layer *const *layers;
     float *const *pools; // the keys and the values of each layer
+    float *const *outs;  // the output of each layer, which may be one for several
     const float *x, *cos, *sin, *mask; // `[B, M, D]`, `[B or 1, M, width]`, `[B or 1, 1, M, S]` or NULL
-    float *out, *buffer, *sums; // `sums [B, M]` of keys and values that are not finite, or NULL
+    float *buffer, *sums; // `sums [B, M]` of keys and values that are not finite, or NULL
     const int64_t *slots; // of the cache, for each token
     size_t depth, rows, nodes, window, capacity, rope_row, mask_row, mask_node; // distances in numbers
     int threads;
-    const struct layer *layer; // the one that is computed, and its keys and values
-    float *keys, *values;
+    const struct layer *layer; // the one that is computed, its keys and values, and its output
+    float *keys, *values, *out;
 };
 
 INLINE vec choose(ints condition, vec yes, vec no) { return (vec)((condition & (ints)yes) | (~condition & (ints)no)); }
@@ -262,7 +263,7 @@ static void compute_share(void *forward) {
     struct forward f = *(const struct forward *)forward;
     const size_t count = f.threads > 1 ? omp_get_num_threads() : 1, index = f.threads > 1 ? omp_get_thread_num() : 0;
     for (size_t i = 0; i < f.depth; i++, f.x = f.out) {
-        f.layer = f.layers[i], f.keys = f.pools[2 * i], f.values = f.pools[2 * i + 1];
+        f.layer = f.layers[i], f.keys = f.pools[2 * i], f.values = f.pools[2 * i + 1], f.out = f.outs[i];
         compute_layer(&f, index, count);
     }
 }

@@ -68,13 +68,13 @@ class Layer(ctypes.Structure):
 
 
 class Forward(ctypes.Structure):
-    """A call of layers: `struct forward` of the kernel, which sets the last three fields."""
+    """A call of layers: `struct forward` of the kernel, which sets the last four fields."""
 
     _fields_ = _fields(
-        c_void_p="layers pools x cos sin mask out buffer sums slots",
+        c_void_p="layers pools outs x cos sin mask buffer sums slots",
         c_size_t="depth rows nodes window capacity rope_row mask_row mask_node",
         c_int="threads",
-    ) + _fields(c_void_p="layer keys values")
+    ) + _fields(c_void_p="layer keys values out")
 
 
 def _is_wide(x: Tensor | None) -> bool:
