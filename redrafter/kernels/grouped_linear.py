@@ -84,7 +84,7 @@ def is_fast(device: torch.device | str) -> bool:
     device = torch.device(device)
     if device.type == "cpu":
         return grouped_product.find_kernel() is not None
-    return device.type == "cuda" and kernels.TRITON and kernels.cuda.grouped_product.is_available()
+    return device.type == "cuda" and kernels.TRITON and kernels.cuda.grouped_product.is_available(device)
 
 
 if kernels.TRITON:
@@ -93,7 +93,7 @@ if kernels.TRITON:
     def _(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | None, bias: Tensor | None) -> Tensor:
         flat, few = x.reshape(-1, x.shape[-1]), kernels.cuda.grouped_product
         weight = GroupedWeight(codes, scale, minimum)
-        if (len(flat) <= few.MAX_FEW_TOKENS or _IN_ONE_ORDER.get()) and few.is_available():
+        if (len(flat) <= few.MAX_FEW_TOKENS or _IN_ONE_ORDER.get()) and few.is_available(x.device):
             out = few.multiply(flat, weight, bias)
         else:
             wide = kernels.widen_groups.widen_grouped(weight, x.dtype)

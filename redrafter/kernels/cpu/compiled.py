@@ -29,10 +29,8 @@ def load_library(source: Path) -> ctypes.CDLL | None:
         compiler = shlex.split(os.environ.get("CC") or next(filter(shutil.which, COMPILERS), ""))
         if not compiler:
             raise FileNotFoundError(f"there is none of {', '.join(COMPILERS)}")
-        texts = [
-            file.read_text(encoding="utf-8") for file in sorted(source.parent.glob("*.c"))
-        ]  # it may include others
-        decides = [texts, compiler, FLAGS, _cpu()]
+        files = sorted(source.parent.glob("*.c"))  # as it may include others
+        decides = [[file.read_text(encoding="utf-8") for file in files], compiler, FLAGS, _cpu()]
         kept = home() / "kernels" / f"{source.stem}-{KeptResults.digest(decides)[:32]}.so"
         if is_whole(read_kept(kept)):
             with suppress(OSError):  # of another machine

@@ -37,9 +37,10 @@ class WeightTiling(NamedTuple):
     splits: int
 
 
-def is_available() -> bool:
-    """Return whether the current GPU can run the kernel."""
-    return compiler() is not None and torch.cuda.get_device_capability() >= (8, 0)
+@functools.cache
+def is_available(device: torch.device) -> bool:
+    """Return whether a GPU can run the kernel."""
+    return compiler() is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 class _Arguments(ctypes.Structure):
@@ -100,7 +101,7 @@ def multiply(
         x: Inputs, `[T, D]`.
         weight: Weight, `[F, D]`.
         bias: `[F]`; None for none.
-        tiling: WeightTiling of the product; None for one that suits its size.
+        tiling: Tiling of the product; None for one that suits its size.
     """
     (tokens, inner), (features, _), device = x.shape, weight.shape, x.device
     most = MAX_TOKENS if x.element_size() == 2 else MAX_TOKENS // 2
