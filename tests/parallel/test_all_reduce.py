@@ -69,7 +69,7 @@ def test_sums_that_differ_from_the_process_group_are_refused(called, monkeypatch
 
 
 class Launched:
-    """An event that stands for one after kernels that wait: it is done once something has arrived in the inboxes."""
+    """Replaces an event after kernels that wait: it is done once something has arrived in the inboxes."""
 
     memory = torch.empty(0)
 

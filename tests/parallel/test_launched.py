@@ -1,4 +1,4 @@
-"""What launchers set in the environment, and what is said where it is wrong."""
+"""A launcher's variables are read, and wrong ones are refused in one line that names them."""
 
 import pytest
 

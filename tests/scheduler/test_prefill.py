@@ -61,13 +61,19 @@ def test_steps_of_many_rows_have_finer_buffers_and_none_of_slow_products(rows):
         assert rows <= 16 or not any(tokens in SLOW_TOKENS for tokens in sums)
 
 
-def test_a_step_of_many_rows_reads_more_while_many_prompts_wait(monkeypatch):
+def stepping_rows(monkeypatch, *, context, blocks):
+    """Return an engine, its scheduler, 20 rows that take steps, and a list of the prompt tokens and size of each."""
     read = noted(monkeypatch, Prefiller, "choose_mixed", lambda step, *_: (sum(n for _, n in step.chunks), step.tokens))
-    engine = with_tree(tiny_model("llama", max_position_embeddings=256), tiny_drafter(), 2, 3)
-    served = scheduler(engine, blocks=1200, max_batch_size=48)
+    engine = with_tree(tiny_model("llama", max_position_embeddings=context), tiny_drafter(), 2, 3)
+    served = scheduler(engine, blocks=blocks, max_batch_size=48)
     running = [make_sequence([1 + row, 5], 60, GREEDY) for row in range(20)]
     until_stepping(served, *running)
     read.clear()
+    return engine, served, running, read
+
+
+def test_a_step_of_many_rows_reads_more_while_many_prompts_wait(monkeypatch):
+    engine, served, running, read = stepping_rows(monkeypatch, context=256, blocks=1200)
     late = [make_sequence(prompt(100, 3 * number), 5, GREEDY) for number in range(20)]
     served.submit(*late)
     run(served, [])
@@ -103,12 +109,7 @@ def test_no_step_of_many_rows_that_reads_prompts_has_slow_products(drafts):
 
 
 def test_a_large_batch_reads_a_prompt_at_once_into_the_smallest_buffers_that_hold_it(monkeypatch):
-    read = noted(monkeypatch, Prefiller, "choose_mixed", lambda step, *_: (sum(n for _, n in step.chunks), step.tokens))
-    engine = with_tree(tiny_model("llama", max_position_embeddings=1024), tiny_drafter(), 2, 3)
-    served = scheduler(engine, blocks=600, max_batch_size=48)
-    running = [make_sequence([1 + row, 5], 60, GREEDY) for row in range(20)]
-    until_stepping(served, *running)
-    read.clear()
+    engine, served, running, read = stepping_rows(monkeypatch, context=1024, blocks=600)
     late = []
     for length in (9, 158, 190, 9, 300):
         late.append(make_sequence(prompt(length, length), 5, GREEDY))
