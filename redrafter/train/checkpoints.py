@@ -1,15 +1,13 @@
 """Save and load checkpoints of a training run, from which `--resume` continues as if the run had never stopped.
 
-    OUTPUT.checkpoints/step-0000200/    a drafter that loads, and optimizer.pt, random.pt, trainer.json
+    OUTPUT.checkpoints/step-0000200/    a drafter that loads, optimizer.pt and trainer.json
     OUTPUT.checkpoints/best/            the drafter with the best validation, and trainer.json
 
 A checkpoint appears only once it is complete. trainer.json records the settings that a resumed run must share.
 """
 
 import json
-import random
 import shutil
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -112,12 +110,11 @@ class Checkpoint:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is no checkpoint of a training: {first_line(error)}; delete it") from error
 
-    def load_optimizer(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Load the states of the optimizer and of every process's random generators, as given to `Checkpoints.save`."""
+    def load_optimizer(self) -> dict[str, Any]:
+        """Load the state of the optimizer, as given to `Checkpoints.save`."""
         try:
-            files = (self.path / "optimizer.pt", self.path / "random.pt")
-            optimizer, random_states = (torch.load(file, map_location="cpu", weights_only=True) for file in files)
-            return optimizer, random_states
+            optimizer: dict[str, Any] = torch.load(self.path / "optimizer.pt", map_location="cpu", weights_only=True)
+            return optimizer
         except Exception as error:  # unpickling raises many types
             raise CheckpointError(f"{self.path} cannot be read: {first_line(error)}; delete it") from error
 
@@ -166,18 +163,12 @@ class Checkpoints:
         self.identity.check(checkpoint.identity, checkpoint.path)
         return checkpoint
 
-    def save(
-        self, drafter: DrafterModel, state: TrainingState, optimizer: dict[str, Any], random_states: list[Any]
-    ) -> None:
-        """Write a checkpoint and remove old ones. Raises the errors of `write_folder`.
-
-        `Checkpoint.load_optimizer` restores the states of the optimizer and of all processes' random generators.
-        """
+    def save(self, drafter: DrafterModel, state: TrainingState, optimizer: dict[str, Any]) -> None:
+        """Write a checkpoint, with the state of the optimizer, and remove old ones. Raises as `write_folder` does."""
 
         def fill(folder: Path) -> None:
             self._fill(folder, drafter, state)
             torch.save(optimizer, folder / "optimizer.pt")
-            torch.save(random_states, folder / "random.pt")
 
         # Remove old checkpoints only once the new one is complete.
         write_folder(self.folder / f"step-{state.step:07}", fill)
@@ -224,28 +215,3 @@ def check_same_start(accelerator: Accelerator, checkpoints: Checkpoints, resumed
                 f"checkpoints in {checkpoints.folder}: process 0 finds {first} to resume from, and process {process} "
                 f"{other}; copy the checkpoints of process 0 to every machine"
             )
-
-
-def gather_random_states(accelerator: Accelerator) -> list[Any]:
-    """Gather the states of all processes' random generators. Collective: call it on every rank."""
-    version, numbers, gauss = random.getstate()
-    state = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state()}
-    if accelerator.device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(accelerator.device)
-    return list(gather_object([state]))
-
-
-def restore_random_state(accelerator: Accelerator, states: Sequence[dict[str, Any]]) -> None:
-    """Restore this process's random generators from the states that `gather_random_states` returned.
-
-    With another number of processes the states are ignored: only a caller's own batches draw from the generators.
-    """
-    # With another number of processes no saved state belongs to a process, so all start with new ones.
-    if states and len(states) != accelerator.num_processes:
-        return
-    state = states[accelerator.process_index]
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    torch.set_rng_state(state["torch"])
-    if accelerator.device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], accelerator.device)

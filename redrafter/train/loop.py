@@ -23,7 +23,7 @@ from redrafter.drafting.low_rank import LowRankDrafter
 from redrafter.drafting.text_drafters import TrainableDrafter
 from redrafter.errors import CheckpointError, first_line
 from redrafter.model.teacher import Teacher
-from redrafter.train.checkpoints import Checkpoint, Checkpoints, gather_random_states, restore_random_state
+from redrafter.train.checkpoints import Checkpoint, Checkpoints
 from redrafter.train.config import TrainConfig
 from redrafter.train.loss import Unroll, total_weight
 from redrafter.train.optimizer import make_optimizer
@@ -286,14 +286,13 @@ class Trainer:
         with self.clock.paused():
             accelerator, scaler = self.accelerator, self.accelerator.scaler
             # Collectives first, on every process; only the main process writes below.
-            random_states = gather_random_states(accelerator)
             self.merge()
             if accelerator.is_main_process:
                 state = self.optimizer.state_dict()
                 optimizer = {"optimizer": state, "scaler": None if scaler is None else scaler.state_dict()}
                 if self.low_rank is not None:
                     optimizer["low_rank"] = self.low_rank.state_dict()
-                self.checkpoints.save(self.drafter, self.clock.state, optimizer, random_states)
+                self.checkpoints.save(self.drafter, self.clock.state, optimizer)
             accelerator.wait_for_everyone()
 
     def _note_time(self) -> None:
@@ -301,15 +300,14 @@ class Trainer:
         state.seconds, state.tokens = self.clock.seconds, self.tokens_before + self.meter.tokens
 
     def _load(self, resumed: Checkpoint) -> None:
-        """Restore the optimizer and random generators. Raises `CheckpointError` for another training's state."""
-        saved, random_states = resumed.load_optimizer()
+        """Restore the optimizer. Raises `CheckpointError` for another training's state."""
+        saved = resumed.load_optimizer()
         try:
             if self.low_rank is not None:
                 self.low_rank.load_state_dict(saved["low_rank"])
             self.optimizer.load_state_dict(saved["optimizer"])
             if self.accelerator.scaler is not None and saved["scaler"] is not None:
                 self.accelerator.scaler.load_state_dict(saved["scaler"])
-            restore_random_state(self.accelerator, random_states)
         # torch raises many types for states of other shapes or versions.
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise CheckpointError(f"{resumed.path} is of another training: {first_line(error)}; delete it") from error
