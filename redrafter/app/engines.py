@@ -1,9 +1,8 @@
 """Choose a drafting method from command-line options, and load its engine."""
 
-import ast
 import importlib
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.prompt_lookup import PromptLookup
 from redrafter.engine.redrafter import ReDrafter
-from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.errors import ArgumentError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
 from redrafter.measure.record import UNDRAFTED
 from redrafter.model.target import Target
@@ -31,7 +30,6 @@ from redrafter.parallel.launched import launched_processes, process_rank
 DRAFTER, RECYCLED, DRAFT_MODEL, PROMPT_LOOKUP = "drafter", "recycled tokens", "draft model", "prompt lookup"
 # Modules of the compiler of models, and of the processes in which it compiles kernels.
 COMPILER, COMPILER_PROCESSES = "torch._inductor.compile_fx", "torch._inductor.async_compile"
-_SET_BY_CONFIG = ("draft_len", "draft_device", "acceptance")  # by --draft-target-model-config, like the device
 
 
 def choose_method(options: LoadOptions, draft: DraftOptions, speculate: bool = True) -> str:
@@ -72,70 +70,6 @@ def check_method_options(options: LoadOptions, draft: DraftOptions, methods: set
                     if (by := method.chosen_by)
                 )
                 raise ArgumentError(f"{flag(item.name)} is for {chosen}: leave it out")
-
-
-def apply_draft_target_config(options: LoadOptions, draft: DraftOptions) -> tuple[LoadOptions, DraftOptions]:
-    """Return both options with the fields that `--draft-target-model-config` sets."""
-    text = draft.draft_target_model_config
-    if text is None:
-        return options, draft
-    if draft.draft_model is None:
-        raise ArgumentError("--draft-target-model-config is for --draft-model: give that too")
-    values = vars(draft) | {"device": options.device}
-    for name in ("device", *_SET_BY_CONFIG):
-        if values[name] is not None:
-            raise ArgumentError(f"--draft-target-model-config says what {flag(name)} says: leave one out")
-    draft_len, draft_device, device, rejection_sampling = parse_draft_target_config(text)
-    acceptance = "rejection" if rejection_sampling else "match"
-    draft = replace(draft, draft_len=draft_len, draft_device=draft_device, acceptance=acceptance)
-    return replace(options, device=device), replace(draft, draft_target_model_config=None)
-
-
-def parse_draft_target_config(text: str) -> tuple[int, str | None, str | None, bool]:
-    """Parse the value of `--draft-target-model-config`, a list such as "[4,[0],[1],False]".
-
-    Under torchrun the target is split over one device per process, and every process loads the whole draft model, so
-    the draft model may be listed on any of these devices.
-
-    Returns:
-        Draft length, device of the draft model, device of the target, and whether to use rejection sampling. Devices
-        are None under torchrun, which assigns one to each process.
-    """
-    try:
-        # Also accept the spelling of booleans in JSON.
-        value: Any = ast.literal_eval(text.replace("true", "True").replace("false", "False"))
-        draft_len, *devices, rejection_sampling = value
-        are_lists = len(devices) == 2 and all(isinstance(indices, list) and indices for indices in devices)
-        if not are_lists or type(draft_len) is not int or not isinstance(rejection_sampling, bool):
-            raise ValueError
-        if not all(type(index) is int and index >= 0 for indices in devices for index in indices):
-            raise ValueError
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        raise ArgumentError(
-            '--draft-target-model-config must look like "[4,[0],[1],False]": draft length, devices of the draft model, '
-            f"devices of the target, acceptance by odds; got {text!r}"
-        ) from None
-    # torchrun assigns the devices itself, so the lists can only be checked.
-    processes = launched_processes()
-    drafts_on, target_on = devices
-    if processes > 1:
-        if target_on != list(range(processes)) or not set(drafts_on) <= set(target_on):
-            raise ArgumentError(
-                f"torchrun has started {processes} processes, which share the target: --draft-target-model-config must "
-                f"have its devices as {list(range(processes))}, and the draft model's among these; got {text!r}"
-            )
-        return draft_len, None, None, rejection_sampling
-    if len(target_on) > 1:
-        raise UnsupportedError(
-            f"--draft-target-model-config puts the target on {len(target_on)} devices, which is tensor parallelism: "
-            f"add --tensor-parallel-size {len(target_on)}, or give one device"
-        )
-    if len(drafts_on) > 1:
-        raise UnsupportedError(
-            f"--draft-target-model-config puts the draft model on {len(drafts_on)} devices and the target on one, but "
-            "a draft model is never split: give one device"
-        )
-    return draft_len, f"cuda:{devices[0][0]}", f"cuda:{devices[1][0]}", rejection_sampling
 
 
 def drafting_model_name(method: str, model: str, options: LoadOptions, draft: DraftOptions) -> str | None:

@@ -9,12 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.app.engines import (
-    apply_draft_target_config,
-    choose_method,
-    drafting_model_name,
-    load_engine,
-)
+from redrafter.app.engines import choose_method, drafting_model_name, load_engine
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.app.program import print_message
 from redrafter.app.templates import load_chat_tokenizer
@@ -52,7 +47,6 @@ def check_options(options: LoadOptions, draft: DraftOptions) -> tuple[str, LoadO
     Returns:
         Directory or hub id of the model, the load options with a device, and the draft options.
     """
-    options, draft = apply_draft_target_config(options, draft)
     shared, default = launched_processes() > 1, "cuda" if torch.cuda.is_available() else "cpu"
     for flag, device in (("device", options.device), ("draft-device", draft.draft_device)):
         if shared and device is not None:

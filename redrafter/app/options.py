@@ -129,13 +129,6 @@ class DraftOptions:
     )
     adaptive: bool = option(False, "draft fewer tokens when few were accepted lately or the draft model is unsure")
     draft_device: str | None = option(None, "device of the draft model (default: the model's)")
-    draft_target_model_config: str | None = option(
-        None,
-        'as in TensorRT-LLM: "[4,[0],[1],False]" is the draft length, the device of the draft model, the device of the '
-        "model, and whether to accept by rejection sampling; in place of --draft-len, --draft-device, --device and "
-        "--acceptance",
-        metavar="LIST",
-    )
 
 
 class PromptCut(TypedDict):

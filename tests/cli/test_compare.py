@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 from helpers.command_line import CONTEXT, TEXT, byte_tokenizer, fails, measured
 from helpers.models import tiny_model
 from helpers.tokenizers import TEXTS, byte_level, sentencepiece_like
-from redrafter.app import engines
 from redrafter.cli import main
 from redrafter.cli import measure as measure_module
 from redrafter.measure.differences import first_difference, tolerance
@@ -139,12 +138,8 @@ def test_prompts_that_are_too_long_are_left_out_and_counted_and_outputs_need_not
     assert "same texts" not in table
 
 
-@pytest.mark.parametrize("in_one", [False, True])
-def test_rejection_promises_a_distribution_and_no_tokens(compare, runs, monkeypatch, in_one):
+def test_rejection_promises_a_distribution_and_no_tokens(compare, runs):
     args = ("--acceptance", "rejection")
-    if in_one:
-        monkeypatch.setattr(engines, "parse_draft_target_config", lambda text: (4, "cpu", "cpu", True))
-        args = ("--draft-target-model-config", "[4,[0],[0],True]")
     assert [way["same"] for way in compare(*args, "--temperature", "1")[1]["ways"]] == [None, 5, None, 5]
     assert runs.texts("draft model") != runs.texts("undrafted")
     assert [way["same"] for way in compare(*args)[1]["ways"]] == [None, 5, 5, 5]

@@ -1,7 +1,6 @@
-"""Flags of draft models and of prompt lookup in `generate`, and the config that stands for four of them."""
+"""Flags of draft models and of prompt lookup in `generate`."""
 
 import json
-import re
 
 import pytest
 
@@ -9,15 +8,10 @@ from helpers.command_line import (
     TEXT,
     fails,
 )
-from redrafter import ArgumentError
-from redrafter.app.engines import apply_draft_target_config
-from redrafter.app.options import DraftOptions, LoadOptions
 
 ADAPTIVE = {"num_beams": 1, "draft_len": 4, "nodes": 5}
 SMALL = ADAPTIVE | {"draft_from_text": 16}
 SAMPLED = ("--temperature", "1", "--seed", "3")
-ONE = "--draft-target-model-config [4,[0],[0],False]"  # which stands for four flags
-FOUR = ("--draft-len=3", "--device=cpu", "--draft-device=cpu", "--acceptance=match")
 
 
 @pytest.mark.parametrize("sampling", [(), SAMPLED])
@@ -71,10 +65,6 @@ def test_greedy_rejection_is_plain_decoding_too(folder, generate, expected):
         ("--draft-model {drafter}", "{drafter} is a drafter, not a model"),
         ("--draft-model {foreign}", "use one of the same family, with the same tokenizer"),
         ("--draft-model {small} --num-beams 2 --acceptance rejection", "acceptance='match'"),
-        *((f"--draft-model {{small}} {ONE} {flag}", f"says what {flag.split('=')[0]} says") for flag in FOUR),
-        (ONE, "is for --draft-model"),
-        ("--draft-model {small} --draft-target-model-config [4,[0,1],[0],False]", "a draft model is never split"),
-        ("--draft-model {small} --draft-target-model-config [4,[0],[0,1,2],False]", "add --tensor-parallel-size 3"),
     ],
 )
 def test_flags_for_another_way_to_draft_are_refused_by_name(folder, capsys, flags, says):
@@ -85,57 +75,3 @@ def test_flags_for_another_way_to_draft_are_refused_by_name(folder, capsys, flag
 
 def test_more_words_to_look_up_than_there_are(folder, generate, expected):
     assert generate("ja", "--prompt-lookup", "--ngram", "500")[0] == expected("ja") + "\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "draft_device", "device", "acceptance"),
-    [
-        ("[4,[0],[1],False]", "cuda:0", "cuda:1", "match"),
-        ("[4, [0], [1], true]", "cuda:0", "cuda:1", "rejection"),
-        (" [4,[10],[0],false]", "cuda:10", "cuda:0", "match"),
-        ("[4,[0],[0],True]", "cuda:0", "cuda:0", "rejection"),
-    ],
-)
-def test_the_config_in_one_stands_for_four_flags(text, draft_device, device, acceptance):
-    draft = DraftOptions(draft_model="d", adaptive=True, draft_target_model_config=text)
-    four = DraftOptions("d", draft_len=4, acceptance=acceptance, adaptive=True, draft_device=draft_device)
-    assert apply_draft_target_config(LoadOptions(num_beams=2), draft) == (LoadOptions(num_beams=2, device=device), four)
-    assert apply_draft_target_config(LoadOptions(device="cpu"), four) == (LoadOptions(device="cpu"), four)
-
-
-MALFORMED = (
-    "4 [4] [4,[0],[1]] [4,[0],[1],False,0] [4,0,1,False] [4,[],[1],False] [4,[-1],[1],False] [4,[0],[True],False] "
-    "[True,[0],[1],False] ['4',[0],[1],False] [4.0,[0],[1],False] [4,[0],[1],0] [4,[0],[1],None] [4,[0],['1'],False] "
-    "[4,[0],[1],False [2+2,[0],[1],False] [4,{0},[1],False] [4,[0],{5:1},False] __import__('os') None"
-)
-
-
-def one_in_four(text: str) -> tuple[LoadOptions, DraftOptions]:
-    return apply_draft_target_config(LoadOptions(), DraftOptions("d", draft_target_model_config=text))
-
-
-def test_a_malformed_config_is_told_what_one_looks_like(folder, capsys):
-    says = '--draft-target-model-config must look like "[4,[0],[1],False]": draft length'
-    for text in ("", "[" * 1000, "[" * 1000 + "]" * 1000, "[4,[0],[1],False]\0", "4" * 5000, *MALFORMED.split()):
-        with pytest.raises(ArgumentError, match=re.escape(says)):
-            one_in_four(text)
-    assert says in fails(capsys, "generate", "--draft-model", "d", "--draft-target-model-config", "4", "ja")
-
-
-@pytest.fixture
-def two_processes(monkeypatch):
-    """Let commands believe that torchrun has started two processes."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-
-
-@pytest.mark.parametrize("text", ["[4,[0],[0,1],False]", "[4,[0,1],[0,1],False]"])
-def test_processes_share_the_target_and_have_a_draft_model_each(two_processes, text):
-    options, draft = one_in_four(text)
-    assert (options.device, draft.draft_device, draft.draft_len) == (None, None, 4)
-
-
-@pytest.mark.parametrize("text", ["[4,[0],[1],False]", "[4,[2],[0,1],False]", "[4,[0],[0,1,2],False]"])
-def test_processes_must_be_those_of_the_target(two_processes, text):
-    with pytest.raises(ArgumentError, match="must have its devices as"):
-        one_in_four(text)

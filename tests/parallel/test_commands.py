@@ -92,14 +92,7 @@ def test_signals_end_all_ranks_that_a_command_started(folder, sent, to_rank, cod
 
 @pytest.mark.parametrize("file", [[], ["--file", "/dev/stdin"]])
 def test_a_draft_model_and_a_prompt_from_stdin(folder, file):
-    words = [
-        "--draft-model",
-        folder / "small",
-        "--draft-target-model-config",
-        "[4,[0],[0,1],False]",
-        "--compare",
-        *file,
-    ]
+    words = ["--draft-model", folder / "small", "--compare", *file]
     document = json.loads(run(2, "generate", "--json", "--model", folder / "base", *words, stdin="Zürich").stdout)
     assert document["prompts"] == ["Zürich"]
     assert document["compare"][1]["same"] == 1
