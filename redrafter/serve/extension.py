@@ -1,11 +1,11 @@
-"""The interface of extensions: packages that add routes, flags and changes of the engine to the server.
+"""The interface of extensions: packages that add routes and flags to the server.
 
 An extension is a module with an `EXTENSION`, an instance of a subclass of `Extension`. The server finds extensions in
 the package `redrafter.extensions`, and through entry points `redrafter.extensions` of other packages; it imports none
 by name.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from fastapi.responses import Response
     from starlette.routing import BaseRoute
 
-    from redrafter.engine.engine import Engine
-    from redrafter.scheduler.engine_change import EngineChange
     from redrafter.serve.engine_process.start import LoadEngine
     from redrafter.serve.network.api_keys import ApiKeys
     from redrafter.serve.protocol.requests import ApiError
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
 WRITING_PATHS = ("/v1/chat/completions", "/v1/completions")  # of OpenAI's protocol; extensions add their own
 GROUP = "redrafter.extensions"  # the package that is searched, and the entry points of others
 Respond = Callable[..., "Awaitable[Response]"]  # `respond` of `redrafter.serve.routes.app`
-MakeChange = Callable[["Engine", str | None], "EngineChange"]  # of the engine and a path on its machine
 Launch = Callable[["LoadEngine", "ApiKeys", "ApiKeys"], None]  # arguments: what to load, clients' keys, operators' keys
 
 
@@ -49,7 +46,6 @@ class Extension:
         options: Dataclass whose fields are flags of `redrafter serve`, for `launcher`.
         options_title: Their heading in `--help`.
         protocol_path: Path prefix whose errors `format_error` formats; None for OpenAI's format.
-        error_event: Event name of an error within a stream at these paths; None for an unnamed event.
         writing_paths: Paths of generation requests, which have a `seed`.
         key_header: Header in which its clients send their key, in addition to `Authorization`; None for no other.
         cors_headers: Other headers of its clients, which pages of `--allowed-origins` may send.
@@ -58,7 +54,6 @@ class Extension:
     options: type = NoOptions
     options_title = ""
     protocol_path: str | None = None
-    error_event: str | None = None
     writing_paths: tuple[str, ...] = ()
     key_header: str | None = None
     cors_headers: tuple[str, ...] = ()
@@ -77,13 +72,6 @@ class Extension:
     def format_error(self, error: "ApiError") -> tuple[int, dict[str, Any]]:
         """Return the status and the body of an error at `protocol_path`."""
         raise NotImplementedError
-
-    def changes(self) -> Mapping[str, MakeChange]:
-        """Return factories of engine changes by kind, for `EngineClient.change_engine`.
-
-        The engine's process calls this. A factory validates the change; the engine applies it between two steps.
-        """
-        return {}
 
 
 @cache
@@ -115,12 +103,6 @@ def writing_paths() -> tuple[str, ...]:
 def key_headers() -> tuple[str, ...]:
     """Return the headers in which extensions' clients send their key, in addition to `Authorization`."""
     return tuple(extension.key_header for extension in extensions() if extension.key_header is not None)
-
-
-def make_change(kind: str, engine: "Engine", path: str | None) -> "EngineChange":
-    """Create a change of the engine of a kind that an extension registers."""
-    makers = {name: make for extension in extensions() for name, make in extension.changes().items()}
-    return makers[kind](engine, path)
 
 
 def protocol_at(path: str) -> Extension | None:

@@ -17,14 +17,13 @@ from helpers.scheduling import make_sequence, scheduler
 from helpers.serving import Program
 from redrafter import ArgumentError
 from redrafter.errors import ends_device
-from redrafter.extensions.rollouts.changes import CHANGES
 from redrafter.scheduler.captured_step import LaunchedStep
 from redrafter.scheduler.prefill import Prefiller
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.serve.engine_process import worker as worker_module
 from redrafter.serve.engine_process.client import Stopped
 from redrafter.serve.engine_process.messages import EngineError
-from redrafter.serve.engine_process.worker import MAX_FAILED_ROUNDS
+from redrafter.serve.engine_process.worker import CHANGES, MAX_FAILED_ROUNDS
 
 SECRET = "CUDA error: {}, at 0x7f00"
 LASTING = (

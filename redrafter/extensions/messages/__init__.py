@@ -17,7 +17,6 @@ class MessagesExtension(Extension):
     """Adds `/v1/messages` and `/v1/messages/count_tokens`, with errors in Anthropic's format."""
 
     protocol_path = MESSAGES_PATH
-    error_event = "error"
     writing_paths = (MESSAGES_PATH,)
     key_header = "X-Api-Key"
     cors_headers = ("Anthropic-Version", "Anthropic-Beta")

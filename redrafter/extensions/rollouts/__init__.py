@@ -1,9 +1,9 @@
 """Change a running engine for rollouts: sleep, new weights, another drafter."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from redrafter.serve.extension import Extension, MakeChange, Respond
+from redrafter.serve.extension import Extension, Respond
 
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
@@ -19,12 +19,6 @@ class RolloutsExtension(Extension):
         from redrafter.extensions.rollouts.routes import rollout_routes
 
         return rollout_routes(server)
-
-    def changes(self) -> Mapping[str, MakeChange]:
-        """Return the factories of the changes that the routes request."""
-        from redrafter.extensions.rollouts.changes import CHANGES
-
-        return CHANGES
 
 
 EXTENSION = RolloutsExtension()

@@ -16,7 +16,7 @@ from typing import NoReturn, TypeAlias
 import psutil
 
 from redrafter.checkpoints.adapters import read_adapter
-from redrafter.engine.changes import ChangeDrafter
+from redrafter.engine.changes import ChangeDrafter, Sleep, UpdateWeights, Wake
 from redrafter.engine.engine import Engine
 from redrafter.errors import ReDrafterError, ends_device, first_line
 from redrafter.grammar.grammar import Grammar
@@ -30,11 +30,18 @@ from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
 from redrafter.serve.engine_process.engine import ServedEngine
 from redrafter.serve.engine_process.messages import Cancel, ChangeEngine, EngineError, EngineLoad, Submit, Written
 from redrafter.serve.engine_process.start import LoadEngine
-from redrafter.serve.extension import make_change
 
 _LOG = logging.getLogger(__name__)
 # Called with the error of a change, or None and the names of tensors that it has written with NaN or infinite values
 Done: TypeAlias = Callable[[ReDrafterError | None, Sequence[str]], object]
+# What makes the changes that operators ask for, of the engine and a path or None.
+CHANGES: dict[str, Callable[[Engine, str | None], EngineChange]] = {
+    "sleep": lambda engine, _: Sleep(engine),
+    "wake": lambda engine, _: Wake(engine),
+    "update_weights": lambda engine, path: UpdateWeights(engine, path or ""),
+    "update_weights_not_finite": lambda engine, path: UpdateWeights(engine, path or "", allow_not_finite=True),
+    "change_drafter": ChangeDrafter,
+}
 MAX_FAILED_ROUNDS = 8  # in a row without a token written: the cause then affects every round
 STOP_SECONDS = 10.0  # time limit of `stop` for the current round
 IDLE_SECONDS = 5.0  # interval of messages to idle ranks, well below their timeout
@@ -155,7 +162,7 @@ class Worker:
         """
         engine = self.scheduler.engine
         assert isinstance(engine, Engine), "what is served is an engine"
-        self._changes.append((make_change(kind, engine, path), done))
+        self._changes.append((CHANGES[kind](engine, path), done))
         self._work.set()
 
     def cancel(self, numbers: Iterable[int]) -> None:

@@ -25,10 +25,10 @@ from redrafter.app.options import LoadOptions
 from redrafter.drafting.drafter_types import open_drafter_model
 from redrafter.drafting.proposer import UndraftedProposer
 from redrafter.errors import ArgumentError
-from redrafter.extensions.rollouts.changes import CHANGES
 from redrafter.model.target import Target
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.engine import ServedEngine
+from redrafter.serve.engine_process.worker import CHANGES
 from redrafter.serve.network.api_keys import OPERATOR_KEY_VARIABLE, ApiKeys, collect_operator_keys
 from redrafter.serve.routes.app import server_app
 from redrafter.serve.server import load_server
