@@ -7,7 +7,7 @@ stored as heads of one layer, and to the block itself. A subclass defines what e
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +15,9 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from redrafter.cache.kv_cache import KVCache
-from redrafter.drafting.anchor_attention import SeenRanges, can_fuse
 from redrafter.drafting.decoder_parts import Sines, rope_of
 from redrafter.drafting.dflash_config import DFlashConfig
-from redrafter.drafting.dflash_layers import (
-    BlockLayer,
-    BlockPlace,
-    FusedContext,
-    GivenContext,
-    LayerContext,
-    PagedContext,
-    ReadLayer,
-)
+from redrafter.drafting.dflash_layers import BlockLayer, CopiedContext, PagedContext, ReadLayer, seen_by_blocks
 from redrafter.drafting.drafter_model import compile_once, drafter_layer, mark_dynamic
 from redrafter.drafting.paged_entries import PagedEntries, reads_pages
 from redrafter.drafting.proposer import SearchProposer, State
@@ -37,18 +28,10 @@ from redrafter.model.layer_compiler import LayerCompiler
 from redrafter.model.target import Target
 from redrafter.model.varlen_forward import COMPILE_OPTIONS, CUTS
 
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
-# Attention scores of a layer, and positions on a CPU, that a training computes at once. A GPU needs large parts, since
-# each launches some hundred kernels; the memory holds all layers of one part.
-SCORES_AT_ONCE = 1 << 27
-POSITIONS_ON_CPU = 4096
-SCORE_BYTES = 11  # of each score: itself and its weight in float32, a mask, and a weight in the dtype of values
-FUSED_ON = ("cuda",)  # where a training fuses its attention: on a CPU FlexAttention has no gradients
-
-Masks: TypeAlias = "dict[tuple[int | None, bool], BlockMask]"
-"""The masks of a part, by window of the layers and whether their positions see later ones of a block."""
+# Positions of blocks that a training computes at once. A GPU needs large parts, as each launches some hundred kernels;
+# the memory holds all layers of one part.
+POSITIONS_AT_ONCE = 8192
+MASK_BYTES = 5  # of a position and an entry that it may see: a mask, and its copy in float32
 
 
 class BlockContext(NamedTuple):
@@ -95,6 +78,11 @@ class BlockDrafter(TrainableDrafter):
                 "holds"
             )
 
+    def seen_in(self, layer: int, committed: Tensor, there: Tensor, position: Tensor) -> Tensor:
+        """Return which entries the positions of blocks attend to in a layer; see `seen_by_blocks`."""
+        attention = self.stack[layer].self_attn
+        return seen_by_blocks(committed, there, position, attention.window, sees_later=attention.sees_later)
+
     def fuse_hidden(self, hidden: Tensor) -> Tensor:
         """Fuse what the drafter reads of the target's hidden states `[..., F]`, `[..., D]`."""
         raise NotImplementedError
@@ -126,9 +114,12 @@ class BlockDrafter(TrainableDrafter):
         keys, values = self.remember(self.fuse_hidden(hidden), position.expand_as(tokens))  # [B, T, L H, d]
 
         def at(row: Tensor, length: Tensor) -> BlockContext:
-            def read_layer(layer: int) -> LayerContext:
+            committed = position < length[:, None, None]  # [A, 1, T]
+
+            def read_layer(layer: int, own: Tensor) -> CopiedContext:
                 part = slice(layer * heads, (layer + 1) * heads)
-                return LayerContext(keys[row, :, part], values[row, :, part], position.expand(len(row), -1))
+                seen = self.seen_in(layer, committed, position[None], own[:, None])
+                return CopiedContext(keys[row, :, part], values[row, :, part], seen)
 
             return BlockContext(length, read_layer)
 
@@ -156,29 +147,24 @@ class BlockDrafter(TrainableDrafter):
         GPU, so that of all of them only the hidden states are kept.
         """
         tokens, (rows, length) = texts.tokens, texts.tokens.shape
-        index, device = torch.arange(length, device=tokens.device), tokens.device
-        sines = Sines.at(index, *rope_of(self.config, device))
+        index = torch.arange(length, device=tokens.device)
+        sines = Sines.at(index, *rope_of(self.config, index.device))
         keys, values = self.remember(fused, sines)  # [B, T, L H, d]
         starts = self._find_starts(texts)
         # Blocks are filled at the same columns of all rows. Finding those with an anchor would make the host wait for a
         # GPU, where most columns have one.
         every = tokens.is_cuda or not len(texts.anchors)
         columns = index if every else (texts.anchors % length).unique()  # [P]
-        parts: list[tuple[Tensor, Masks | None]] = []
-        if device.type in FUSED_ON:
-            parts = self._split_fused(columns, starts, values.dtype)
-        if not parts:
-            together = self._positions_at_once(length) if tokens.is_cuda else POSITIONS_ON_CPU
-            parts = [(part, None) for part in _split_evenly(columns, together // (rows * self.config.block_size))]
         filled = []
-        for part, masks in parts:
-            arguments = texts, fused, keys, values, starts, part, masks
+        parts = _split_evenly(columns, self._blocks_at_once(rows, length))
+        for part in parts:
+            arguments = texts, fused, keys, values, starts, part
             if tokens.is_cuda:
                 filled.append(checkpoint(self._fill_columns, *arguments, use_reentrant=False))
             else:
                 filled.append(self._fill_columns(*arguments))
         # Columns that fill the last part follow the others and repeat the last one: the first of equal ones is read.
-        columns = torch.cat([part for part, _ in parts])
+        columns = torch.cat(parts)
         place = texts.anchors // length * len(columns) + torch.searchsorted(columns, texts.anchors % length)
         return torch.cat(filled, dim=1).flatten(0, 1).index_select(0, place)
 
@@ -191,51 +177,14 @@ class BlockDrafter(TrainableDrafter):
             starts = torch.where(opens, index, starts).cummax(dim=1).values
         return starts
 
-    def _split_fused(self, columns: Tensor, starts: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, "Masks | None"]]:
-        """Split columns `[P]` into parts whose attention is fused, with their masks; an empty list if it cannot be.
-
-        `starts` is what `_find_starts` returned, `[B, T]`, and `dtype` that of the values.
-        """
-        config, (rows, length) = self.config, starts.shape
-        # Fused attention stores no scores, so that their share of the memory holds further positions.
-        spared = SCORE_BYTES * SCORES_AT_ONCE // self._position_bytes
-        together = (self._positions_at_once(length) + spared) // (rows * config.block_size)
-        kinds = {(layer.self_attn.window, layer.self_attn.sees_later) for layer in self.stack}
-        parts: list[tuple[Tensor, Masks | None]] = []
-        for part in _split_evenly(columns, together):
-            seen = starts[:, part]
-            masks = {
-                (window, later): SeenRanges.of_blocks(
-                    part, seen, length, config.block_size, window, sees_later=later
-                ).mask()
-                for window, later in kinds
-            }
-            heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-            if not parts and not all(can_fuse(mask, *heads, dtype) for mask in masks.values()):
-                return []
-            parts.append((part, masks))
-        return parts
-
-    def _positions_at_once(self, length: int) -> int:
-        """Return how many positions of blocks a GPU fills at once with scores in memory, in sequences of a length."""
-        return SCORES_AT_ONCE // (self.config.num_attention_heads * (length + self.config.block_size))
-
-    @property
-    def _position_bytes(self) -> int:
-        """Return about how many bytes a layer keeps of a position for the gradients, without scores."""
-        config = self.config
-        attended = config.num_attention_heads * config.head_dim
-        return 4 * (10 * config.hidden_size + 4 * config.intermediate_size + 4 * attended)
+    def _blocks_at_once(self, rows: int, length: int) -> int:
+        """Return how many blocks of each row of a length are filled at once."""
+        # The products with positions of other blocks are in vain, so a row's blocks are no longer than its text.
+        size = self.config.block_size
+        return max(min(POSITIONS_AT_ONCE // (rows * size), length // size), 1)
 
     def _fill_columns(
-        self,
-        texts: GivenTexts,
-        fused: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        starts: Tensor,
-        columns: Tensor,
-        masks: "Masks | None",
+        self, texts: GivenTexts, fused: Tensor, keys: Tensor, values: Tensor, starts: Tensor, columns: Tensor
     ) -> Tensor:
         """Fill blocks whose anchors are at columns `[c]` int64 of each text, and return their states, `[B, c, Q, D]`.
 
@@ -246,23 +195,17 @@ class BlockDrafter(TrainableDrafter):
             values: Values likewise.
             starts: What `_find_starts` returned, `[B, T]`.
             columns: Columns of the anchors.
-            masks: Masks of the layers, where attention is fused; None to compute scores.
         """
         assert texts.table is not None
         (rows, length), heads = texts.tokens.shape, self.config.num_key_value_heads
-        committed: Tensor | None = None
-        if masks is None:
-            index = torch.arange(length, device=columns.device)
-            committed = (index <= columns[:, None]) & (index >= starts[:, columns, None])  # [B, c, T]
+        index = torch.arange(length, device=columns.device)
+        committed = (index <= columns[:, None]) & (index >= starts[:, columns, None])  # [B, c, T]
         pending = texts.tokens[:, (columns + 1).clamp(max=length - 1)]  # [B, c]
 
-        def read_layer(layer: int) -> GivenContext | FusedContext:
+        def read_layer(layer: int, position: Tensor) -> CopiedContext:
             part = slice(layer * heads, (layer + 1) * heads)
-            if masks is None:
-                assert committed is not None
-                return GivenContext(keys[:, :, part], values[:, :, part], committed)
-            attention = self.stack[layer].self_attn
-            return FusedContext(keys[:, :, part], values[:, :, part], masks[attention.window, attention.sees_later])
+            seen = self.seen_in(layer, committed, index[None], position.unflatten(0, (rows, -1)))
+            return CopiedContext(keys[:, :, part], values[:, :, part], seen)
 
         x = self.open_block(pending.flatten()[:, None], fused[:, columns].flatten(0, 1), texts.table)
         return self.fill(x, (columns + 1).repeat(rows), read_layer).unflatten(0, (rows, -1))
@@ -272,12 +215,13 @@ class BlockDrafter(TrainableDrafter):
         config, layers, count = self.config, self.config.num_layers, self.config.block_size
         stored = 2 * layers * config.num_key_value_heads * config.head_dim  # keys and values of a token
         kept = 4 * (2 * stored + (count + 3 * steps) * config.hidden_size)
-        together = min(max(self._positions_at_once(length), rows * count), rows * length * count)
-        # With fused attention, the memory of the scores holds further positions.
-        scores = SCORE_BYTES * layers * together * config.num_attention_heads * (length + count)
+        own = count * self._blocks_at_once(rows, length)  # positions of a row that are filled at once
+        attended = config.num_attention_heads * config.head_dim
+        position = 4 * (10 * config.hidden_size + 4 * config.intermediate_size + 4 * attended)  # without masks
+        copies = config.num_attention_heads // config.num_key_value_heads
         return {
-            "the drafter's states": rows * length * kept + together * layers * self._position_bytes,
-            "its attention to the texts": scores,
+            "the drafter's states": rows * (length * kept + own * layers * position),
+            "its attention to the texts": MASK_BYTES * rows * layers * copies * own * (length + own),
         }
 
     def fill(self, x: Tensor, length: Tensor, read: ReadLayer, rope: tuple[Tensor, float] | None = None) -> Tensor:
@@ -286,13 +230,13 @@ class BlockDrafter(TrainableDrafter):
         Args:
             x: What `open_block` returned, `[B, Q, D]`.
             length: Committed tokens of each row, `[B]` int64.
-            read: Returns what the layer of a number attends to before the block.
+            read: Returns what the layer of a number attends to.
             rope: What `rope_of` returns, which a compiled caller looks up before; None to look it up here.
         """
         position = length[:, None] + torch.arange(x.shape[1], device=x.device)
-        place = BlockPlace(position, Sines.at(position, *(rope or rope_of(self.config, length.device))))
+        sines = Sines.at(position, *(rope or rope_of(self.config, length.device)))
         for number, layer in enumerate(self.stack):
-            x = layer(x, place, read(number))
+            x = layer(x, sines, read(number, position))
         hidden: Tensor = self.norm(x)
         return hidden
 
@@ -354,15 +298,17 @@ class BlockProposer(SearchProposer[BlockContext]):
             drafter, table, pending, hidden, length, layers, rope_of(drafter.config, length.device), self.positions
         )
 
-    def read_layer(self, cache: KVCache, length: Tensor, layer: int) -> LayerContext:
-        """Return the entries that a layer attends to, of rows with `length` `[B]` int64 committed tokens."""
+    def read_layer(self, cache: KVCache, length: Tensor, layer: int, position: Tensor) -> CopiedContext:
+        """Return what a layer attends to, of rows with `length` `[B]` int64 committed tokens; see `ReadLayer`."""
         window, heads = self.drafter.stack[layer].self_attn.window, self.drafter.config.num_key_value_heads
         size = cache.window if window is None else min(window, cache.window)
-        position = torch.arange(size, device=length.device).expand(len(length), -1)
+        there = torch.arange(size, device=length.device).expand(len(length), -1)
         if size < cache.window:
-            position = position + (length - size)[:, None]
+            there = there + (length - size)[:, None]
+        committed = ((there >= 0) & (there < length[:, None]))[:, None]
         part = slice(layer * heads, (layer + 1) * heads)
-        return LayerContext(*cache.read_drafter_layer(position.clamp(min=0), part), position)
+        entries = cache.read_drafter_layer(there.clamp(min=0), part)
+        return CopiedContext(*entries, self.drafter.seen_in(layer, committed, there, position[:, None]))
 
 
 def _fill_paged(
@@ -385,7 +331,7 @@ def _fill_paged(
         if later in sees_later
     }
 
-    def read_entries(number: int) -> PagedContext:
+    def read_entries(number: int, _: Tensor) -> PagedContext:
         return PagedContext(layers[number], by_direction[sees_later[number]])
 
     return drafter.fill(drafter.open_block(pending, hidden, table)[:, :size], length, read_entries, rope)

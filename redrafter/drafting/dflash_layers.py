@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from einops import rearrange
@@ -10,57 +10,26 @@ from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from redrafter.drafting.anchor_attention import attend_ranges
 from redrafter.drafting.context_attention import BACKENDS
 from redrafter.drafting.decoder_parts import AttentionProducts, GatedMLP, RMSNorm, Sines
 from redrafter.drafting.dflash_config import DFlashConfig
 from redrafter.drafting.paged_entries import PagedEntries
 from redrafter.kernels.attention_inputs import TokenRows
 
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
-
-class LayerContext(NamedTuple):
-    """Entries of the text that one layer attends to, in B rows.
+class CopiedContext(NamedTuple):
+    """Copies of the entries that one layer attends to in B rows, each of which has c blocks.
 
     Attributes:
-        keys: Keys of S committed tokens, `[B, S, H, d]`.
+        keys: Keys of S entries, `[B, S, H, d]`.
         values: Their values, `[B, S, H, d]`.
-        position: Their positions, `[B, S]` int64; those that a row does not have are below 0, or not below its length.
+        seen: Which of them, and then of the c Q positions of the row's blocks, each of these positions attends to,
+            `[B, c Q, S + c Q]` bool, from `seen_by_blocks`.
     """
 
     keys: Tensor
     values: Tensor
-    position: Tensor
-
-
-class GivenContext(NamedTuple):
-    """Entries of whole sequences, which blocks at c positions of each attend to at once.
-
-    Attributes:
-        keys: Keys of the T tokens of B sequences, `[B, T, H, d]`.
-        values: Their values, `[B, T, H, d]`.
-        committed: Which tokens are committed before each block, `[B, c, T]` bool.
-    """
-
-    keys: Tensor
-    values: Tensor
-    committed: Tensor
-
-
-class FusedContext(NamedTuple):
-    """Entries of whole sequences, which blocks at c positions of each attend to at once in one kernel.
-
-    Attributes:
-        keys: Keys of the T tokens of B sequences, `[B, T, H, d]`.
-        values: Their values, `[B, T, H, d]`.
-        mask: The tokens and positions of blocks that each position sees, from `SeenRanges`.
-    """
-
-    keys: Tensor
-    values: Tensor
-    mask: "BlockMask"
+    seen: Tensor
 
 
 class PagedContext(NamedTuple):
@@ -75,9 +44,33 @@ class PagedContext(NamedTuple):
     rows: TokenRows
 
 
-AnyContext: TypeAlias = LayerContext | GivenContext | FusedContext | PagedContext
-ReadLayer: TypeAlias = Callable[[int], AnyContext]
-"""Returns what the layer of a number attends to before the block."""
+ReadLayer: TypeAlias = Callable[[int, Tensor], CopiedContext | PagedContext]
+"""Returns what the layer of a number attends to, given the positions of blocks, `[B c, Q]` int64."""
+
+
+def seen_by_blocks(
+    committed: Tensor, there: Tensor, position: Tensor, window: int | None, *, sees_later: bool
+) -> Tensor:
+    """Return which entries the positions of blocks attend to, `CopiedContext.seen`.
+
+    Args:
+        committed: Which of the S entries of a row are committed before each of its c blocks, `[B, c, S]` bool.
+        there: Positions of these entries, `[B, S]` int64.
+        position: Positions of the blocks, `[B, c, Q]` int64.
+        window: Positions that each position sees, its own included; None for all.
+        sees_later: Whether positions see later ones of their block.
+    """
+    (rows, blocks, size), device = position.shape, position.device
+    text = committed[:, :, None].expand(-1, -1, size, -1)  # [B, c, Q, S]
+    own = torch.ones(size, size, dtype=torch.bool, device=device)
+    if window is not None:
+        text = text & (there[:, None, None] > position[..., None] - window)
+        own = own.triu(1 - window)
+    if not sees_later:
+        own = own.tril()
+    same = torch.eye(blocks, dtype=torch.bool, device=device)[:, None, :, None]
+    own = (same & own[:, None]).reshape(blocks * size, -1)  # no block sees another
+    return torch.cat([text.flatten(1, 2), own.expand(rows, -1, -1)], dim=2)
 
 
 class BlockAttention(AttentionProducts):
@@ -92,87 +85,24 @@ class BlockAttention(AttentionProducts):
         """Return keys and values of tokens with hidden states `[..., D]` at positions `[...]`, `[..., H, d]` each."""
         return self.finish_key(self.by_head(self.k_proj(hidden)), position), self.by_head(self.v_proj(hidden))
 
-    def forward(self, x: Tensor, place: "BlockPlace", context: AnyContext) -> Tensor:
-        """Attend from blocks `[B, Q, D]` at a place to what is before them, and to the blocks themselves."""
-        query = self.finish_query(self.by_head(self.q_proj(x)), place.sines)  # [B, Q, h, d]
-        new = self.remember(x, place.sines)
+    def forward(self, x: Tensor, sines: Sines, context: CopiedContext | PagedContext) -> Tensor:
+        """Attend from blocks `[B c, Q, D]`, whose positions have these sines, to a context and to the blocks."""
+        query = self.finish_query(self.by_head(self.q_proj(x)), sines)  # [B c, Q, h, d]
+        new = self.remember(x, sines)
         if isinstance(context, PagedContext):
             attended = context.entries.attend(query, *new, context.rows, window=self.window or 0)
             return self.o_proj(attended.flatten(2))
-        if isinstance(context, GivenContext):
-            return self.o_proj(self._attend_together(query, new, place, context))
-        if isinstance(context, FusedContext):
-            rows = context.keys.shape[0]
-            by_row = (rearrange(part, "(b c) q h d -> b (c q) h d", b=rows) for part in (query, *new))
-            queries, keys, values = by_row
-            keys, values = (torch.cat(pair, dim=1) for pair in zip(context[:2], (keys, values), strict=True))
-            attended = attend_ranges(queries, keys, values, context.mask)
-            return self.o_proj(rearrange(attended, "b (c q) h d -> (b c) q (h d)", q=x.shape[1]))
-        return self.o_proj(self._attend_densely(query, new, place, context))
-
-    def _attend_densely(
-        self, query: Tensor, new: tuple[Tensor, Tensor], place: "BlockPlace", context: LayerContext
-    ) -> Tensor:
-        """Attend over copies of the committed tokens' entries, and return the attended values, `[B, Q, h d]`."""
-        position, count = place.position, query.shape[1]
-        query = query.unflatten(2, (context.keys.shape[2], -1))  # [B, Q, H, g, d]
+        rows, heads = len(context.keys), new[0].shape[2]
+        own = (rearrange(part, "(b c) q h d -> b (c q) h d", b=rows) for part in new)
         key, value = (
-            torch.cat(pair, dim=1).transpose(1, 2) for pair in zip(context[:2], new, strict=True)
-        )  # [B, H, S + Q, d]
-        seen = (context.position >= 0) & (context.position < position[:, :1])
-        there = torch.cat([context.position, position], dim=1)[:, None]  # [B, 1, S + Q]
-        seen = pad(seen, (0, count), value=True)[:, None].expand(-1, count, -1)  # [B, Q, S + Q]
-        if self.window is not None:
-            seen = seen & (there > position[:, :, None] - self.window)
-        if not self.sees_later:
-            seen = seen & (there <= position[:, :, None])
-        copies = query.shape[3]
+            rearrange(torch.cat(pair, dim=1), "b s h d -> b h s d") for pair in zip(context[:2], own, strict=True)
+        )
+        query = rearrange(query, "(b c) q (h g) d -> b h (g c q) d", b=rows, h=heads)
+        seen = context.seen.repeat(1, query.shape[2] // context.seen.shape[1], 1)[:, None]
         with sdpa_kernel(BACKENDS):
-            read = scaled_dot_product_attention(
-                query.permute(0, 2, 3, 1, 4).flatten(2, 3), key, value, attn_mask=seen.repeat(1, copies, 1)[:, None]
-            )  # [B, H, g Q, d]
-        return read.unflatten(2, (copies, -1)).permute(0, 3, 1, 2, 4).flatten(2)
-
-    def _attend_together(
-        self, query: Tensor, new: tuple[Tensor, Tensor], place: "BlockPlace", context: GivenContext
-    ) -> Tensor:
-        """Attend from c blocks of each sequence, as B c rows, and return the attended values, `[B c, Q, h d]`.
-
-        The blocks of a sequence share the products with its entries, which are not copied for each of them.
-        """
-        (rows, blocks, length), count = context.committed.shape, query.shape[1]
-        query = rearrange(query, "(b c) q (h g) d -> b h c (q g) d", b=rows, h=new[0].shape[2])
-        own_key, own_value = (rearrange(x, "(b c) q h d -> b h c q d", b=rows) for x in new)
-        key, value = (rearrange(x, "b t h d -> b h t d") for x in context[:2])
-        copies, scaled = query.shape[3] // count, query * query.shape[-1] ** -0.5
-        scores = torch.cat(
-            [torch.unflatten(scaled.flatten(2, 3) @ key.mT, 2, (blocks, -1)), scaled @ own_key.mT], dim=-1
-        )  # [B, H, c, Q g, T + Q]
-        index, step = torch.arange(length, device=query.device), torch.arange(count, device=query.device)
-        seen = context.committed[:, :, None].expand(-1, -1, count, -1)  # [B, c, Q, T]
-        own = torch.ones(count, count, dtype=torch.bool, device=query.device)
-        if self.window is not None:
-            seen = seen & (index > place.position.view(rows, blocks, count, 1) - self.window)
-            own = own & (step > step[:, None] - self.window)
-        if not self.sees_later:
-            own = own.tril()
-        hidden = ~torch.cat([seen, own.expand(rows, blocks, -1, -1)], dim=-1).repeat_interleave(copies, dim=2)
-        weights = scores.masked_fill(hidden[:, None], -torch.inf).softmax(dim=-1).to(value.dtype)
-        of_text, of_own = weights.split([length, count], dim=-1)
-        read = torch.unflatten(of_text.flatten(2, 3) @ value, 2, (blocks, -1)) + of_own @ own_value
-        return rearrange(read, "b h c (q g) d -> (b c) q (h g d)", g=copies)
-
-
-class BlockPlace(NamedTuple):
-    """The positions of a block in each row.
-
-    Attributes:
-        position: `[B, Q]` int64, the first of which is the number of committed tokens.
-        sines: Those of the positions.
-    """
-
-    position: Tensor
-    sines: Sines
+            read = scaled_dot_product_attention(query.to(value.dtype), key.to(value.dtype), value, attn_mask=seen)
+        blocks, size = len(x) // rows, x.shape[1]
+        return self.o_proj(rearrange(read, "b h (g c q) d -> (b c) q (h g d)", c=blocks, q=size))
 
 
 class Convolution(nn.Module):
@@ -218,9 +148,9 @@ class BlockLayer(nn.Module):
         self.attention_conv = Convolution(config) if convolved else None
         self.mlp_conv = Convolution(config) if convolved else None
 
-    def forward(self, x: Tensor, place: BlockPlace, context: AnyContext) -> Tensor:
+    def forward(self, x: Tensor, sines: Sines, context: CopiedContext | PagedContext) -> Tensor:
         """Apply the layer; the arguments are those of its attention."""
-        attend = partial(self.self_attn, place=place, context=context)
+        attend = partial(self.self_attn, sines=sines, context=context)
         for norm, sublayer, convolution in (
             (self.input_layernorm, attend, self.attention_conv),
             (self.post_attention_layernorm, self.mlp, self.mlp_conv),

@@ -3,13 +3,14 @@
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
 from helpers.conversion import config, convert, refused, weights
 from helpers.dflash import BLOCK, DFLASH_FORMS, published_dir, random_block_drafter
 from helpers.eagle import target_outputs
 from helpers.models import HIDDEN, VOCAB, tiny_model
 from redrafter import DFlashDrafter
-from redrafter.drafting.dflash_layers import LayerContext
+from redrafter.drafting.dflash_layers import CopiedContext
 
 KINDS = {  # which formats can hold a form
     "DFlash": ("zlab", "speculators"),
@@ -131,9 +132,10 @@ def test_a_drafter_of_transformers_computes_what_its_own_class_computes(kinds, t
         last = torch.zeros(1, 40, HIDDEN)
         keys, values = found.remember(found.fuse_hidden(torch.cat([last, features[None]], dim=-1)), place)
 
-        def read(layer: int) -> LayerContext:
+        def read(layer: int, position: Tensor) -> CopiedContext:
             part = slice(layer * heads, (layer + 1) * heads)
-            return LayerContext(keys[:, :, part], values[:, :, part], place)
+            seen = found.seen_in(layer, torch.ones(1, 1, 40, dtype=torch.bool), place, position[:, None])
+            return CopiedContext(keys[:, :, part], values[:, :, part], seen)
 
         opened = found.open_block(text[None, -1:], features[None, -1], model.get_input_embeddings())
         hidden = found.fill(opened, torch.tensor([40]), read)

@@ -92,7 +92,7 @@ def test_rows_of_different_anchors_and_parts_give_the_sum_of_their_losses(model,
     whole = loss_of(drafter, model, tokens, mask)
     alone = sum(loss_of(drafter, model, tokens[row, None], mask[row, None]) for row in range(2))
     assert_close_by_scale(whole, alone, 1e-5)
-    monkeypatch.setattr("redrafter.drafting.block_drafter.POSITIONS_ON_CPU", 3 * 2 * BLOCK)
+    monkeypatch.setattr("redrafter.drafting.block_drafter.POSITIONS_AT_ONCE", 3 * 2 * BLOCK)
     assert_close_by_scale(loss_of(drafter, model, tokens, mask), whole, 1e-5)
     assert not loss_of(drafter, model, tokens, torch.zeros_like(mask))
 
@@ -122,7 +122,7 @@ def test_a_drafter_with_a_bound_of_its_logits_is_refused_by_name(tmp_path, capsy
 @pytest.mark.parametrize("form", ["speculators'", "recurrent after the anchor", "DFlash2"])
 def test_a_gpu_learns_the_same_without_waiting(form, model):
     """There all positions are anchors, in parts that are computed again for the gradients."""
-    drafter, results = random_block_drafter(**TRAINED[form], head_dim=16), []  # as small as FlexAttention's
+    drafter, results = random_block_drafter(**TRAINED[form], head_dim=16), []
     tokens = torch.cat([known_text(drafter), known_text(drafter, seed=1)])
     mask = torch.ones(2, LENGTH, dtype=torch.bool)
     mask[0, :6], mask[1, 9:] = False, False
