@@ -34,8 +34,7 @@ def _halves(blocks: Tensor, at: int) -> Tensor:
 
 
 def _q4_0(blocks: Tensor) -> GroupedWeight:
-    scale = _halves(blocks, 0)
-    return GroupedWeight(blocks[..., 2:].flatten(1), scale, narrowest(-8 * scale.float()))
+    return GroupedWeight(blocks[..., 2:].flatten(1), _halves(blocks, 0))
 
 
 def _q4_1(blocks: Tensor) -> GroupedWeight:

@@ -72,6 +72,8 @@ class PackedWeight:
         kept: Tensor | None = minimum
         if self.bits == 4 and exact and size % BLOCK == 0:
             codes = pack_codes(codes)
+            if offset is None and bool((zero == MIDDLE[4]).all()):
+                kept = None
         elif self.bits == 4:  # as 8 bits, which have space for the difference of two codes
             codes, kept = codes.to(torch.int8) - zero.to(torch.int8).repeat_interleave(size, dim=1), offset
         elif not zero.any():

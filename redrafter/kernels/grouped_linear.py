@@ -39,7 +39,7 @@ def grouped_linear(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | No
         x: Inputs, `[..., D]`.
         codes: Codes of the weight, as in `GroupedWeight`.
         scale: Scale of each group, `[F, G]`.
-        minimum: Minimum of each group, `[F, G]`; None for zeros.
+        minimum: Minimum of each group, `[F, G]`; None as in `GroupedWeight`.
         bias: Bias, `[F]`; None for none.
     """
     return widened_linear(x, codes, scale, minimum, bias)

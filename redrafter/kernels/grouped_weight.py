@@ -2,7 +2,8 @@
 
 This is the one form in which weights of 4 and 8 bits are computed, whatever file they come from: GGUF, AWQ, GPTQ,
 compressed-tensors, torchao, or an ordinary weight that was quantised at loading. A weight is `code * scale + minimum`
-in float32, with the numbers of the file, so that its values are those that the file's own library computes.
+in float32, with the numbers of the file, so that its values are those that the file's own library computes. Symmetric
+formats have no minima, and their codes of 4 bits are those of the numbers from -8 to 7, plus 8.
 
 Codes of 4 bits are stored two in a byte. In each block of 32 input features, byte j has the code of feature j in its
 low four bits and that of feature j + 16 in its high ones, as GGUF's Q4_0 and Q4_1 have.
@@ -15,6 +16,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+ZERO_CODE = 8  # of 4 bits, in a weight without minima
 BLOCK = 32  # input features whose codes of 4 bits are in 16 bytes
 HALF = BLOCK // 2
 
@@ -27,7 +29,8 @@ class GroupedWeight:
         codes: Two codes from 0 to 15 per byte, `[F, D / 2]` uint8, or codes from -128 to 127, `[F, D]` int8.
         scale: Scale of each group, `[F, D / G]` float16 or float32. G is a multiple of 32 for codes of 4 bits, and of
             16 for codes of 8.
-        minimum: What is added in each group, in the shape of `scale`, float16 or float32; None for zeros.
+        minimum: What is added in each group, in the shape of `scale`, float16 or float32; None for zeros with codes of
+            8 bits, and for `-ZERO_CODE * scale` with codes of 4.
     """
 
     codes: Tensor
@@ -66,7 +69,10 @@ class GroupedWeight:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight, `[F, D]`: computed in float32, then rounded to `dtype`."""
         codes = unpack_codes(self.codes) if self.bits == 4 else self.codes
-        wide = codes.unflatten(1, (-1, self.group)).float().mul_(self.scale.float()[:, :, None])
+        wide = codes.unflatten(1, (-1, self.group)).float()
+        if self.minimum is None and self.bits == 4:
+            wide -= ZERO_CODE
+        wide *= self.scale.float()[:, :, None]
         if self.minimum is not None:
             wide += self.minimum.float()[:, :, None]
         return wide.flatten(1).to(dtype)

@@ -5,9 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redrafter.kernels.grouped_weight import HALF, GroupedWeight
+from redrafter.kernels.grouped_weight import HALF, ZERO_CODE, GroupedWeight
 
 BYTES = tl.constexpr(HALF)  # of a block of codes of 4 bits
+ZERO = tl.constexpr(ZERO_CODE)
 
 
 @triton.jit
@@ -25,6 +26,8 @@ def _widen_kernel(
     scale = tl.load(SCALE + at, j < row, 0.0).to(tl.float32)
     for half in tl.static_range(IN_BYTE):
         number = codes.to(tl.float32) if BITS == 8 else (codes >> 4 if half else codes & 15).to(tl.float32)
+        if BITS == 4 and not HAS_MINIMUM:
+            number -= ZERO
         number *= scale
         if HAS_MINIMUM:
             number += tl.load(MINIMUM + at, j < row, 0.0).to(tl.float32)

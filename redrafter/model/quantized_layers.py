@@ -43,7 +43,7 @@ class QuantizedLinear(nn.Linear):
     Attributes:
         weight: The numbers, `[F, ...]`, a parameter without gradient.
         weight_scale: Their scales, `[F]` or `[F, groups]`.
-        weight_minimum: What is added in each group, in the shape of the scales; None for zeros.
+        weight_minimum: What is added in each group, in the shape of the scales; None for those of `GroupedWeight`.
         requantizes: Whether a new weight may be quantised as this one was. It may not where a file has the numbers, as
             other code has made them.
     """
@@ -145,7 +145,7 @@ class GroupedLinear(QuantizedLinear):
     Attributes:
         weight: Its codes, `[F, D / 2]` uint8 or `[F, D]` int8.
         weight_scale: Its scales, `[F, groups]` float16 or float32.
-        weight_minimum: Its minima, likewise; None for zeros.
+        weight_minimum: Its minima, likewise; None for none.
     """
 
     def __init__(self, layer: nn.Linear, weight: GroupedWeight, *, requantizes: bool = False):

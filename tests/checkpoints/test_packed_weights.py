@@ -53,10 +53,12 @@ def test_grouped_weights_are_what_awq_and_gptq_compute(entries, less, bits, grou
     assert all(x.stride() == (x.shape[1], 1) for x in (grouped.codes, grouped.scale, grouped.minimum))
 
 
-def test_symmetric_weights_have_minima_in_16_bits_or_none():
-    four, eight = (read(GPTQ | {"bits": bits}, as_gptq(numbers(bits, 32, symmetric=True), 1)) for bits in (4, 8))
-    assert four.grouped().minimum.dtype == four.grouped().scale.dtype == torch.float16
-    assert eight.grouped().minimum is None
+@pytest.mark.parametrize("bits", [4, 8])
+def test_symmetric_weights_have_no_minima(bits):
+    weight = numbers(bits, 32, symmetric=True)
+    grouped = read(GPTQ | {"bits": bits}, as_gptq(weight, 1)).grouped()
+    assert (grouped.bits, grouped.minimum, grouped.scale.dtype) == (bits, None, torch.float16)
+    assert torch.equal(grouped.dequantize(torch.float16), exact(weight))
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -25,13 +25,13 @@ FORMS = {
     "4 bits": (4, 40, 1024, 32, torch.float16, torch.float16),
     "4 bits of float32": (4, 300, 512, 64, torch.float32, torch.float32),
     "4 bits, large groups": (4, 40, 1024, 256, torch.float16, torch.float16),
-    "4 bits, part of a tile": (4, 40, 544, 32, torch.float16, torch.float16),
+    "4 bits without minima, part of a tile": (4, 40, 544, 32, torch.float16, None),
     "4 bits, a group of no power of two": (4, 40, 192, 96, torch.float16, torch.float16),
     "8 bits": (8, 40, 512, 16, torch.float16, None),
     "8 bits, two blocks in a group": (8, 40, 512, 32, torch.float16, torch.float16),
     "8 bits, a group per row": (8, 40, 208, 208, torch.float16, torch.float32),
 }
-ON_CPU = ("4 bits", "4 bits, part of a tile")  # the others take a compilation of seconds each
+ON_CPU = ("4 bits", "4 bits without minima, part of a tile")  # the others take a compilation of seconds each
 each_form = pytest.mark.parametrize(
     ("bits", "features", "inner", "group", "scale", "minimum"),
     [
@@ -143,3 +143,12 @@ def test_a_product_is_one_operator_of_a_compiled_and_captured_forward():
         x.copy_(tokens)
         graph.replay()
         assert torch.equal(out, expected)
+
+
+def test_each_gpu_is_asked_whether_it_runs_the_kernel(monkeypatch):
+    monkeypatch.setattr(grouped_product, "compiler", object)
+    monkeypatch.setattr(grouped_product, "_capability", ((9, 0), (7, 5)).__getitem__)
+    for current in (0, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
+        found = [grouped_product.is_available(torch.device(name)) for name in ("cuda:0", "cuda:1", "cuda")]
+        assert found == [True, False, current == 0]

@@ -21,6 +21,8 @@ def test_a_weight_is_its_code_times_the_scale_of_its_group_plus_the_minimum():
     assert (weight.bits, weight.shape, weight.group) == (4, (4, 128), 64)
     expected = rearrange(codes.float(), "f (g n) -> f g n", g=2) * scale[:, :, None] + minimum[:, :, None]
     assert torch.equal(weight.dequantize(), expected.flatten(1))
+    centred = GroupedWeight(pack_codes(codes), scale).dequantize()  # codes of 4 bits without minima mean -8 to 7
+    assert torch.equal(centred[:, :64], (codes[:, :64] - 8) * scale[:, :1])
     eight = GroupedWeight(codes.to(torch.int8), scale)
     assert (eight.bits, eight.shape, eight.group) == (8, (4, 128), 64)
     assert torch.equal(eight.dequantize(torch.bfloat16)[:, 64:], (codes[:, 64:] * scale[:, 1:]).bfloat16())

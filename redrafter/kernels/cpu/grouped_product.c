@@ -117,8 +117,9 @@ INLINE void store_totals(const vec *sum, const float *bias, float *out) {
 }
 
 INLINE void read_scale(int bits, int has_minimum, const struct rows *w, size_t r, size_t g, vec *scale, vec *minimum) {
-    *minimum = (has_minimum ? w->minimum[r * GROUPS + g] : 0) - (vec){0};
-    *scale = w->scale[r * GROUPS + g] - (vec){0};
+    const float by = w->scale[r * GROUPS + g];
+    *minimum = (has_minimum ? w->minimum[r * GROUPS + g] : bits == 4 ? -8 * by : 0) - (vec){0};
+    *scale = by - (vec){0};
 #if defined(WITH_AVX512)
     if (bits == 4)
         *scale = (vec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * *scale + *minimum;

@@ -2,7 +2,8 @@
 //
 // Codes are small integers, which are exact in 16 bits. So a warp multiplies them as they are with the inputs, in
 // float32, and multiplies each block's sum with the block's scale: the weight itself is never rounded. Minima are
-// multiplied with the sums of the inputs of a group, by one more product on tensor cores.
+// multiplied with the sums of the inputs of a group, by one more product on tensor cores. Without them, 8 is subtracted
+// from codes of 4 bits, in the instruction that widens them.
 //
 // A program has WARPS x 32 output features, whose codes it copies tile by tile to shared memory, one after another.
 // It starts to copy them before the previous kernel is done, which they do not depend on. Several programs share the
@@ -121,6 +122,7 @@ __device__ char shared_blocks[SHARED_BYTES / 16];  // its size is read by the ho
 
 constexpr u32 ONES = X == 1 ? 0x3C003C00 : 0x3F803F80;
 constexpr u32 MAGIC = X == 1 ? 0x64006400 : 0x43004300;  // 1024 or 128, whose last bits are a code's
+constexpr u32 BACK = (X == 1 ? 0xE400E400 : 0xC300C300) + (MINIMUM < 0 ? 0x00080008 : 0);  // minus that, or 8 more
 
 // The inputs of one token in the two registers of a lane, in X_PARTS parts.
 struct Fragment { u32 low[X_PARTS], high[X_PARTS]; };
@@ -137,7 +139,7 @@ DEVICE void widen(u32 codes, u32 (&wide)[2 * UNITS_PER_BLOCK]) {
     for (int i = 0; i < 2 * UNITS_PER_BLOCK; i++) {
 #if BITS == 4
         u32 part = codes >> (i / 2 * 4 + i % 2 * 8);
-        wide[i] = fma_pair(and_or(part, 0x000F000F, MAGIC), ONES, X == 1 ? 0xE400E400 : 0xC300C300);
+        wide[i] = fma_pair(and_or(part, 0x000F000F, MAGIC), ONES, BACK);
 #elif X == 1
         wide[i] = fma_pair(and_or((codes ^ 0x80808080) >> (8 * i), 0x00FF00FF, MAGIC), ONES, 0xE480E480);
 #else

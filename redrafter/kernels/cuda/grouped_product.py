@@ -38,9 +38,15 @@ class WeightTiling(NamedTuple):
 
 
 @functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
 def is_available(device: torch.device) -> bool:
-    """Return whether a GPU can run the kernel."""
-    return compiler() is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+    """Return whether a GPU can run the kernel: the current one for a device without an index."""
+    if compiler() is None:
+        return False
+    return _capability(torch.cuda.current_device() if device.index is None else device.index) >= (8, 0)
 
 
 class _Arguments(ctypes.Structure):
