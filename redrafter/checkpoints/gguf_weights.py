@@ -128,7 +128,10 @@ def read_parts(tensor: Any, rows: "np.ndarray[Any, Any] | None" = None) -> Itera
     step = max(AT_ONCE // shape_of(tensor)[-1], 1)
     for start in range(0, len(data), step):
         part = data[start : start + step].copy() if rows is None else data[rows[start : start + step]]
-        yield read_blocks(torch.from_numpy(part).unflatten(1, (-1, size)))
+        weight = read_blocks(torch.from_numpy(part).unflatten(1, (-1, size)))
+        if not all(bool(x.isfinite().all()) for x in (weight.scale, weight.minimum) if x is not None):
+            raise ValueError(f"scales or minima of its tensor {tensor.name} are not all finite")
+        yield weight
 
 
 def dequantize(tensor: Any, dtype: torch.dtype = torch.float32, rows: "np.ndarray[Any, Any] | None" = None) -> Tensor:

@@ -153,6 +153,8 @@ def load_model(
             loaded: Any = auto_class(name, trust_remote_code, kwargs).from_pretrained(
                 source, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **gguf, **kwargs
             )
+        if weights is not None:
+            weights.group_layers(loaded[0])
     except Exception as error:
         raise _unknown_keyword_error(error, kwargs, caller) or load_error("model", name, error) from error
     model, info = loaded
@@ -162,7 +164,6 @@ def load_model(
             raise wrong_kind
         raise CheckpointError(f"{name} is not whole: missing {', '.join(sorted(info['missing_keys'])[:5])}")
     if weights is not None:
-        weights.group_layers(model)
         model.name_or_path = model.config.name_or_path = str(name)
         # A GGUF file has no generation config, and may have several end tokens.
         ends, config = weights.file.ends, model.config.get_text_config(decoder=True)

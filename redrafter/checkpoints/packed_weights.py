@@ -44,6 +44,8 @@ class PackedWeight:
             raise ValueError(f"its scales and codes of zero are not {len(self.codes)} by the number of its groups")
         if not self.scale.is_floating_point():
             raise ValueError(f"its scales are {self.scale.dtype}")
+        if not all(bool(x.isfinite().all()) for x in (self.scale, self.offset) if x is not None):
+            raise ValueError("its scales or offsets are not all finite")
         ids = self.group_of
         if ids is not None and (ids.shape != self.codes.shape[1:] or ids.min() < 0 or ids.max() >= shape[1]):
             raise ValueError(f"g_idx does not name one of its {shape[1]} groups for each input feature")

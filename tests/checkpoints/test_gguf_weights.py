@@ -19,6 +19,7 @@ from helpers.gguf_files import HALVES, random_blocks, write_gguf
 from redrafter.checkpoints import models
 from redrafter.checkpoints.gguf_weights import AT_ONCE, dequantize, join_rows, read_parts
 from redrafter.checkpoints.models import load_model
+from redrafter.errors import CheckpointError
 from redrafter.model.quantized_layers import GroupedLinear
 from redrafter.model.teacher import TeacherOutput
 
@@ -186,3 +187,14 @@ def test_info_says_in_what_each_format_is_computed(tmp_path):
         "dequantised; 5 tensors F32 (0.1% of the weights): as they are"
     )
     assert model["loaded_as"].startswith("float32 on a CPU, else bfloat16")
+
+
+@pytest.mark.parametrize("options", [{}, {"quantization_config": GgufConfig(dequantize=True)}])
+def test_a_file_with_scales_that_are_not_finite_is_refused_by_tensor(options, fast, tmp_path):
+    file = write(tmp_path, Format.Q4_0)
+    reader = gguf.GGUFReader(file, "r+")
+    tensor = next(each for each in reader.tensors if each.name == "blk.1.ffn_up.weight")
+    tensor.data[0, 1] = 0x7E  # the high byte of a scale
+    reader.data.flush()
+    with pytest.raises(CheckpointError, match=rf"{file}: scales or minima of its tensor blk.1.ffn_up.weight are not"):
+        load_model(file, **LOAD, **options)

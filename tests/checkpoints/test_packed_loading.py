@@ -143,6 +143,9 @@ FAULTS = {
     "its scales and codes of zero are not 128 by the number of its groups": lambda state: change(
         state, "scales", lambda x: x[:, 1:]
     ),
+    "its scales or offsets are not all finite": lambda state: change(
+        state, "scales", lambda x: x.index_fill(0, torch.tensor([1]), float("nan"))
+    ),
     "its codes are torch.float32": lambda state: change(state, "qweight", Tensor.float),
     "g_idx does not name one of its 2 groups": lambda state: change(state, "g_idx", lambda x: x - 1),
     "g_idx does not name one of its 2 groups for": lambda state: change(state, "g_idx", lambda x: x + 1),
