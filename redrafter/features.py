@@ -111,7 +111,6 @@ ADAPTERS = Feature(
     "merge the adapter into the model with PEFT's merge_and_unload()",
     {
         RECURRENT_STATES: "such layers are called with other tokens than the forward's",
-        TENSOR_PARALLELISM: "the products of an adapter are not split between processes",
         BATCH_INVARIANCE: "it computes one model for all rows, and an adapter differs by row",
     },
 )

@@ -284,7 +284,7 @@ class Changeable:
         """
         if not isinstance(name, str) or not name:
             raise ArgumentError(f"the name of an adapter must be a non-empty string, got {name!r}")
-        weights = path if isinstance(path, LoraWeights) else read_adapter(path)
+        weights = path if isinstance(path, LoraWeights) else self.target.ranks.together(lambda: read_adapter(path))
         memory = (self.lender or self).memory
         with nullcontext() if memory is None else memory.lock:  # so that no step is captured in the meantime
             self.target.adapters.load(name, weights, self.options.max_loras, self.options.max_lora_rank)

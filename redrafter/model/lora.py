@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError
 from redrafter.features import ADAPTERS, ENCODER_ADAPTER, IMAGES, FeatureSet
 from redrafter.model.patch import ModelPatch, Running
+from redrafter.parallel.local_shards import SplitLinear, find_shard
 
 TRIAL_ROWS, TRIAL_TOKENS = 2, 16  # size of the forward in which the layers of an adapter are watched
 
@@ -77,11 +78,15 @@ class Adapter:
 
 def _widths(layer: Any) -> tuple[int, int]:
     """Return the input and output features of a linear layer."""
-    return (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else (layer.nx, layer.nf)
+    return (layer.nx, layer.nf) if isinstance(layer, Conv1D) else (layer.in_features, layer.out_features)
 
 
-def _check_layers(model: nn.Module, weights: LoraWeights) -> None:
-    """Raise `MismatchError` or `UnsupportedError` if a model lacks linear layers of an adapter's names and widths."""
+def _for_layers(model: nn.Module, weights: LoraWeights) -> LoraWeights:
+    """Return an adapter's weights as a model has its layers: on one of several ranks, the parts of this rank.
+
+    Raises `MismatchError` or `UnsupportedError` if the model lacks linear layers of their names and widths.
+    """
+    fitting: dict[str, tuple[Tensor, Tensor]] = {}
     for name, (a, b) in weights.layers.items():
         try:
             layer = model.get_submodule(name)
@@ -91,13 +96,20 @@ def _check_layers(model: nn.Module, weights: LoraWeights) -> None:
             ) from None
         if layer is model.get_output_embeddings():  # type: ignore[operator]
             raise adapter_refusal(weights.source, f"it changes {name}, the model's head")
-        if not isinstance(layer, nn.Linear | Conv1D):
+        if not isinstance(layer, nn.Linear | Conv1D | SplitLinear):
             raise adapter_refusal(weights.source, f"{name} is not a linear layer but a {type(layer).__name__}")
-        if (a.shape[1], len(b)) != (widths := _widths(layer)):
+        shard = find_shard(model, f"{name}.weight")
+        if (a.shape[1], len(b)) != (widths := _widths(layer) if shard is None else shard.shape[::-1]):
             raise MismatchError(
                 f"{weights.source} was made for another model: its {name} reads {a.shape[1]} numbers and writes "
                 f"{len(b)}; in {type(model).__name__} it reads {widths[0]} and writes {widths[1]}"
             )
+        if shard is None:
+            fitting[name] = a, b
+        else:  # of split input features, each rank has its share of the sum
+            part = shard.name.removesuffix(".weight")
+            fitting[part] = (a, shard.cut(b)) if shard.dim == 0 else (shard.cut(a), b)
+    return replace(weights, layers=fitting)
 
 
 def merge_into(model: nn.Module, weights: LoraWeights) -> None:
@@ -107,7 +119,7 @@ def merge_into(model: nn.Module, weights: LoraWeights) -> None:
         MismatchError: The model lacks a layer of the adapter, or has it in another size.
         UnsupportedError: A layer cannot be added to, such as one of a quantised model.
     """
-    _check_layers(model, weights)
+    weights = _for_layers(model, weights)
     for name in weights.layers:
         weight = model.get_submodule(name).weight
         if not (isinstance(weight, Tensor) and weight.is_floating_point() and weight.element_size() > 1):
@@ -128,6 +140,7 @@ class _Adapted(nn.Module):
     def __init__(self, layer: Any, a: Tensor, b: Tensor, running: Running):
         super().__init__()
         self.layer, self.weight, self.bias = layer, layer.weight, layer.bias
+        self.in_features, self.out_features = _widths(layer)
         self.running, self.a, self.b = running, a, b
         self.train(layer.training)
 
@@ -270,7 +283,7 @@ class AdapterSlots:
         with self._model_lock, self._lock:  # no forward runs
             if name in self._by_name:
                 raise ArgumentError(f"an adapter {name!r} is loaded already: unload it first, or use another name")
-            _check_layers(self._model, weights)
+            weights = _for_layers(self._model, weights)
             if not (stacks := self.stacks).version:
                 stacks.set_sizes(max_loras, max_lora_rank)
             if weights.rank > stacks.rank:

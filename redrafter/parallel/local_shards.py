@@ -177,6 +177,12 @@ def use_local_shards(model: PreTrainedModel) -> Ranks:
     return ranks
 
 
+def find_shard(model: nn.Module, name: str) -> Shard | None:
+    """Return this rank's part of a weight by its name in the whole model; None if the rank has all of it."""
+    shards: Mapping[str, Shard] = vars(model).get("shards_of_rank", {})
+    return shards.get(name)
+
+
 def cut_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return this rank's parts of a whole model's weights, by the names of the rank's model.
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from helpers.adapters import PROJECTIONS, adapted
 from helpers.command_line import byte_tokenizer
 from helpers.eagle import random_head
 from helpers.models import tiny_drafter, tiny_model, uneven_batch
@@ -73,7 +74,7 @@ def make_models(folder: Path, *kinds: str) -> Path:
 
 
 def change_models(folder: Path, kind: str) -> None:
-    """Write other weights of a model of `make_models`, and another drafter, into its folder."""
+    """Write other weights of a model of `make_models`, another drafter and an adapter into its folder."""
     torch.manual_seed(9)
     for source, target in ((kind, f"new_{kind}"), ("drafter", "other_drafter")):
         load = AutoModelForCausalLM if source == kind else RecurrentDrafter
@@ -82,6 +83,10 @@ def change_models(folder: Path, kind: str) -> None:
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
         model.save_pretrained(folder / target)
+    layers = [*PROJECTIONS, "o_proj", "down_proj"] if "moe" not in kind else ["q_proj", "k_proj", "v_proj", "o_proj"]
+    adapted(model=AutoModelForCausalLM.from_pretrained(folder / kind), target_modules=layers).save_pretrained(
+        folder / f"adapter_of_{kind}"
+    )
 
 
 def load_engine(folder: Path, kind: str, method: str, tp_size: int) -> Engine:
@@ -161,6 +166,12 @@ def decode_changed(folder: Path, kind: str, tp_size: int) -> dict[str, Any]:
     engine.sleep()
     engine.wake()
     write("after sleep", do_sample=True, seed=3)
+    engine.load_adapter("it", folder / f"adapter_of_{kind}")
+    names = ["it", None, *["it"] * (len(ids) - 2)]
+    write("adapter, drafts", do_sample=True, seed=3, adapter=names)
+    write("adapter, plain", do_sample=True, seed=3, adapter=names, speculate=False)
+    engine.unload_adapter("it")
+    write("after the adapter", do_sample=True, seed=3)
     return texts
 
 

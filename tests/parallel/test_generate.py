@@ -79,6 +79,10 @@ def test_a_changed_engine_writes_on_every_rank_what_one_process_writes(models, t
     assert first["new weights, drafts"] == first["new weights, plain"] == first["another drafter"]
     assert first["new weights, drafts"] == first["after sleep"] != first["before"]
     assert {"NotFiniteError 1", "MismatchError 2", "MismatchError 3"} < first.keys()
+    assert first["adapter, drafts"] == first["adapter, plain"]
+    changed = [a != b for a, b in zip(first["adapter, drafts"], first["after sleep"], strict=True)]
+    assert changed == [row != 1 for row in range(len(changed))]  # the second row has no adapter
+    assert first["after the adapter"] == first["after sleep"]
 
 
 @needs_gpus

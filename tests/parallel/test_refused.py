@@ -27,14 +27,13 @@ def shared() -> Target:
 @pytest.mark.parametrize(
     ("use", "says"),
     [
-        (lambda target: target.adapters.load("poems", None, 1, 8), "LoRA adapters and tensor parallelism exclude"),
         (lambda target: target.make_batch_invariant(), "tensor parallelism"),
         (
             lambda target: PromptLookup.from_pretrained(target, kv_host_cache_gib=1),
             "kv_host_cache_gib .* tensor parallelism",
         ),
     ],
-    ids=["adapters", "batch invariance", "prefixes on the host"],
+    ids=["batch invariance", "prefixes on the host"],
 )
 def test_a_shared_model_is_not_used_for(shared, use, says):
     with pytest.raises(UnsupportedError, match=says):

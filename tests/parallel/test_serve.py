@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from helpers.adapters import adapted
 from helpers.processes import children, engine_of, soon
 from helpers.ranks import environment, launch
 from helpers.serving import Program, offline, text_of
@@ -105,14 +106,22 @@ def test_an_operator_changes_the_engine_of_all_ranks(folder, tmp_path):
             parameter.mul_(1 + 0.2 * torch.randn_like(parameter))
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(folder / "base").save_pretrained(tmp_path)
-    program = Program(str(folder / "merged"), "--dtype", "float32", "--operator-key", "sesame", ranks=2)
+    program = Program(
+        str(folder / "merged"),
+        "--dtype",
+        "float32",
+        "--operator-key",
+        "sesame",
+        "--allow-runtime-lora-updating",
+        ranks=2,
+    )
 
     def operate(what: str, **body: str) -> httpx.Response:
         headers = {"Authorization": "Bearer sesame"}
         return httpx.post(f"{program.url}/v1/{what}", json=body or None, headers=headers, timeout=300)
 
-    def write() -> str:
-        return ask(program, "ja", seed=7, temperature=1).json()["choices"][0]["text"]
+    def write(model: str = "merged") -> str:
+        return ask(program, "ja", seed=7, temperature=1, model=model).json()["choices"][0]["text"]
 
     before = write()
     refused = operate("update_weights", path=str(folder / "small"))
@@ -126,6 +135,15 @@ def test_an_operator_changes_the_engine_of_all_ranks(folder, tmp_path):
     assert operate("sleep").json()["asleep"] is True
     assert ask(program, "ja").status_code == 503
     assert operate("wake").json()["asleep"] is False
+    assert write() == expected
+    adapted(model=model, lora_alpha=2).save_pretrained(tmp_path / "adapter")
+    assert operate("load_lora_adapter", lora_name="it", lora_path=str(tmp_path / "adapter")).status_code == 200
+    changed[0].load_adapter("it", tmp_path / "adapter")
+    assert (
+        write("it") == text_of(changed, offline(changed, "ja", NEW, do_sample=True, seed=7, adapter="it")) != expected
+    )
+    assert operate("load_lora_adapter", lora_name="other", lora_path=str(folder)).status_code == 404
+    assert operate("unload_lora_adapter", lora_name="it").status_code == 200
     assert write() == expected
     program.end()
 

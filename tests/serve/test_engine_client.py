@@ -259,11 +259,12 @@ async def test_how_busy_the_engine_is_is_known(client, served):
 async def test_changes_are_made_in_the_order_in_which_they_were_requested(client, monkeypatch):
     made = []
 
-    def change(worker, name, path):
-        time.sleep(0.1 if path else 0)  # as the files of an adapter take to be read
-        made.append(name)
+    def change(worker, message, done):
+        time.sleep(0.1 if message.path else 0)  # as the files of an adapter take to be read
+        made.append(message.name)
+        done(None, ())
 
-    monkeypatch.setattr(worker_module.Worker, "change_adapters", change)
+    monkeypatch.setattr(worker_module.Worker, "change", change)
     await asyncio.gather(client.change_adapters("loaded", "folder"), client.change_adapters("unloaded", None))
     await written(client, [5, 6], 4)
     assert made == ["loaded", "unloaded"]

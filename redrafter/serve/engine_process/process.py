@@ -208,16 +208,13 @@ class _EngineServer:
             self._refuse(request, error)
 
     def _change(self, message: ChangeAdapters | ChangeEngine) -> None:
-        def answer(error: ReDrafterError | None, not_finite: Sequence[str] = ()) -> None:
+        def answer(error: ReDrafterError | None, not_finite: Sequence[str]) -> None:
             self._channel.send(Answered((message.number,), error, tuple(not_finite)))
 
         try:
-            if isinstance(message, ChangeEngine):
-                return self._worker.change_engine(message.kind, message.path, answer)
-            self._worker.change_adapters(message.name, message.path)
+            self._worker.change(message, answer)
         except Exception as failure:
-            return answer(self._sendable(failure, "the engine could not be changed"))
-        return answer(None)
+            answer(self._sendable(failure, "the engine could not be changed"), ())
 
     def _sendable(self, error: Exception, what: str) -> ReDrafterError:
         """Return the error to send to a client. The details of internal errors are only logged; clients get `what`."""

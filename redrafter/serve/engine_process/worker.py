@@ -1,6 +1,5 @@
 """The thread that runs the scheduler, and sends the output of each half of a round as one message."""
 
-import itertools
 import logging
 import os
 import signal
@@ -28,7 +27,15 @@ from redrafter.scheduler.request import GenerationRequest
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
 from redrafter.serve.engine_process.engine import ServedEngine
-from redrafter.serve.engine_process.messages import Cancel, ChangeEngine, EngineError, EngineLoad, Submit, Written
+from redrafter.serve.engine_process.messages import (
+    Cancel,
+    ChangeAdapters,
+    ChangeEngine,
+    EngineError,
+    EngineLoad,
+    Submit,
+    Written,
+)
 from redrafter.serve.engine_process.start import LoadEngine
 
 _LOG = logging.getLogger(__name__)
@@ -135,35 +142,30 @@ class Worker:
             raise
         self._work.set()
 
-    def change_adapters(self, name: str, path: str | None) -> None:
-        """Load an adapter from a directory, or unload it if `path` is None. May be called from any thread.
-
-        Raises:
-            ReDrafterError: The adapter cannot be loaded (as in `Engine.load_adapter`), or does not exist.
-        """
-        engine = self.scheduler.engine
-        assert isinstance(engine, Engine), "what is served is an engine"
-        if path is None:
-            return engine.unload_adapter(name)
-        weights = read_adapter(path)  # before locking: the lock blocks steps
-        with self.scheduler.memory.lock:  # other work on the device would abort a capture
-            engine.load_adapter(name, weights)
-
-    def change_engine(self, kind: str, path: str | None, done: Done) -> None:
-        """Prepare a change of the engine in this thread, and queue it to be applied between two rounds.
+    def change(self, message: ChangeAdapters | ChangeEngine, done: Done) -> None:
+        """Change the adapters in this thread, or prepare another change here and queue it to be applied between rounds.
 
         Args:
-            kind: Kind of change, registered by an extension.
-            path: A directory or file that the change reads, or None.
-            done: Called in the rounds' thread once the change is applied or refused.
+            message: The change.
+            done: Called once the change is applied or refused, in this or the rounds' thread.
 
         Raises:
-            ReDrafterError: The change is not possible.
+            ReDrafterError: The change is not possible, or the adapter does not exist.
         """
         engine = self.scheduler.engine
         assert isinstance(engine, Engine), "what is served is an engine"
-        self._changes.append((CHANGES[kind](engine, path), done))
-        self._work.set()
+        if isinstance(message, ChangeEngine):
+            self._changes.append((CHANGES[message.kind](engine, message.path), done))
+            self._work.set()
+            return
+        if message.path is None:
+            engine.unload_adapter(message.name)
+        else:
+            read = partial(read_adapter, message.path)
+            weights = engine.target.ranks.together(read)  # before locking: the lock blocks steps
+            with self.scheduler.memory.lock:  # other work on the device would abort a capture
+                engine.load_adapter(message.name, weights)
+        done(None, ())
 
     def cancel(self, numbers: Iterable[int]) -> None:
         """End the sequences with these numbers before their next step; ended sequences are ignored."""
@@ -319,8 +321,7 @@ class SharedWorker(Worker):
         super().__init__(scheduler, send, on_end)
         self._ranks, self._refuse, self._give_up = scheduler.engine.target.ranks, refuse, give_up
         self._ended = threading.Event()  # after the last round
-        self._numbers = itertools.count()  # of changes
-        self._heard: deque[Submit | Cancel | ChangeEngine] = deque()
+        self._heard: deque[Submit | Cancel | ChangeAdapters | ChangeEngine] = deque()
         self._asked = dict[int, Done]()  # what is called after the changes that were heard, by their numbers
         self._grammars: dict[tuple[int, ...], Grammar] = {}  # of requests that were heard, by their sequences' numbers
 
@@ -336,11 +337,10 @@ class SharedWorker(Worker):
         self._heard.append(Cancel(tuple(numbers)))
         self._work.set()
 
-    def change_engine(self, kind: str, path: str | None, done: Done) -> None:
-        """Make a change of the engine before the next round, with the arguments of `Worker.change_engine`."""
-        number = next(self._numbers)
-        self._asked[number] = done
-        self._heard.append(ChangeEngine(kind, path, number))
+    def change(self, message: ChangeAdapters | ChangeEngine, done: Done) -> None:
+        """Prepare a change before the next round, on all ranks; `done` is also called if it is refused."""
+        self._asked[message.number] = done
+        self._heard.append(message)
         self._work.set()
 
     def _round_failed(self, error: Exception, count: int) -> None:
@@ -386,10 +386,10 @@ class SharedWorker(Worker):
             if isinstance(message, Cancel):
                 super().cancel(message.numbers)
                 continue
-            if isinstance(message, ChangeEngine):
+            if isinstance(message, ChangeAdapters | ChangeEngine):
                 done = self._asked.pop(message.number, lambda error, names: None)
                 try:
-                    super().change_engine(message.kind, message.path, done)
+                    super().change(message, done)
                 except ReDrafterError as error:
                     done(error, ())
                 continue
