@@ -127,7 +127,7 @@ class DraftOptions:
         "sampling, which gives the same distribution but not the same tokens (default: match)",
         choices=("match", "rejection"),
     )
-    adaptive: bool = option(False, "draft fewer tokens when few were accepted lately or the draft model is unsure")
+    adaptive: bool = option(False, "draft fewer tokens when few were accepted lately")
     draft_device: str | None = option(None, "device of the draft model (default: the model's)")
 
 

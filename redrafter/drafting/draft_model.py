@@ -1,7 +1,5 @@
 """The proposer that drafts with a second, smaller LM."""
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,9 +42,6 @@ class DraftModelProposer:
         depth: K, steps of the search.
         nodes: N, nodes of the tree, the pending token included.
         sampled: Whether to draw drafts with separate noise and keep their distributions, for rejection sampling.
-        confidence: Ends a search early. It is called with the number of active rows and returns a probability; the
-            search ends once the best beam is, on average over those rows, less likely. None to search always K steps,
-            as a captured step must.
         vocabulary: The draft model's tokens for each of the target's; None if the ids are the same.
         reread: Number of last committed tokens that each step reads again, as the draft model may not have read them.
     """
@@ -57,7 +52,6 @@ class DraftModelProposer:
     depth: int
     nodes: int
     sampled: bool = False
-    confidence: Callable[[int], float] | None = None
     vocabulary: VocabularyMap | None = None
     reread: int = 1
 
@@ -124,20 +118,7 @@ class DraftModelProposer:
                 return scores
             return scores.clamp(min=MIN_SCORE)  # a grammar may allow no token at all
 
-        def should_stop(total: Tensor) -> bool:
-            rows = zip(total[:, 0].tolist(), state.active.tolist(), strict=True)  # the best beam is the first
-            chances = [math.exp(best) for best, active in rows if active]
-            # Averaged over rows: the batch ends its search together.
-            return self.confidence is not None and sum(chances) < self.confidence(len(chances)) * len(chances)
-
-        tree = beam_search(
-            state.pending[:, 0],
-            expand,
-            beams=self.beams,
-            depth=self.depth,
-            nodes=self.nodes,
-            should_stop=should_stop if self.confidence else None,
-        )
+        tree = beam_search(state.pending[:, 0], expand, beams=self.beams, depth=self.depth, nodes=self.nodes)
         return tree if self.vocabulary is None else replace(tree, draft_length=length), level_scores
 
     def _first_logits(self, state: State, length: Tensor, cache: KVCache) -> Tensor:

@@ -260,7 +260,7 @@ class SearchProposer(Generic[Context]):
         raise NotImplementedError
 
     def grow(
-        self, state: State, sampler: Sampler, expand: Expand, should_stop: Callable[[Tensor], bool] | None = None
+        self, state: State, sampler: Sampler, expand: Expand, on_level: Callable[[Tensor], object] | None = None
     ) -> Tree:
         """Search a tree whose root is each row's pending token.
 
@@ -268,7 +268,7 @@ class SearchProposer(Generic[Context]):
             state: The rows' texts and pending tokens.
             sampler: How the target will draw.
             expand: Scores the next tokens of every beam, over the drafter's vocabulary.
-            should_stop: Ends the search early, as `beam_search` describes; None to search all steps.
+            on_level: As in `beam_search`.
         """
         # Rows that take no drafts must not spend shared nodes, nor enter the acceptance statistics.
         limits = state.active * (self.depth if sampler.draft_limits is None else sampler.draft_limits)  # [B]
@@ -282,6 +282,6 @@ class SearchProposer(Generic[Context]):
             limits=limits,
             # Each row needs a node at least, its root.
             shared=None if self.shared_nodes is None else max(self.shared_nodes, len(limits)),
-            should_stop=should_stop,
             least=self.least_score,
+            on_level=on_level,
         )

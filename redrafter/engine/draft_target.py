@@ -30,7 +30,6 @@ Acceptance = Literal["match", "rejection"]
 ACCEPTANCE: tuple[Acceptance, ...] = ("match", "rejection")
 
 CAPTURED_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # draft lengths for which steps are captured, up to the longest
-TOKENS_PER_FORWARD = 1.2  # tokens that a forward of the target yields where drafting pays
 
 
 class DraftTarget(Engine):
@@ -94,9 +93,6 @@ class DraftTarget(Engine):
                 depth=length,
                 nodes=node_count(node_budget, num_beams, length, target.device),
                 sampled=self.rejection_sampling,
-                # Stopping early reads the confidence on the host, which a graph cannot do and ranks might do
-                # differently.
-                confidence=self._doubt if adaptive and not captured and target.ranks.size == 1 else None,
                 vocabulary=vocabulary,
             )
             for length in sorted(lengths, reverse=True)
@@ -151,8 +147,7 @@ class DraftTarget(Engine):
             acceptance: "match" accepts a draft that equals the target's own draw, so the tokens equal those of
                 undrafted decoding, seed by seed; "rejection" accepts it by its probabilities in both models, so the
                 tokens differ but have the same distribution (greedy decoding is equal in both).
-            adaptive: Draft at most draft_len tokens, fewer where recent drafts were rejected or where the draft model
-                has low confidence.
+            adaptive: Draft at most draft_len tokens, fewer where recent drafts were rejected.
             tokenizer: The target's tokenizer, or its path; None for the one in the target's directory, which is found
                 by its name for a loaded model.
             draft_tokenizer: The same for the draft model.
@@ -213,9 +208,3 @@ class DraftTarget(Engine):
         lengths = list(self._by_length.values())
         kinds = {size: lengths if self.adaptive else [self.proposer_for(size)] for size in sizes}
         return CostPolicy(self.times_by(self._assumed), kinds, self.histories, always=always)
-
-    def _doubt(self, rows: int) -> float:
-        """Return the probability above which a further draft pays, in a step of `rows` rows."""
-        costs = self.step_times or self._assumed
-        added = costs.time_of(self.proposer, rows) / costs.time_of(self.undrafted, rows) - 1
-        return min(TOKENS_PER_FORWARD * added / self.draft_len, 0.9)

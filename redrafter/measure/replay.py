@@ -12,7 +12,6 @@ that the base draws through the whole lattice, a prefix is kept.
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -73,7 +72,7 @@ def count_accepted(drafter: TrainableDrafter, target: Target, at: Positions, sha
         scores = [torch.zeros_like(state.length[:, None], dtype=torch.float32)]
         proposer = drafter.proposer(target, beams, depth, 1 + beams * depth, None, False)
         expand = proposer.scores(state, at.sampler, at.noise, at.context)
-        lattice = proposer.grow(state, at.sampler, expand, partial(_record, scores))
+        lattice = proposer.grow(state, at.sampler, expand, scores.append)
         score = torch.cat(scores, dim=1)  # [A, N]
         # A node's acceptance does not depend on the rest of the tree, so one search serves all smaller trees.
         path = accept(lattice, state.tokens.gather(1, lattice.depth + 1), depth)  # [A, K+1]
@@ -84,11 +83,6 @@ def count_accepted(drafter: TrainableDrafter, target: Target, at: Positions, sha
             accepted = kept.gather(1, path.nodes[:, 1:][:, within]) & drawn[:, within]
             counts[:, :, column] = torch.stack([accepted.sum(dim=1), kept.sum(dim=1) - 1])
     return counts
-
-
-def _record(scores: list[Tensor], score: Tensor) -> bool:
-    scores.append(score)
-    return False  # do not stop the search early
 
 
 def _kept(lattice: Tree, score: Tensor, shape: TreeShape) -> Tensor:

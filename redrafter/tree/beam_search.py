@@ -96,8 +96,8 @@ def beam_search(
     ids: Tensor | None = None,
     limits: Tensor | None = None,
     shared: int | None = None,
-    should_stop: Callable[[Tensor], bool] | None = None,
     least: float | None = None,
+    on_level: Callable[[Tensor], object] | None = None,
 ) -> Tree:
     """Search `depth` steps with `beams` beams and return the best `nodes` candidates as a tree.
 
@@ -111,10 +111,9 @@ def beam_search(
         limits: Levels of drafts that each row takes, `[B]` int64, 0 for none; None for all in each row.
         shared: How many nodes of all rows together to verify, as `share_nodes` describes; None to verify all
             nodes that are kept.
-        should_stop: Called after each search step with the beams' cumulative log-probabilities `[B, W]`; the search
-            ends where it returns true. None to search all steps.
         least: Log-probability of a node. No row keeps more nodes than the row with the most that are at least this
             likely; None for no such limit.
+        on_level: Called after each search step with the beams' cumulative log-probabilities, `[B, W]`.
     """
     rows = len(root)
     level, first, score, source = _layout(rows, beams, depth, root.device)
@@ -129,8 +128,8 @@ def beam_search(
         tokens.append(token)
         sources.append(source)
         scores.append(score)
-        if should_stop is not None and should_stop(score):
-            break
+        if on_level is not None:
+            on_level(score)
     lattice_tokens, score = torch.cat(tokens, 1), torch.cat(scores, 1)  # [B, N]
     count = lattice_tokens.shape[1]
     if limits is not None:

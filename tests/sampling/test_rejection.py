@@ -140,17 +140,6 @@ def test_ids_that_one_model_lacks_are_drawn_as_often_as_they_should(models, voca
 
 
 @pytest.mark.slow
-def test_a_draft_model_that_ends_in_doubt_biases_nothing(monkeypatch):
-    monkeypatch.setattr("redrafter.engine.draft_target.NODE_COST_FORWARDS", {"cpu": 0.005})  # doubts that come and go
-    model = tiny_model("llama", num_hidden_layers=6, **SHAPE)
-    draft_model = tiny_model("qwen2", num_hidden_layers=1, **SHAPE)
-    engine = DraftTarget.from_pretrained(model, draft_model, draft_len=3, acceptance="rejection", adaptive=True)
-    drawn, stats = draw(engine, 8_000, batch=20)  # few rows: each has a say in where a step's drafting ends
-    assert_drawn_from(drawn, law(model))
-    assert len({s.drafted / s.steps for s in stats}) > 5  # or nothing was shown
-
-
-@pytest.mark.slow
 def test_as_many_drafts_are_kept_as_the_two_distributions_overlap(models):
     engine = DraftTarget.from_pretrained(*models, draft_len=1, acceptance="rejection")
     drawn, stats = draw(engine, 50_000, max_new_tokens=2)
