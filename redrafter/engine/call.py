@@ -1,7 +1,6 @@
 """A call of `generate` while it is decoded: its rows, their scheduler, and the receivers of their tokens."""
 
 import gc
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,14 +16,14 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from redrafter.engine.request import CallRequest
 from redrafter.engine.streamers import StepStreamer
 from redrafter.errors import ArgumentError, NotFiniteError, warn
+from redrafter.scheduler.captured_step import collection_paused
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SequenceDelta, Stats, TokenSequence
 
-# While a call is decoded, the garbage collector runs after at least so many allocations per row. A step allocates
-# several objects for each row and releases them soon, but a collection during the step promotes them to the old
-# generation, which triggers a full collection sooner. That stops decoding for 0.2 s or more in a process that has
-# loaded a model and a compiler. Every third or fourth call of 512 rows had one.
-ALLOCATIONS_PER_ROW = 32
+# Rounds of a call after which its short-lived garbage is collected. Full collections wait for the end of the call: each
+# stops decoding for 0.2 s or more in a process that has loaded a model and a compiler, and since a step's objects are
+# many and released soon, every third or fourth call of 512 rows had one.
+COLLECT_EVERY = 256
 
 
 @dataclass
@@ -112,40 +111,6 @@ def first_stop(criterion: StoppingCriteria, text: Sequence[int], new: Sequence[i
     return next((index for index, hit in enumerate(hits) if hit), None)
 
 
-class Collector:
-    """Spaces out the garbage collections of the process while calls are decoded, which may be in several threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._rows: list[int] = []  # of each call
-        self._usual = self._spaced = gc.get_threshold()
-
-    @contextmanager
-    def spaced(self, rows: int) -> Iterator[None]:
-        """Let `ALLOCATIONS_PER_ROW` allocations for each of a call's rows pass between collections in the context."""
-        with self._lock:
-            self._rows.append(rows)
-            self._update()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._rows.remove(rows)
-                self._update()
-
-    def _update(self) -> None:
-        current = gc.get_threshold()
-        if current != self._spaced:  # the program has set it since
-            self._usual = current
-        young, middle, old = self._usual
-        # A threshold of 0 turns collections off.
-        self._spaced = (max(young, ALLOCATIONS_PER_ROW * sum(self._rows)) if young else young, middle, old)
-        gc.set_threshold(*self._spaced)
-
-
-_COLLECTOR = Collector()
-
-
 class GenerateCall:
     """The rows of a request, which one scheduler decodes.
 
@@ -189,7 +154,8 @@ class GenerateCall:
         self._warn_slow()
         deadline, ranks = self.request.deadline, scheduler.engine.target.ranks
         shown = tqdm(total=len(self.rows), unit="text") if progress else nullcontext()
-        with self.queued(scheduler), _COLLECTOR.spaced(len(self.rows)), shown as bar:
+        with self.queued(scheduler), collection_paused(), shown as bar:
+            rounds = 0
             while not scheduler.idle:
                 scheduler.prefill()
                 # Rank 0's clock decides for all: ranks that stop after different rounds would wait for each other for
@@ -198,6 +164,9 @@ class GenerateCall:
                     scheduler.settle()
                     break
                 scheduler.step()
+                rounds += 1
+                if rounds % COLLECT_EVERY == 0:
+                    gc.collect(1)
                 if bar is not None:
                     bar.update(self.ended - bar.n)
                 if self.error is not None:
