@@ -10,7 +10,7 @@ as long as one of some more. Prompts have a forward of their own where they outn
 
 Which sequence is admitted next is decided by client (`waiting_queue`), which one gives way where there are too few
 slots or blocks in `running_set`, and how much of the prompts a round reads by the time that earlier chunks took
-(`prefill`). No round looks at every waiting sequence.
+(`prefill`). No round looks at every waiting sequence of a client.
 
 On a GPU the host lags by one step: a step is launched before the tokens of the one before it are read, so that the
 GPU never waits for Python. A sequence that turns out to have ended takes part in one more step, whose tokens are not

@@ -23,7 +23,6 @@ client's usage above the fair account is remembered for a while after it leaves.
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -34,7 +33,7 @@ if TYPE_CHECKING:  # limits are parsed before torch is imported
     from redrafter.scheduler.sequence import Account, TokenSequence
 
 MAX_REMEMBERED_ACCOUNTS = 4096  # accounts without any sequence that are kept
-SPARE_ENTRIES = 64  # entries that may be out of date, in addition to one for each account with a sequence
+SPARE_LEVELS = 64  # idle priorities that are kept, in addition to two for each account with a sequence
 
 
 class QueueFullError(ReDrafterError):
@@ -103,67 +102,17 @@ class _Level:
     accounts: int = 0
 
 
-class _AccountHeap:
-    """A heap of accounts, the smallest of the lowest priority number first; among equals the oldest entry.
-
-    Accounts only grow, so a stale entry is too early in the heap: it is updated, or dropped, when it comes first.
-    """
-
-    def __init__(self, *, running: bool):
-        """Make an empty heap of accounts with waiting sequences, and with slots or without any."""
-        self._running = running
-        self._heap: list[tuple[int, float, int, _Account]] = []
-        self._listed: set[_Account] = set()
-        self._entries_made = 0
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def add(self, account: _Account, accounts: int) -> None:
-        """Add an account unless it is there. `accounts` is the number that may belong here, by which stale ones go."""
-        if account in self._listed:
-            return
-        self._listed.add(account)
-        heapq.heappush(self._heap, self._entry(account))
-        # Stale entries are dropped in bulk, so that their number stays within a factor of the waiting accounts.
-        if len(self._heap) > 2 * accounts + SPARE_ENTRIES:
-            self._heap = [entry for entry in self._heap if self._belongs(entry[-1])]
-            self._listed = {entry[-1] for entry in self._heap}
-            heapq.heapify(self._heap)
-
-    def first(self) -> _Account | None:
-        """Return the account that comes first, or None if there is none."""
-        while self._heap:
-            _, used, _, account = self._heap[0]
-            if not self._belongs(account):
-                heapq.heappop(self._heap)
-                self._listed.remove(account)
-            elif used < account.used:
-                heapq.heapreplace(self._heap, self._entry(account))
-            else:
-                return account
-        return None
-
-    def _belongs(self, account: _Account) -> bool:
-        return bool(account.waiting) and (account.running > 0) == self._running
-
-    def _entry(self, account: _Account) -> tuple[int, float, int, _Account]:
-        self._entries_made += 1
-        return account.priority, account.used, self._entries_made, account
-
-
 class WaitingQueue:
     """Waiting sequences by priority, then fairly by client, and in order of arrival within a client.
 
-    No call takes longer because more sequences wait; its time grows with the logarithm of the number of waiting
-    accounts. Not safe to call from several threads at once.
+    No call takes longer because more sequences of a client wait; `first` looks at each client that waits. Not safe to
+    call from several threads at once.
     """
 
     def __init__(self) -> None:
         self._accounts: dict[Account, _Account] = {}  # those with a sequence that waits or holds a slot
         self._levels: dict[int, _Level] = {}  # by priority; idle ones too, which keep their fair accounts
         self._remembered: OrderedDict[Account, float] = OrderedDict()  # of other accounts, the latest last
-        self._slotless, self._others = _AccountHeap(running=False), _AccountHeap(running=True)
         self._waiting = Counter[str]()  # numbers of waiting sequences, by client
         self._count = 0
 
@@ -176,9 +125,8 @@ class WaitingQueue:
 
     @property
     def entries(self) -> int:
-        """Number of entries that are kept of accounts and priorities, outdated ones included."""
-        heaps = len(self._slotless) + len(self._others)
-        return len(self._accounts) + len(self._levels) + len(self._remembered) + heaps
+        """Number of entries that are kept of accounts and priorities."""
+        return len(self._accounts) + len(self._levels) + len(self._remembered)
 
     def waiting(self, client: str) -> int:
         """Count the waiting sequences of a client, of any priority."""
@@ -246,20 +194,20 @@ class WaitingQueue:
 
     def first(self) -> TokenSequence | None:
         """Return the sequence that is to be admitted next, without removing it, or None if none waits."""
-        heads = [account for account in (self._slotless.first(), self._others.first()) if account is not None]
-        # `min` returns the first of equals, so a client without a slot comes before others of its priority.
-        return next(iter(min(heads, key=lambda account: account.priority).waiting)) if heads else None
+        waiting = (account for account in self._accounts.values() if account.waiting)
+        # Of one priority, clients without a slot come first.
+        account = min(waiting, key=lambda each: (each.priority, each.running > 0, each.used), default=None)
+        return None if account is None else next(iter(account.waiting))
 
     def start(self, sequence: TokenSequence) -> None:
         """Remove the first sequence in order to give it a slot."""
         account, level = self._accounts[sequence.account], self._levels[sequence.request.priority]
-        heads = (self._slotless.first(), self._others.first())
-        used = (head.used for head in heads if head is not None and head.priority == sequence.request.priority)
+        priority = sequence.request.priority
+        used = (each.used for each in self._accounts.values() if each.waiting and each.priority == priority)
         # The smallest waiting account bounds the fair one from below, or newcomers would overtake all who wait.
         level.fair = max(level.fair, min(used, default=0.0))
         account.running += 1
         self._take_out(account, sequence)
-        self._list(account)
 
     def charge(self, account: Account, tokens: int) -> None:
         """Add tokens that were read or drawn for sequences with slots to their account."""
@@ -271,13 +219,12 @@ class WaitingQueue:
         """Take back the slot of a sequence that has ended."""
         account = self._accounts[sequence.account]
         account.running -= 1
-        self._list(account)
         self._forget_if_gone(account)
 
     def _level(self, priority: int) -> _Level:
         """Return a priority's level; idle ones, but that of 0, which most requests use, are dropped once many."""
         if priority not in self._levels:
-            if len(self._levels) > 2 * len(self._accounts) + SPARE_ENTRIES:
+            if len(self._levels) > 2 * len(self._accounts) + SPARE_LEVELS:
                 self._levels = {number: level for number, level in self._levels.items() if level.accounts or not number}
             self._levels[priority] = _Level()
         return self._levels[priority]
@@ -286,7 +233,6 @@ class WaitingQueue:
         account.waiting[sequence] = None
         self._count += 1
         self._waiting[sequence.request.client] += 1
-        self._list(account)
 
     def _take_out(self, account: _Account, sequence: TokenSequence) -> None:
         del account.waiting[sequence]
@@ -294,11 +240,6 @@ class WaitingQueue:
         self._waiting[sequence.request.client] -= 1
         if not self._waiting[sequence.request.client]:
             del self._waiting[sequence.request.client]
-
-    def _list(self, account: _Account) -> None:
-        """Add an account with a waiting sequence to the heap of its kind: with or without a slot."""
-        if account.waiting:
-            (self._others if account.running else self._slotless).add(account, len(self._accounts))
 
     def _forget_if_gone(self, account: _Account) -> None:
         """Drop an account that has no sequence left, but remember one above the fair account."""

@@ -7,7 +7,7 @@ import pytest
 from helpers.scheduling import KINDS, Sink
 from redrafter.scheduler.request import GenerationRequest
 from redrafter.scheduler.sequence import TokenSequence
-from redrafter.scheduler.waiting_queue import MAX_REMEMBERED_ACCOUNTS, SPARE_ENTRIES, WaitingQueue
+from redrafter.scheduler.waiting_queue import MAX_REMEMBERED_ACCOUNTS, SPARE_LEVELS, WaitingQueue
 
 
 def make_sequence(client: str, priority: int = 0) -> TokenSequence:
@@ -136,7 +136,7 @@ def test_any_number_of_priorities_leaves_nothing_behind():
             queue.start(first)
             queue.end(first)
             queue.add(stays)
-    assert queue.entries <= 6 * 42 + 3 * SPARE_ENTRIES
+    assert queue.entries <= 6 * 42 + 3 * SPARE_LEVELS
     assert {each.request.priority for each in queue.clear()} == {each.request.priority for each in (stays, *kept)}
 
 
@@ -153,4 +153,4 @@ def test_a_million_clients_leave_nothing_behind():
         queue.start(each)
         queue.charge(each.account, 1 + number % 7)
         queue.end(each)
-    assert queue.entries <= MAX_REMEMBERED_ACCOUNTS + 3 * SPARE_ENTRIES
+    assert queue.entries <= MAX_REMEMBERED_ACCOUNTS + 3 * SPARE_LEVELS
