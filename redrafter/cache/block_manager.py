@@ -7,8 +7,8 @@ the block comes to hold. Each salt has its own trie, so that a row never reuses 
 stored, nor can infer from its own speed that they exist.
 
 A model with recurrent states can continue a stored prefix only where its states are stored too (`StoredStates`): at the
-end of a row's prompt and, where steps can copy them, within its output, which a later prompt may continue; and where a
-prompt diverges from stored blocks, since later prompts are likely to share the same beginning.
+end of a row's prompt, and where a prompt diverges from stored blocks, since later prompts are likely to share the same
+beginning.
 
 If there are blocks on the host too, the contents of an evicted block move there: its node stays in the trie, and is
 dropped only when its host block is needed for a later one. A row that finds it gets a device block for it. The owner of
@@ -44,7 +44,6 @@ class BlockTable:
         restored: Row of the stored recurrent states after the reused tokens; 0 for none.
         snapshots: Rows for copies of the row's recurrent states, by the number of tokens after which each is taken;
             published ones are removed.
-        snapshot_row: Row to which steps copy the row's recurrent states after its last full block; 0 for none.
         stored: Prefixes whose states the row has published.
         forgotten: How often all prefixes had been forgotten when the row was admitted.
     """
@@ -56,7 +55,6 @@ class BlockTable:
     copied: int = 0
     restored: int = 0
     snapshots: dict[int, int] = field(default_factory=dict)
-    snapshot_row: int = 0
     stored: list[Hashable] = field(default_factory=list)
     forgotten: int = 0
 
@@ -130,7 +128,6 @@ class BlockManager:
         self._blocks = blocks
         self._state_rows = None if rows is None else deque(range(1, 1 + rows))  # that no row has
         self.states = None if rows is None else StoredStates(range(1 + rows, 1 + rows + prefix_states))
-        self._prefix_states = prefix_states
         self._rows = [0] * blocks  # rows that hold each block
         self._empty = deque(range(1, blocks))  # blocks that no row holds and that store no prefix
         # Blocks that no row holds but that store a prefix, in order of eviction, least recently used first. The blocks
@@ -219,11 +216,6 @@ class BlockManager:
                     table.snapshots[count * BLOCK_SIZE] = row
         return table
 
-    def reserve_snapshot_row(self, block_table: BlockTable) -> None:
-        """Give a row a place for snapshots of its states, unless other rows have half of all such places."""
-        if self.states is not None:
-            block_table.snapshot_row = self.states.reserve(spare=self._prefix_states // 2)
-
     def _place(self, chain: Sequence[_Node], fresh: int) -> list[int]:
         """Return the blocks of a chain, which must not be idle, and `fresh` more.
 
@@ -311,7 +303,7 @@ class BlockManager:
         if self._state_rows is not None:
             self._state_rows.append(block_table.state_row)
         if self.states is not None:
-            for row in filter(None, (*block_table.snapshots.values(), block_table.snapshot_row)):
+            for row in block_table.snapshots.values():
                 self.states.give_back(row)
         last: _Node | None = None
         for block in blocks:

@@ -17,7 +17,7 @@ from redrafter.attention.prompt_attention import Piece, PromptPlan
 from redrafter.attention.tree_plan import Plan, PromptChunks
 from redrafter.cache.block_manager import BlockTable
 from redrafter.cache.kv_cache import KVCache, LayerShape, allocate, states_of
-from redrafter.cache.states import NO_COPIES, RowStates, StateCopies, StatesOfRows
+from redrafter.cache.states import NO_SNAPSHOTS, RowStates, Snapshots, StatesOfRows
 from redrafter.cache.to_device import to_device
 from redrafter.errors import CacheFullError
 from redrafter.kernels.attention_inputs import TokenRows
@@ -130,7 +130,9 @@ class PagedCache(KVCache):
         pool: The memory of the blocks.
     """
 
-    def __init__(self, pool: KVCachePool, table: Tensor, rows: Tensor | None = None, copies: StateCopies = NO_COPIES):
+    def __init__(
+        self, pool: KVCachePool, table: Tensor, rows: Tensor | None = None, snapshots: Snapshots = NO_SNAPSHOTS
+    ):
         """Make a cache of blocks `[B, M]` int32; recurrent states, if any, are in `rows` `[B]` int64 of the pool."""
         self.pool, self.table, self.has_drafter_layer = pool, table, pool.has_drafter_layer
         self.pools, self.movable = pool.pools, pool.movable
@@ -138,7 +140,7 @@ class PagedCache(KVCache):
         self.states = None
         if pool.states is not None:
             rows = torch.zeros(len(table), dtype=torch.long, device=table.device) if rows is None else rows
-            self.states = StatesOfRows(pool.states, rows, copies)
+            self.states = StatesOfRows(pool.states, rows, snapshots)
 
     def plan(
         self, tree: Tree, length: Tensor, windows: tuple[int, ...], chunks: PromptChunks | None, tokens: int

@@ -6,7 +6,8 @@ stored separately from the states after the nodes of its tree, one of which a co
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeAlias
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from redrafter.attention.prompt_attention import Piece
 from redrafter.cache.to_device import to_device
-from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.tree.accept import Path
 from redrafter.tree.token_tree import Tree, nodes_by_level
 
@@ -101,25 +101,13 @@ class TreeLevels:
     roots: Tensor
 
 
-@dataclass(frozen=True)
-class StateCopies:
-    """Maps rows to further rows of the store that receive copies of their states while tokens are read.
+Snapshots: TypeAlias = Mapping[int, Mapping[int, int]]
+"""By row of a cache, the rows of the store that receive a copy of its states while its prompt is read.
 
-    Attributes:
-        snapshots: By row of the cache, the rows of the store that receive a copy of its states while its prompt is
-            read, keyed by the number of tokens read.
-        snapshot_rows: For each row of the cache, the row of the store that receives a copy of its states whenever its
-            tokens fill a block, `[B]` int64 on a CPU, 0 for none; None if steps make no such copies.
-        unread: Number of committed tokens that a commit leaves unread: 1 for a draft model, which reads the last one
-            again.
-    """
+These are keyed by the number of tokens read.
+"""
 
-    snapshots: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
-    snapshot_rows: Tensor | None = None
-    unread: int = 0
-
-
-NO_COPIES = StateCopies()
+NO_SNAPSHOTS: Snapshots = MappingProxyType({})
 
 
 class StatesOfRows:
@@ -131,12 +119,12 @@ class StatesOfRows:
     Attributes:
         store: The states after committed tokens.
         rows: The rows of the store, `[B]` int64.
-        copies: Rows of the store that receive copies of these.
+        snapshots: Rows of the store that receive copies of these while prompts are read.
     """
 
-    def __init__(self, store: RowStates, rows: Tensor | None = None, copies: StateCopies = NO_COPIES):
+    def __init__(self, store: RowStates, rows: Tensor | None = None, snapshots: Snapshots = NO_SNAPSHOTS):
         """Make a view of rows of the store. rows: `[B]` int64; None for all."""
-        self.store, self.copies = store, copies
+        self.store, self.snapshots = store, snapshots
         if rows is None:
             self.use_rows(len(store.position))
         else:
@@ -229,7 +217,7 @@ class StatesOfRows:
 
     def snapshots_in(self, piece: Piece) -> dict[int, int]:
         """Return the snapshots within a piece of a prompt, the first one first."""
-        snapshots = self.copies.snapshots.get(piece.row, {})
+        snapshots = self.snapshots.get(piece.row, {})
         return {count: snapshots[count] for count in sorted(snapshots) if piece.first < count <= piece.end}
 
     def forget(self, rows: Sequence[int]) -> None:
@@ -245,9 +233,6 @@ class StatesOfRows:
         position, home = self.store.position, self.rows.to(self.store.position.device)
         before = position[home]
         length, end, accepted, active = (x.to(position.device) for x in (length, path.end, path.accepted, active))
-        # Before the commit below overwrites the states that the entries are counted from.
-        if self.copies.snapshot_rows is not None:
-            self._copy_filled(self.copies.snapshot_rows, length - before, length, path, active)
         # Inactive rows are written too, with their current state, so that shapes do not depend on data.
         entry = torch.where(active, (1 + length - before + end).clamp(0, self._count - 2), 0)  # [B]
         for key, store in self.store.tensors.items():
@@ -256,15 +241,3 @@ class StatesOfRows:
         position.index_copy_(0, home, torch.where(active, length + accepted + 1, before))
         # Their memory is as large as all nodes' states, and the next step begins with other nodes.
         self._entries.clear()
-
-    def _copy_filled(self, rows: Tensor, before: Tensor, length: Tensor, path: Path, active: Tensor) -> None:
-        """Copy the states after the last block that each row's path has filled; `before` as in `begin`, `[B]`."""
-        unread = self.copies.unread
-        full = (length + path.accepted + 1 + unread) // BLOCK_SIZE * BLOCK_SIZE - unread  # [B]
-        # `tolist` waits for the device, which a captured step must not do: such copies are made on a CPU only.
-        for row in (active & (full > length) & (rows > 0)).nonzero().flatten().tolist():
-            at, upto = int(rows[row]), int(full[row])
-            entry = 1 + int(before[row]) + int(path.nodes[row, upto - 1 - int(length[row])])
-            for key, store in self.store.tensors.items():
-                store[at].copy_(self._room(key)[row, entry])
-            self.store.position[at] = upto

@@ -32,9 +32,9 @@ class StoredStates:
         self._rows.move_to_end(prefix)
         return self._rows[prefix]
 
-    def reserve(self, spare: int = 0) -> int:
-        """Return a row for copies of a sequence's states; 0 if others have reserved all but `spare` of them."""
-        if len(self._free) + len(self._rows) <= spare:
+    def reserve(self) -> int:
+        """Return a row for a copy of a sequence's states; 0 if others have reserved all of them."""
+        if not self._free and not self._rows:
             return 0
         # The least recently used prefix loses its states; its keys and values stay stored.
         if not self._free:

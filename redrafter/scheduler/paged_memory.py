@@ -102,26 +102,6 @@ class PagedMemory:
         pools = [pool for store in self._stores for pool in store.pools]
         return [*pools, *(x for each in self._states for x in (each.position, *each.tensors.values()))]
 
-    def reserve_snapshot_row(self, block_table: BlockTable) -> None:
-        """Let steps of a row keep its states after each block that its tokens fill, on a CPU. Hold the lock."""
-        if self.target.device.type == "cpu":
-            self.blocks.reserve_snapshot_row(block_table)
-            for states in self._states if block_table.snapshot_row else ():
-                # Position 0 marks a row without a snapshot, as an earlier owner's may be there.
-                states.position[block_table.snapshot_row] = 0
-
-    def take_snapshot_row(self, block_table: BlockTable) -> None:
-        """Let the states that steps have kept of a row be published with its tokens. Hold the lock."""
-        ends = {
-            int(store.states.position[block_table.snapshot_row]) + (store is self.draft_store)
-            for store in (self._stores if block_table.snapshot_row else ())
-            if store.states is not None
-        }
-        # A draft model that skips steps keeps other states than the target, or none yet, which count as 1 token: a
-        # prefix needs both after the same full block.
-        if len(ends) == 1 and not (end := ends.pop()) % BLOCK_SIZE and end:
-            block_table.snapshots[end], block_table.snapshot_row = block_table.snapshot_row, 0
-
     def restore_states(self, block_table: BlockTable) -> None:
         """Launch the copy of a stored prefix's recurrent states to a row that begins with it. Hold the lock.
 

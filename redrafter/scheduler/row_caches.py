@@ -1,6 +1,6 @@
 """The keys and values of the rows of a running batch, on a paged or a dense cache."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -13,7 +13,7 @@ from redrafter.cache.block_manager import BlockTable
 from redrafter.cache.dense import DenseCache
 from redrafter.cache.kv_cache import KVCache
 from redrafter.cache.paged import PagedCache, stack_block_tables
-from redrafter.cache.states import StateCopies
+from redrafter.cache.states import NO_SNAPSHOTS, Snapshots
 from redrafter.cache.to_device import MoveIndices, to_device
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
@@ -48,7 +48,7 @@ class PagedRows:
     Attributes:
         tables: Ids of the blocks of each row, `[R, M]` int32; 0 where a row has fewer.
         draft_tables: The same for a draft model with another vocabulary, `[R, M']` int32; None without one.
-        state_rows: The state row of each row and the row for its snapshot, `[R, 2]` int64; 0 where there are no states.
+        state_rows: The row of each row's recurrent states in their store, `[R]` int64; 0 where there are no states.
     """
 
     def __init__(self, memory: PagedMemory, has_draft_model: bool, vocabulary: VocabularyMap | None = None):
@@ -64,7 +64,7 @@ class PagedRows:
         self.tables = torch.zeros(0, 0, dtype=torch.int32, device=memory.target.device)
         self._vocabulary = vocabulary
         self.draft_tables = None if vocabulary is None else self.tables.clone()
-        self.state_rows = torch.zeros(0, 2, dtype=torch.long, device=memory.target.device)
+        self.state_rows = torch.zeros(0, dtype=torch.long, device=memory.target.device)
 
     def reserve(self, rows: int, positions: int) -> None:
         """Grow the tables to at least this number of rows and of positions per row."""
@@ -72,7 +72,7 @@ class PagedRows:
         self.tables = _enlarged(self.tables, rows, positions // BLOCK_SIZE)
         if self.draft_tables is not None:
             self.draft_tables = _enlarged(self.draft_tables, rows, self._draft_blocks(positions))
-        self.state_rows = pad(self.state_rows, (0, 0, 0, rows - len(self.state_rows)))
+        self.state_rows = pad(self.state_rows, (0, rows - len(self.state_rows)))
 
     def _draft_blocks(self, positions: int) -> int:
         """Return the most draft-model blocks that a sequence of this number of positions needs."""
@@ -87,7 +87,7 @@ class PagedRows:
         tables = draft_tables = stack_block_tables(block_tables, device)
         if self.draft_tables is not None:
             draft_tables = stack_block_tables(draft_tables_of(sequences), device)
-        snapshots = [table.snapshots for table in block_tables]
+        snapshots = {row: table.snapshots for row, table in enumerate(block_tables)}
         return self._on(tables, draft_tables, self._stack_state_rows(sequences), snapshots)
 
     def add(self, first: int, sequences: Sequence[TokenSequence], read: CachePair, rows: Sequence[int]) -> None:
@@ -131,9 +131,8 @@ class PagedRows:
         return stack_block_tables(block_tables, like.device, like.shape[1])
 
     def _stack_state_rows(self, sequences: Sequence[TokenSequence]) -> Tensor:
-        """Return where the recurrent states of sequences are, and their copies, `[B, 2]` int64."""
-        rows = [(table.state_row, table.snapshot_row) for table in tables_of(sequences)]
-        return to_device(rows, self.tables.device, torch.long)
+        """Return where the recurrent states of sequences are, `[B]` int64."""
+        return to_device([table.state_row for table in tables_of(sequences)], self.tables.device, torch.long)
 
     def move(self, source: Sequence[int], to: Sequence[int], indices: MoveIndices) -> None:
         """Copy the tables of some rows to as many others; `indices` are those of `move_indices`."""
@@ -164,17 +163,14 @@ class PagedRows:
         return [self.tables] if self.draft_tables is None else [self.tables, self.draft_tables]
 
     def _on(
-        self, tables: Tensor, draft_tables: Tensor, state_rows: Tensor, snapshots: Sequence[Mapping[int, int]] = ()
+        self, tables: Tensor, draft_tables: Tensor, state_rows: Tensor, snapshots: Snapshots = NO_SNAPSHOTS
     ) -> CachePair:
-        rows, snapshot_rows = state_rows.unbind(1)
-        # A device would copy states at every step, whether or not a row has filled a block.
-        kept = snapshot_rows if snapshot_rows.device.type == "cpu" else None
-        target = PagedCache(self._memory.store, tables, rows, StateCopies(dict(enumerate(snapshots)), kept))
+        target = PagedCache(self._memory.store, tables, state_rows, snapshots)
         if self._draft_store is None:
             return CachePair(target)
         # A draft model reads the last committed token again at each step, so its states are those before it.
-        before = {row: {count - 1: at for count, at in each.items()} for row, each in enumerate(snapshots)}
-        return CachePair(target, PagedCache(self._draft_store, draft_tables, rows, StateCopies(before, kept, unread=1)))
+        before = {row: {count - 1: at for count, at in each.items()} for row, each in snapshots.items()}
+        return CachePair(target, PagedCache(self._draft_store, draft_tables, state_rows, before))
 
 
 class DenseRows:

@@ -119,8 +119,6 @@ class SequenceBlocks:
                 raise
             draft.prefilled = draft.block_table.reused
         self._memory.restore_states(sequence.block_table)
-        if self._publishes and reuse:
-            self._memory.reserve_snapshot_row(sequence.block_table)
         if sequence.needs_scores:
             sequence.prompt_scores.clear()  # it may have been preempted halfway
         sequence.prefilled = sequence.block_table.reused
@@ -196,9 +194,6 @@ class SequenceBlocks:
         if sequence.block_table is None:
             return
         if keep:
-            # The snapshot row must be listed before `publish` records which prefixes have states.
-            with self._memory.lock:
-                self._memory.take_snapshot_row(sequence.block_table)
             self.publish(sequence, sequence.prefilled if sequence.row is None else self._cached(sequence))
         with self._memory.released:
             self._memory.blocks.release(sequence.block_table)

@@ -6,9 +6,8 @@ import torch
 from redrafter.attention.prompt_attention import Piece
 from redrafter.cache.dense import DenseCache
 from redrafter.cache.kv_cache import LayerShape
-from redrafter.cache.states import RowStates, StateCopies, StateShape, StatesOfRows
+from redrafter.cache.states import RowStates, StateShape, StatesOfRows
 from redrafter.drafting.prompt_lookup import graft
-from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.tree.accept import Path
 from redrafter.tree.token_tree import Tree, chain, tree_of
 
@@ -109,55 +108,6 @@ def test_rows_that_are_forgotten_have_read_nothing():
     states.forget([0])
     assert kept(states) == [0, 8]
     assert states.store.position.tolist() == [0, 5]
-
-
-@pytest.mark.parametrize(
-    ("before", "path", "expected"),
-    [
-        (BLOCK_SIZE - 1, [0, 2, 4], 71),
-        (BLOCK_SIZE - 2, [0, 2, 4], 713),
-        (BLOCK_SIZE - 3, [0, 2, 4], 7135),
-        (BLOCK_SIZE - 3, [0, 1, 3], 7124),
-        (2 * BLOCK_SIZE - 2, [0, 2, 4], 713),
-    ],
-)
-def test_a_copy_at_the_end_of_a_block_is_of_the_accepted_node_there(before, path, expected):
-    states, length = states_after(7, 8, 0, count=before), torch.tensor([before, before])
-    states.use_rows(2)  # the third row gets the copies of the first one
-    states.copies = StateCopies(snapshot_rows=torch.tensor([2, 0]))
-    walk(states, a_tree(), length)
-    states.commit(length, Path(torch.tensor([path, path]), torch.tensor([2, 2])), BOTH)
-    assert kept(states)[2] == expected
-    assert states.store.position.tolist() == [before + 3, before + 3, -(-before // BLOCK_SIZE) * BLOCK_SIZE]
-
-
-@pytest.mark.parametrize(
-    ("before", "accepted", "copied"), [(BLOCK_SIZE - 3, 1, False), (BLOCK_SIZE - 3, 2, True), (BLOCK_SIZE, 2, False)]
-)
-def test_a_row_that_fills_no_block_leaves_its_copy_as_it_was(before, accepted, copied):
-    states, length = states_after(7, 0, count=before), torch.tensor([before])
-    states.use_rows(1)
-    states.copies = StateCopies(snapshot_rows=torch.tensor([1]))
-    tree = a_tree()
-    walk(states, tree_of(tree.tokens[:1], tree.parents[:1], tree.depth[:1], 2), length)
-    path = Path(torch.tensor([[0, 2, 4][: accepted + 1] + [0] * (2 - accepted)]), torch.tensor([accepted]))
-    states.commit(length, path, BOTH[:1])
-    assert kept(states)[1] == (7135 if copied else 0)
-
-
-def test_a_copy_of_a_draft_models_states_is_of_the_accepted_node_a_token_earlier():
-    before = BLOCK_SIZE - 2
-    states, length = states_after(7, 0, count=before - 1), torch.tensor([before])
-    states.use_rows(1)
-    states.copies = StateCopies(snapshot_rows=torch.tensor([1]), unread=1)
-    walk(states, chain(torch.tensor([[9, 1]])), length - 1)  # the last committed token is read again
-    for end, count in ((3, 2), (5, 2)):
-        cut = (x[:1, :end] for x in (a_tree().tokens, a_tree().parents, a_tree().depth))
-        walk(states, tree_of(*cut, end // 2).last_level(count), length)
-    path = Path(torch.tensor([[0, 2, 4]]), torch.tensor([2]))
-    states.commit(length - 1, path.below_reread_token(), BOTH[:1])
-    assert kept(states) == [7913, 791]  # a block less the token that is read again
-    assert states.store.position.tolist() == [before + 2, BLOCK_SIZE - 1]
 
 
 # In a dense cache

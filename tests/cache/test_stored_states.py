@@ -88,17 +88,6 @@ def test_states_are_kept_where_they_save_enough(monkeypatch):
     assert list(states.admit([*text(2, 3, 4, 5), 9]).snapshots) == [64]
 
 
-def test_rows_have_places_for_their_steps_while_half_are_left():
-    states = States(40, prefix_states=5)
-    tables = [states.admit([9, piece]) for piece in range(4)]
-    for table in tables:
-        states.manager.reserve_snapshot_row(table)
-    assert [table.snapshot_row > 4 for table in tables] == [True, True, True, False]
-    states.manager.release(tables[0])
-    states.manager.reserve_snapshot_row(tables[3])
-    assert tables[3].snapshot_row > 4
-
-
 def test_states_go_with_the_blocks_that_they_follow():
     states = States(5)
     states.serve([*text(1, 2), 9])

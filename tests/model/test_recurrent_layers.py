@@ -15,7 +15,7 @@ from redrafter import DraftTarget, Engine, ReDrafter, UnsupportedError
 from redrafter.attention import tree_attention
 from redrafter.cache.dense import cache_argument
 from redrafter.cache.paged import KVCachePool, PagedCache
-from redrafter.cache.states import StateCopies, StatesOfRows
+from redrafter.cache.states import StatesOfRows
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.model import traits, varlen_forward
@@ -134,8 +134,8 @@ def test_prompts_are_read_without_a_wait_for_a_gpu(target, paged, monkeypatch):
         cache = target.new_cache(2)
         cache.reserve(16)
         if paged:
-            table, home, copies = torch.tensor([[1], [2]]).int(), torch.tensor([1, 2]), StateCopies({0: {7: 3}})
-            cache = PagedCache(KVCachePool(target.paged_shapes, 3), table, home, copies)
+            table, home = torch.tensor([[1], [2]]).int(), torch.tensor([1, 2])
+            cache = PagedCache(KVCachePool(target.paged_shapes, 3), table, home, {0: {7: 3}})
         read_prompts(target, tokens, torch.tensor([4, 1]), cache)
         with reading:
             target.prefill(Prompts(tokens, [4, 1], [12, 6], cache), max_tokens=9)

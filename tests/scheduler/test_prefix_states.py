@@ -2,7 +2,6 @@
 
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +9,8 @@ import torch
 from helpers.features import make_engine
 from helpers.models import tiny_model
 from helpers.recurrent import generated_alone, recurrent_model
-from helpers.right_drafts import RightDrafts
 from helpers.scheduling import (
     KINDS,
-    alone,
     launch_ahead,
     make_sequence,
     run,
@@ -79,74 +76,6 @@ def test_prompts_continue_from_what_earlier_ones_have_stored(model, name, monkey
     assert sequences[2].tokens == whole.tolist()
 
 
-@PAIRS
-@pytest.mark.parametrize("order", ["in turn", "ahead"])
-def test_the_next_turn_of_a_chat_continues_in_the_last_answer(model, name, order, monkeypatch):
-    if order == "ahead":
-        launch_ahead(monkeypatch)
-    engine = make_engine(name, recurrent_model(model))
-    served, prompt, read = scheduler(engine), SYSTEM, []
-    for turn in range(4):
-        sequence = make_sequence([*prompt, 5 + turn, 9, 11], 37, GREEDY)
-        run_as_alone(served, [sequence])
-        read.append(len(sequence.request.prompt) - sequence.reused)
-        prompt = list(sequence.tokens)
-    assert read[0] == len(SYSTEM) + 3
-    # What is new, and less than a block of the answer; two where drafts lag. A step that goes past the end loses it.
-    late = sorted(read[1:])[: 2 if order == "ahead" or name != "undrafted" else 3]
-    assert max(late) <= 3 + 16 * (2 if "draft model" in name else 1)
-
-
-@pytest.mark.parametrize("model", ["mamba2", "lfm2"])
-def test_the_next_turn_of_a_chat_continues_in_an_answer_that_branches_were_accepted_of(model):
-    engine, plain = (make_engine(name, recurrent_model(model)) for name in ("drafter", "undrafted"))
-    served, prompt = scheduler(engine), SYSTEM
-    for turn in range(3):
-        sequence = make_sequence([*prompt, 5 + turn, 9, 11], 37, GREEDY)
-        drafts = RightDrafts([[*sequence.request.prompt, *alone(plain, sequence)]], turn, share=1)
-        with drafts.drafted():
-            run_as_alone(served, [sequence])
-        assert drafts.off_chain > 5
-        assert sequence.reused >= len(prompt) - 32 or not turn
-        prompt = list(sequence.tokens)
-
-
-def test_rows_that_move_keep_their_states():
-    engine = make_engine("undrafted", recurrent_model("mamba2"))
-    served = scheduler(engine)
-    firsts = [make_sequence([7 + row, *SYSTEM], 20 + 20 * row, KINDS["sampled"]) for row in range(3)]
-    run(served, firsts)  # the last one moves into the rows of those that end before it
-    nexts = [make_sequence([*first.tokens, 9, 11], 20, KINDS["sampled"]) for first in firsts]
-    run_as_alone(served, nexts)
-    assert max(len(sequence.request.prompt) - sequence.reused for sequence in nexts) <= 2 + 16
-
-
-def test_a_row_that_fills_no_block_leaves_nothing_of_an_earlier_one():
-    engine = make_engine("undrafted", recurrent_model("mamba2"), max_prefix_states=4)
-    served = scheduler(engine)
-    for number in range(4):  # places are used again from the third text on
-        prompt = [3 + (7 + number) * n % 90 for n in range(104 + 16 * number)]
-        first, again = make_sequence(prompt, 3, GREEDY), make_sequence([*prompt[:-16], 5, 6], 20, KINDS["sampled"])
-        run(served, [first])
-        run_as_alone(served, [again])
-        assert not again.reused
-
-
-@pytest.mark.parametrize("name", ["prompt lookup", "draft model"])
-def test_the_end_of_an_answer_within_a_step_is_the_end_of_what_is_found(name):
-    engine = make_engine(name, recurrent_model("mamba2"))
-    served, whole = scheduler(engine), make_sequence(SYSTEM, 40, KINDS["sampled"])
-    run(served, [whole])
-    for count in range(13, 16):  # the text fills a block at 14 tokens
-        params = replace(KINDS["sampled"], stop_token_ids=frozenset(whole.tokens[82 + count - 1 : 82 + count]))
-        served.change(Everything(engine))
-        first = make_sequence(SYSTEM, 40, params)
-        again = make_sequence([*SYSTEM, *whole.sink.tokens[:count], 5, 6], 20, KINDS["sampled"])
-        run_as_alone(served, [first])
-        run_as_alone(served, [again])
-        assert again.reused in ((80, 96) if len(first.sink.tokens) > 13 else (80,))
-
-
 def test_drafts_after_a_stored_prefix_are_as_good():
     engine = make_engine("draft model", recurrent_model("lfm2"))  # the model drafts for itself
     served, sequences = scheduler(engine), [asked(1, new=25) for _ in range(2)]
@@ -183,7 +112,7 @@ def test_few_states_and_few_blocks_change_no_token(order, prefix_states, monkeyp
     assert len(served.memory.blocks.states) <= prefix_states
 
 
-def test_a_sequence_that_was_preempted_continues_in_its_text():
+def test_a_sequence_that_was_preempted_continues_at_the_end_of_its_prompt():
     engine = make_engine("undrafted", recurrent_model("lfm2"))
     served, sequence = scheduler(engine), make_sequence(SYSTEM, 50, GREEDY)
     served.submit(sequence)
@@ -191,7 +120,7 @@ def test_a_sequence_that_was_preempted_continues_in_its_text():
         served.round()
     served.change(Nothing())
     run(served, [make_sequence([5], 2, GREEDY)])
-    assert sequence.reused == 112
+    assert sequence.reused == 80
     same_alone(engine, [sequence])
 
 
