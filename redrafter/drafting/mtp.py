@@ -25,12 +25,11 @@ from redrafter.drafting.drafter_model import (
     mark_dynamic,
 )
 from redrafter.drafting.drafter_types import register_drafter
-from redrafter.drafting.mtp_attention import RUNNING_PAST, Made, Past, Recording
+from redrafter.drafting.mtp_attention import Made, Past, Recording
 from redrafter.drafting.paged_entries import PagedEntries, with_themselves
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.errors import UnsupportedError, first_line, warn
 from redrafter.model.forward_batch import DrafterLayer
-from redrafter.model.patch import MODEL_ERRORS
 from redrafter.model.target import Target
 from redrafter.parallel.local_shards import GatheredLinear
 from redrafter.sampling.sampler import Sampler
@@ -94,14 +93,12 @@ class MTPDrafter(DrafterModel):
         That entry is of the position before, so it also reads the hidden state there.
         """
         one = torch.zeros(1, dtype=torch.long, device=target.device)
-        remember: Callable[..., tuple[Tensor, Tensor]] = partial(self.remember, target.embedding)
         hidden = torch.zeros(1, self.config.hidden_size, dtype=target.dtype, device=target.device)
         with torch.no_grad():
-            keys, values = remember(one, one, hidden)
-            if compiled and self._takes_past(target, one, hidden):
-                remember = for_any_tokens(
-                    partial(_run_compiled, self, _remember, MTPDrafter.remember, target.embedding)
-                )
+            keys, values = self.remember(target.embedding, one, one, hidden)
+        remember: Callable[..., tuple[Tensor, Tensor]] = partial(self.remember, target.embedding)
+        if compiled:
+            remember = for_any_tokens(partial(_run_compiled, self, MTPDrafter.remember, target.embedding))
         widths = keys.shape[2], values.shape[2], target.dtype, target.device
         shape = LayerShape(keys.shape[1], *widths, of_drafter=True, extra_dim=self.config.hidden_size)
         return DrafterLayer(self, shape, remember)
@@ -136,19 +133,6 @@ class MTPDrafter(DrafterModel):
             embedded = embedded.masked_fill((position == 0).expand(tokens.shape)[..., None], 0)
         return embedded
 
-    def _takes_past(self, target: Target, one: Tensor, hidden: Tensor) -> bool:
-        """Return whether the layer passes keyword arguments to its attention, as a compiled one must; warn if not."""
-        try:
-            _remember(self, target.embedding, one, one, hidden)
-        except (*MODEL_ERRORS, Made, UnsupportedError) as error:
-            self.leave_uncompiled(first_line(error))
-        return self.is_compilable
-
-    def leave_uncompiled(self, why: str) -> None:
-        """Run the layer as it is written from now on, and warn why."""
-        self.is_compilable = False
-        warn(f"the MTP layer cannot be compiled ({why}): its drafts are slower")
-
     def remember(self, table: nn.Module, ids: Tensor, positions: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the keys and values that are stored of T tokens, `[T, H, d]` each.
 
@@ -158,16 +142,18 @@ class MTPDrafter(DrafterModel):
             positions: Their positions, `[T]` int64.
             before: The target's hidden state of the token before each, `[T, D]`.
         """
-        position = (positions - 1).clamp(min=0)  # of the first token of a text nothing is read
-        try:
-            self.run_blocks(self.join(self.embed(ids, position, table), before)[None], position[None])
-        except Made as made:
-            keys, values = (x[0].transpose(0, 1).to(before.dtype) for x in made.args)  # [T, H, d]
-            return keys, values
-        raise UnsupportedError(
-            f"{type(self.blocks[0]).__name__} does not attend through transformers' attention interface, so it cannot "
-            "be an MTP layer here"
-        )
+        position, recording = (positions - 1).clamp(min=0), Recording([])  # of a text's first token nothing is read
+        try:  # noqa: SIM105  # a compiler traces no context of `suppress`
+            self.run_blocks(self.join(self.embed(ids, position, table), before)[None], position[None], recording)
+        except Made:
+            pass
+        if not recording.made:
+            raise UnsupportedError(
+                f"{type(self.blocks[0]).__name__} does not attend through transformers' attention interface, so it "
+                "cannot be an MTP layer here"
+            )
+        keys, values = (x[0].transpose(0, 1).to(before.dtype) for x in recording.made[0])  # [T, H, d]
+        return keys, values
 
     def step(self, inputs: Tensor, position: Tensor, past: Past) -> Tensor:
         """Compute entries of w beams, and store them after those of the text and of earlier drafts.
@@ -181,25 +167,21 @@ class MTPDrafter(DrafterModel):
             The normed output, `[B, w, D]`: what the head reads, and in place of the target's hidden state the next
             entry.
         """
-        token = RUNNING_PAST.set(past)
-        try:
-            normed: Tensor = self.norm(self.run_blocks(inputs, position))
-        finally:
-            RUNNING_PAST.reset(token)
+        normed: Tensor = self.norm(self.run_blocks(inputs, position, past))
         return normed
 
     forward = step
 
-    def run_blocks(self, x: Tensor, position: Tensor, **passed_on: Past | Recording) -> Tensor:
+    def run_blocks(self, x: Tensor, position: Tensor, past: Past | Recording) -> Tensor:
         """Run the decoder layers on their inputs `[B, w, D]` at positions `[B, w]`, and return the output, `[B, w, D]`.
 
-        `passed_on` reaches the attention of layers that pass on keyword arguments.
+        The layers pass `past` on to `attend_to_past`.
         """
         # Of ropes with sections for images, which text counts alike, older versions of transformers take all three.
         positions = position.expand(3, -1, -1) if hasattr(self.rotary, "mrope_section") else position
         rope = {} if self.rotary is None else {"position_embeddings": self.rotary(x, positions)}
         for block, cache_name in zip(self.blocks, self._cache_names, strict=True):
-            named = {cache_name: None, **passed_on}
+            named = {cache_name: None, "past": past}
             output = block(x, attention_mask=None, position_ids=position, **named, **rope)
             x = output[0] if isinstance(output, tuple) else output
         return x
@@ -223,7 +205,7 @@ class MTPProposer(SearchProposer[PagedEntries]):
     def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: PagedEntries) -> Expand:
         """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""
         layer, head, table, length = self.drafter, self.target.head, self.target.embedding, state.length
-        step = partial(_run_compiled, layer, _step_passing_on, _step) if self.compiled else partial(_step, layer)
+        step = partial(_run_compiled, layer, _step) if self.compiled else partial(_step, layer)
         count, levels = len(length), torch.arange(self.depth, device=length.device)
         position = length - 1 + levels[:, None]  # [K, B]
         carried = state.hidden[:, None]  # [B, w, D], of each beam
@@ -277,37 +259,14 @@ def _step(layer: MTPDrafter, table: nn.Module, tokens: Tensor, carried: Tensor, 
     return layer.step(inputs, position.clamp(min=0), past)
 
 
-def _step_passing_on(
-    layer: MTPDrafter, table: nn.Module, tokens: Tensor, carried: Tensor, position: Tensor, past: Past
-) -> Tensor:
-    """Compute `_step` as a compiler can trace it: the layer passes `past` to its attention."""
-    inputs = layer.join(layer.embed(tokens, position, table), carried)
-    normed: Tensor = layer.norm(layer.run_blocks(inputs, position.clamp(min=0), past=past))
-    return normed
-
-
-def _remember(
-    layer: MTPDrafter, table: nn.Module, ids: Tensor, positions: Tensor, before: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute the keys and values that an MTP layer stores of tokens, as a compiler can trace it."""
-    position, recording = (positions - 1).clamp(min=0), Recording([])
-    inputs = layer.join(layer.embed(ids, position, table), before)
-    layer.run_blocks(inputs[None], position[None], past=recording)
-    if not recording.made:
-        raise UnsupportedError("it passes no keyword arguments to its attention")
-    keys, values = (x[0].transpose(0, 1).to(before.dtype) for x in recording.made[0])  # [T, H, d]
-    return keys, values
-
-
-def _run_compiled(
-    layer: MTPDrafter, function: Callable[..., Any], uncompiled: Callable[..., Any], *arguments: Any
-) -> Any:
-    """Call a function of an MTP layer compiled, or another one that computes the same where that is not possible."""
+def _run_compiled(layer: MTPDrafter, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of an MTP layer, compiled where that is possible."""
     if layer.is_compilable:
         try:
             return compile_once(function)(layer, *arguments)
         except Exception as error:
             if not isinstance(error, torch._dynamo.exc.TorchDynamoException):
                 raise
-            layer.leave_uncompiled(first_line(error))
-    return uncompiled(layer, *arguments)
+            layer.is_compilable = False
+            warn(f"the MTP layer cannot be compiled ({first_line(error)}): its drafts are slower")
+    return function(layer, *arguments)

@@ -3,18 +3,19 @@
 The entries of a text are in the target's cache; or only those of the layer are wanted.
 """
 
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from redrafter.attention.tree_attention import register_attention
 from redrafter.drafting.paged_entries import PagedEntries
+from redrafter.errors import UnsupportedError
 from redrafter.kernels.attention_inputs import TokenRows
 
 
 class Made(Exception):
-    """No error: ends the forward of a layer with the keys and values that it would attend to."""
+    """No error: ends the forward of a layer once a `Recording` has its keys and values."""
 
 
 class Past(NamedTuple):
@@ -32,17 +33,13 @@ class Past(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """Takes the keys and values that a layer would attend to. What follows them is not used, and so not compiled.
+    """Takes the keys and values that a layer would attend to. What follows them is not computed.
 
     Attributes:
         made: Keys and values, `[B, H, w, d]` each.
     """
 
     made: list[tuple[Tensor, Tensor]]
-
-
-# Entries that a running layer attends to in addition to its own input; None for a layer whose keys are wanted.
-RUNNING_PAST: ContextVar[Past | None] = ContextVar("mtp_past", default=None)
 
 
 def attend_to_past(
@@ -60,9 +57,13 @@ def attend_to_past(
 ) -> tuple[Tensor, None]:
     """Attend to `past`, which the entries of drafts are added to, as an attention function of transformers.
 
-    `past` is `RUNNING_PAST` for a layer that passes no keyword arguments to its attention.
+    Raises:
+        UnsupportedError: The layer does not pass on `past`.
     """
-    past = RUNNING_PAST.get() if past is None else past
+    if past is None:
+        raise UnsupportedError(
+            f"the layer of {type(module).__name__} passes no keyword arguments to it, so it cannot be an MTP layer here"
+        )
     if isinstance(past, Past):
         dtype, stored = query.dtype, past.entries.keys.dtype
         query, key, value = (x.transpose(1, 2).to(stored) for x in (query, key, value))  # [B, w, H, d] each
@@ -70,11 +71,10 @@ def attend_to_past(
             query, key, value, past.rows, scale=scaling, window=past.window, softcap=softcap or 0.0, sinks=s_aux
         )
         return out.to(dtype), None
-    if isinstance(past, Recording):
-        past.made.append((key, value))
-        return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
-    # The keys and values are all that is wanted; an exception spares the attention and MLP of the layer.
-    raise Made(key, value)
+    past.made.append((key, value))
+    if not torch.compiler.is_compiling():  # a compiler leaves out what is not used
+        raise Made
+    return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
 
 ATTENTION_NAME = "redrafter_mtp"

@@ -37,7 +37,7 @@ GIVEN: dict[str, dict[str, tuple[dict[str, Any], set[str]]]] = {
         "_remember": ({}, {"- 0 0 0"}),
         "_fill_paged": ({"fullgraph": True, "backend": LayerCompiler}, {"0 0 0 - - 0 0 - - 0 0 -"}),
     },
-    "MTP": {"_remember": ({}, {"0 0 0"}), "_step_passing_on": ({}, {"1 1 1 - - 0 0 0 0 0 0 0 0 0 0"})},
+    "MTP": {"remember": ({}, {"0 0 0"}), "_step": ({}, {"1 1 1 - - 0 0 0 0 0 0 0 0 0 0"})},
 }
 
 
