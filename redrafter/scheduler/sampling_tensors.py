@@ -50,47 +50,36 @@ WARPING = {name for kind in _KINDS if kind not in EDITS for name in kind.reads} 
 
 
 class Kind(NamedTuple):
-    """Key of a server's captured step.
+    """Key of a captured step.
 
-    A step has the processors that any of its rows needs, in two groups: edits of single tokens are computed in one pass
-    over all rows, cuts of unlikely tokens take a sort, of few rows or of all. Without a grammar there are eight kinds,
-    and no row waits for a sort that no row needs.
-
-    Attributes:
-        greedy: Whether every row takes the likeliest token.
-        edits: Whether scores of single tokens change.
-        sorted_rows: Rows whose scores may be sorted: none, one in `FEW`, or all.
-        guided: Whether a row follows a grammar.
-    """
-
-    greedy: bool
-    edits: bool
-    sorted_rows: int
-    guided: bool
-
-
-class CallKind(NamedTuple):
-    """Key of a captured step of a call of `generate`, whose rows all have the same processors.
+    A call's steps have exactly the processors that change scores of its rows. A server's steps have those that any of
+    its rows needs, in two groups: edits of single tokens are computed in one pass over all rows, cuts of unlikely
+    tokens take a sort, of few rows or of all. Without a grammar there are eight such kinds, and no row waits for a sort
+    that no row needs.
 
     Attributes:
-        asked: Which processors of rows change scores.
-        largest_k: Bound on every `top_k`; None where a row has none.
+        edits: Processors that change scores of single tokens.
+        cuts: Processors that cut off unlikely tokens.
+        largest_k: Bound on every `top_k` of a call; None where a row has none.
+        sorted_rows: Rows of a server whose scores may be sorted: none, one in `FEW`, or all.
         greedy: Whether every row takes the likeliest token.
-        limited: Whether a row limits its drafts, or verifies none.
+        limited: Whether a row may limit its drafts, or verify none.
         guided: Whether a row follows a grammar.
         keeps_scores: Whether processed scores are recorded.
         extra: Kinds of the caller's own processors before the temperature.
         extra_last: The same, after all others.
     """
 
-    asked: tuple[type[RowProcessor], ...]
+    edits: Sequence[type[RowProcessor]]
+    cuts: Sequence[type[RowProcessor]]
     largest_k: int | None
+    sorted_rows: int
     greedy: bool
     limited: bool
     guided: bool
-    keeps_scores: bool
-    extra: Hashable
-    extra_last: Hashable
+    keeps_scores: bool = False
+    extra: Hashable = ()
+    extra_last: Hashable = ()
 
 
 class SamplingTensors:
@@ -197,7 +186,7 @@ class SamplingTensors:
         for tensor in (self._thinking, *(self._bias_and_stops or ()), *(x for each in own for x in each.settings)):
             tensor[to] = tensor[source]
 
-    def kind(self, sequences: Sequence[TokenSequence]) -> Kind | CallKind | None:
+    def kind(self, sequences: Sequence[TokenSequence]) -> Kind | None:
         """Return the key of the captured step when these sequences are in the first rows; None without any."""
         if not sequences:
             return None
@@ -208,11 +197,15 @@ class SamplingTensors:
             rows, cut = bucket(len(params)), sum(each.cuts for each in params)
             # Sizes are rounded to three values, so that few kinds of steps are captured.
             sorted_rows = rows if cut > rows // FEW else rows // FEW * bool(cut)
-            return Kind(greedy, any(each.edits for each in params), sorted_rows, guided)
+            edits = EDITS if any(each.edits for each in params) else ()
+            return Kind(edits, CUTS if sorted_rows else (), None, sorted_rows, greedy, limited=True, guided=guided)
         asked = {kind for each in params for kind in each.asked}
-        return CallKind(
-            asked=tuple(kind for kind in (*EDITS, *CUTS) if kind in asked),
+        edits, cuts = (tuple(kind for kind in group if kind in asked) for group in (EDITS, CUTS))
+        return Kind(
+            edits,
+            cuts,
             largest_k=bound_on_k([each.top_k for each in params], len(self.ids)) if RowTopK in asked else None,
+            sorted_rows=0,
             greedy=greedy,
             limited=any(each.num_speculative_tokens is not None for each in params),
             guided=guided,
@@ -248,34 +241,25 @@ class SamplingTensors:
 
         params = sequences[0].request.params
         own = [each.map(lambda setting: setting[:rows]) for each in self._own_of(params)]
-        if isinstance(kind, CallKind):
-            edits, cuts = ([each for each in group if each in kind.asked] for group in (EDITS, CUTS))
-            cut = made(cuts)
-            if RowTopK in cuts:
-                cut[cuts.index(RowTopK)] = RowTopK(self._columns["top_k"][:rows], kind.largest_k)
-            keep_scores |= kind.keeps_scores
-            all_greedy, mixed, limited = kind.greedy, False, kind.limited
-        else:
-            edits = list(EDITS) if kind.edits else []
-            cut = made(CUTS) if kind.sorted_rows else []
-            if cut and self.ids.is_cuda:
+        edits, cut = kind.edits, made(kind.cuts)
+        if RowTopK in kind.cuts:
+            k = self._columns["top_k"][:rows]
+            cut[0] = RowTopK(k, kind.largest_k)
+            if not self._of_call and self.ids.is_cuda:
                 # A captured step sorts once for both. A CPU sorts for top-p alone: it can check how many tokens top-k
                 # needs.
-                both = RowTopP(self._columns["top_p"][:rows], self._columns["top_k"][:rows])
-                cut = [both, *made(each for each in CUTS if each not in (RowTopK, RowTopP))]
-            if 0 < kind.sorted_rows < rows:
-                cut = [OfSomeRows(self._cut_index[: kind.sorted_rows], tuple(cut))]  # type: ignore[arg-type]
-            # A server's step serves any mixture, as rows come and go without a new capture.
-            all_greedy, mixed, limited = kind.greedy, not kind.greedy, True
+                cut[:2] = [RowTopP(self._columns["top_p"][:rows], k)]
+        if 0 < kind.sorted_rows < rows:
+            cut = [OfSomeRows(self._cut_index[: kind.sorted_rows], tuple(cut))]  # type: ignore[arg-type]
         return Sampler(
-            seeds=None if all_greedy else self._columns["seed"][:rows],
+            seeds=None if kind.greedy else self._columns["seed"][:rows],
             processors=(
                 *made(each for each in edits if each in FIRST_EDITS),
                 *own[: len(params.extra)],
                 *made(each for each in edits if each not in (*FIRST_EDITS, RowThinkingBudget)),
                 *([self._grammars] if kind.guided else []),
                 *made(each for each in edits if each is RowThinkingBudget),
-                *([] if all_greedy else made([RowTemperature])),
+                *([] if kind.greedy else made([RowTemperature])),
                 *cut,
                 *own[len(params.extra) :],
             ),
@@ -283,9 +267,10 @@ class SamplingTensors:
             prompt=self._columns["prompt"][:rows],
             limit=self._columns["limit"][:rows],
             ids=self.ids,
-            keep_scores=keep_scores,
-            greedy=self._columns["greedy"][:rows] if mixed else None,
-            draft_limits=self._columns["draft_limit"][:rows] if limited else None,
+            keep_scores=keep_scores or kind.keeps_scores,
+            # A server's step serves any mixture, as rows come and go without a new capture.
+            greedy=None if kind.greedy or self._of_call else self._columns["greedy"][:rows],
+            draft_limits=self._columns["draft_limit"][:rows] if kind.limited else None,
         )
 
     def load_texts(self, sequences: Sequence[TokenSequence]) -> None:
