@@ -24,6 +24,7 @@ from redrafter.drafting.prompt_lookup import (
 from redrafter.drafting.proposer import State
 from redrafter.drafting.step_times import StepCosts
 from redrafter.engine.options import EngineOptions
+from redrafter.engine.step_timing import TOKENS
 from redrafter.model.target import Target
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.tree.accept import accept
@@ -217,6 +218,13 @@ def test_rows_that_would_pay_for_copies_have_none():
     assert text_nodes(8, 8, "cuda", float8) == 0
     assert text_nodes(1, 26, "cuda", float8) == 16
     assert text_nodes(4, 8, "cpu", float8) == 8
+
+
+def test_with_weights_in_groups_a_row_copies_as_many_drafts_as_take_no_further_tile():
+    # Of an 8B model in 4 bits on one H200, in ms, by the tokens of a tile.
+    tiles = {8: 2.56, 16: 2.8, 32: 3.92, 64: 5.45, 128: 9.9}
+    times = ((tokens, next((ms for size, ms in tiles.items() if tokens <= size), 12.0)) for tokens in TOKENS)
+    assert text_nodes(1, 8, "cuda", StepCosts(tuple(times), ((8, 0.12),))) == 8
 
 
 @ON_BOTH_CACHES

@@ -145,6 +145,14 @@ def test_a_product_is_one_operator_of_a_compiled_and_captured_forward():
         assert torch.equal(out, expected)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_product_is_computed_on_a_gpu_that_is_not_the_current_one():
+    x, weight = random(3, 1024, dtype=torch.bfloat16), quantized(4, 40, 1024, 128, minimum=None)
+    other = GroupedWeight(weight.codes.to("cuda:1"), weight.scale.to("cuda:1"))
+    assert torch.equal(multiply(x.to("cuda:1"), other).cpu(), multiply(x, weight).cpu())
+    assert torch.cuda.current_device() == 0
+
+
 def test_each_gpu_is_asked_whether_it_runs_the_kernel(monkeypatch):
     monkeypatch.setattr(grouped_product, "compiler", object)
     monkeypatch.setattr(grouped_product, "_capability", ((9, 0), (7, 5)).__getitem__)

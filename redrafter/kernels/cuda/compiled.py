@@ -14,7 +14,7 @@ from redrafter.kernels.launch import shared_memory
 DRIVER = "libcuda.so.1"
 MAX_SHARED_MEMORY, SHARED_MEMORY_SHARE = 8, 9  # attributes of functions, by the numbers of CUDA's headers
 HOPPER = (9, 0)  # compute capability of the first GPUs with clusters and programmatic dependent launch
-INVALID_CONTEXT = 201
+OTHER_CONTEXT = (201, 400)  # errors of a launch where no context is current in the thread, or that of another GPU
 DEPENDENT_LAUNCH = 6  # attribute of launches
 
 
@@ -105,9 +105,10 @@ class Kernel:
         )
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         status = _driver().cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None)
-        if status == INVALID_CONTEXT:
-            _enter(self.device)
-            status = _driver().cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None)
+        if status in OTHER_CONTEXT:
+            with torch.cuda.device(self.device):
+                _enter(self.device)
+                status = _driver().cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None)
         _check(status, "launch a kernel")
 
 
