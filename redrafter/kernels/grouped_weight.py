@@ -53,18 +53,15 @@ class GroupedWeight:
         return self.shape[1] // self.scale.shape[1]
 
     def columns(self, columns: slice) -> "GroupedWeight":
-        """Return the weight of some of the input features, which are whole groups."""
+        """Return a view of the weight of some of the input features, which are whole groups."""
         first, end, _ = columns.indices(self.shape[1])
         if end - first == self.shape[1]:
             return self
         if first % self.group or end % self.group:
             raise ValueError(f"input features {first} to {end} are not whole groups of {self.group}")
         groups = slice(first // self.group, end // self.group)
-        return GroupedWeight(
-            self.codes[:, first * self.bits // 8 : end * self.bits // 8].contiguous(),
-            self.scale[:, groups].contiguous(),
-            None if self.minimum is None else self.minimum[:, groups].contiguous(),
-        )
+        codes = self.codes[:, first * self.bits // 8 : end * self.bits // 8]
+        return GroupedWeight(codes, self.scale[:, groups], None if self.minimum is None else self.minimum[:, groups])
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight, `[F, D]`: computed in float32, then rounded to `dtype`."""

@@ -101,7 +101,9 @@ def test_parts_of_the_input_features_may_be_empty():
 def test_parts_of_a_weight_that_are_apart_are_multiplied():
     weight = quantized(4, 64, 512, 32)
     half = GroupedWeight(weight.codes[:, :128], weight.scale[:, :8], weight.minimum[:, :8])
-    check(random(513, dtype=torch.bfloat16)[1:].view(2, 256), half)
+    x = random(513, dtype=torch.bfloat16)[1:].view(2, 256)
+    for part in (half, weight.columns(slice(256, 512)), weight.columns(slice(32, 288))):
+        check(x, part)
 
 
 @on_gpu

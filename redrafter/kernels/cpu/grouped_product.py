@@ -49,8 +49,11 @@ def multiply(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | None, bi
     if inner // scale.shape[1] % UNITS[codes.dtype] or codes.shape[1] << (codes.dtype is torch.uint8) != inner:
         return None
     # The kernel reads addresses: torch's product refuses what it would read past the end of, or from another device.
-    if not (codes.is_cpu and codes.is_contiguous()) or (bias is not None and bias.shape[0] != features):
+    if not codes.is_cpu or (bias is not None and bias.shape[0] != features):
         return None
+    if not codes.is_contiguous():  # some of the input features
+        codes, scale = codes.contiguous(), scale.contiguous()
+        minimum = None if minimum is None else minimum.contiguous()
     tokens = x.numel() // inner
     if tokens > MAX_FEW_TOKENS:
         return _multiply_dequantized(kernel, x, codes, scale, minimum, bias)

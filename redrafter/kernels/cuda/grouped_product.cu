@@ -129,7 +129,7 @@ struct Fragment { u32 low[X_PARTS], high[X_PARTS]; };
 
 struct Weight {
     const char *codes, *scale, *minimum;  // of the program's first output feature
-    int features, row, groups, group;     // row in bytes
+    int features, row, stride, groups, group;  // bytes of a row, and between rows; numbers between rows
 };
 
 // Four codes of 4 bits are in two registers each for the low and the high halves of four bytes, in the order of inputs.
@@ -194,10 +194,10 @@ DEVICE void copy_weight(const Weight& w, u32 stage, u32 minima, int tile, int th
     constexpr int STEP = THREADS / BLOCKS;  // rows at once
     const int row = thread / BLOCKS, block = thread % BLOCKS, at = tile * TILE_BYTES + block * 16;
     const u32 to = stage + row * TILE_BYTES + swizzle(row, block);
-    const char* from = w.codes + (row * w.row + at);
+    const char* from = w.codes + (row * w.stride + at);
 #pragma unroll
     for (int j = 0; j < BLOCKS; j++)
-        copy16(to + j * STEP * TILE_BYTES, from + j * STEP * w.row, row + j * STEP < w.features && (WHOLE || at < w.row));
+        copy16(to + j * STEP * TILE_BYTES, from + j * STEP * w.stride, row + j * STEP < w.features && (WHOLE || at < w.row));
 #if WHOLE
     const bool valid = thread < w.features;
     const int index = thread * w.groups + (PER > 1 ? tile * PER : tile * INPUTS / w.group);
@@ -379,18 +379,18 @@ struct Arguments {
     const char *x, *codes, *scale, *minimum, *bias;
     char* out;
     float2* parts;
-    int *counts, tokens, features, inner, groups, group;
+    int *counts, tokens, features, inner, stride, groups, group;  // stride and groups as in `Weight`
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS) grouped_product(const Arguments arguments) {
-    const auto [x, codes, scale, minimum, bias, out, parts, counts, tokens, features, inner, groups, group] = arguments;
+    const auto [x, codes, scale, minimum, bias, out, parts, counts, tokens, features, inner, stride, groups, group] = arguments;
     extern __shared__ __align__(128) char memory[];
     const u32 shared = shared_address(memory);
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int split = blockIdx.x, splits = gridDim.x, first = blockIdx.y * ROWS;
-    const long long row = inner * BITS / 8, numbers_before = (long long)first * groups;
-    const Weight w = {codes + first * row, scale + numbers_before * SCALE_BYTES, minimum + numbers_before * MINIMUM_BYTES,
-                      features - first, (int)row, groups, group};
+    const long long numbers_before = (long long)first * groups;
+    const Weight w = {codes + (long long)first * stride, scale + numbers_before * SCALE_BYTES, minimum + numbers_before * MINIMUM_BYTES,
+                      features - first, inner * BITS / 8, stride, groups, group};
     const int all = (inner + INPUTS - 1) / INPUTS;
     const int low = (int)((long long)all * split / splits), count = (int)((long long)all * (split + 1) / splits) - low;
     float acc[TILES][2][4] = {};

@@ -52,7 +52,7 @@ def is_available(device: torch.device) -> bool:
 class _Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "codes", "scale", "minimum", "bias", "out", "parts", "counts")),
-        *((name, ctypes.c_int) for name in ("tokens", "features", "inner", "groups", "group")),
+        *((name, ctypes.c_int) for name in ("tokens", "features", "inner", "stride", "groups", "group")),
     )
 
 
@@ -69,10 +69,10 @@ def _kernel(device: int, stages: int, **macros: int) -> Kernel | None:
 
 def scales_of_tile(weight: GroupedWeight) -> int:
     """Return how many scales of a row are copied as one word with each tile; 0 for numbers that are read one by one."""
-    (_, groups), inputs = weight.scale.shape, TILE_BYTES * 8 // weight.bits
+    inputs, apart = TILE_BYTES * 8 // weight.bits, weight.scale.stride(0)
     count = max(inputs // weight.group, 1)
     numbers = [weight.scale] if weight.minimum is None else [weight.scale, weight.minimum]
-    words = all(groups * part.element_size() % max(count * part.element_size(), 4) == 0 for part in numbers)
+    words = all(apart * part.element_size() % max(count * part.element_size(), 4) == 0 for part in numbers)
     whole = weight.shape[1] % inputs == 0 and (inputs % weight.group == 0 or weight.group % inputs == 0)
     return count if words and whole and count in (1, 2, 4, 8) else 0
 
@@ -82,9 +82,17 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """Return a tensor, or a copy, whose rows follow each other from an address that can be copied asynchronously."""
-    tensor = tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+    """Return a tensor, or a copy, that can be copied asynchronously: row by row, or as a whole."""
+    words = tensor.stride(0) * tensor.element_size() % 16 == 0 and tensor.stride(1) == 1
+    tensor = tensor if words else tensor.contiguous()
+    return tensor.clone(memory_format=torch.contiguous_format) if tensor.data_ptr() % 16 else tensor
+
+
+def _aligned_weight(weight: GroupedWeight) -> GroupedWeight:
+    codes, scale, minimum = _aligned(weight.codes), _aligned(weight.scale), weight.minimum
+    if minimum is not None and (minimum := _aligned(minimum)).stride() != scale.stride():
+        scale, minimum = scale.contiguous(), minimum.contiguous()
+    return GroupedWeight(codes, scale, minimum)
 
 
 @functools.cache
@@ -116,8 +124,10 @@ def multiply(
     out = x.new_empty(tokens, features)
     if not out.numel():
         return out
+    x, weight = _aligned(x.contiguous()), _aligned_weight(weight)
+    codes, scale, minimum = weight.codes, weight.scale, weight.minimum
     tiling = tiling or _choose_tiling(tokens, weight, device)
-    scales, kinds = scales_of_tile(weight), [x, weight.scale, weight.minimum, bias]
+    scales, kinds = scales_of_tile(weight), [x, scale, minimum, bias]
     names = zip(("X", "SCALE", "MINIMUM", "BIAS"), kinds, strict=True)
     token_tiles = 1 << max(math.ceil(tokens / 8) - 1, 0).bit_length()
     kernel = _kernel(
@@ -132,11 +142,10 @@ def multiply(
     if tiling.splits > 1:
         size = tiles * tiling.splits * WARP_FEATURES * tiling.warps * 8 * token_tiles
         parts = out.new_empty(size, dtype=torch.float32)
-    x, codes, scale = _aligned(x), _aligned(weight.codes), _aligned(weight.scale)
-    minimum = None if weight.minimum is None else _aligned(weight.minimum)
     arguments = _Arguments(
         _address(x), _address(codes), _address(scale), _address(minimum), _address(bias), _address(out),
-        _address(parts), _address(finished_counts(device)), tokens, features, inner, scale.shape[1], weight.group,
+        _address(parts), _address(finished_counts(device)), tokens, features, inner,
+        codes.stride(0), scale.stride(0), weight.group,
     )  # fmt: skip
     kernel.launch((tiling.splits, tiles), arguments)
     return out
