@@ -15,7 +15,6 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from redrafter.cache.dense import CACHE_NAMES
@@ -24,7 +23,6 @@ from redrafter.engine.streamers import takes_columns
 from redrafter.errors import ArgumentError, UnsupportedError, did_you_mean, first_line
 from redrafter.grammar.grammar import Grammar
 from redrafter.model.target import Target
-from redrafter.sampling.hf_processors import TemperaturePerRow
 from redrafter.sampling.params import NUMBERS
 
 # Earlier releases warn of ids on the host for a model on another device.
@@ -106,8 +104,7 @@ class PreparedCall(NamedTuple):
     prompts: int | None = None  # each of which has as many output rows; None for as many as rows
     device: torch.device | None = None  # where ids are returned; None for where they are given
     params: Mapping[str, object] = MappingProxyType({})  # of rows: numbers, and `grammar`, one or a list of one or None
-    # One value, or one per output row, in place of the config's; None for the config's.
-    temperature: float | Sequence[float] | Tensor | None = None
+    temperature: Sequence[float] | Tensor | None = None  # of each output row, in place of the config's
 
 
 def prepare_call(
@@ -165,13 +162,13 @@ def prepare_call(
         kwargs, generation_config = without_cache(kwargs, generation_config, defaults)
 
     # 4. Let transformers prepare the call: configs, processors, criteria, rows.
-    device = target.device
+    device, temperature = target.device, params.pop("temperature", None)
     if PREPARES_ON_HOST and not target.image_arguments:
         device = torch.device("cpu")  # or each number that follows from ids and mask would be a launch, some a wait
     prompts = len(input_ids)
 
     def prepared(model: PreTrainedModel, input_ids: Tensor, **inputs: object) -> PreparedCall:
-        return PreparedCall(own, input_ids, inputs, prompts, target.device, params)
+        return PreparedCall(own, input_ids, inputs, prompts, target.device, params, temperature)
 
     try:
         return target.model.generate(
@@ -243,11 +240,8 @@ def _refuse_mode(name: str, value: object) -> None:
         )
 
 
-def split_own(arguments: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, object]]:
-    """Return the arguments in transformers' terms, and those parameters of rows for which it has none.
-
-    Temperatures of rows become a logits processor.
-    """
+def split_own(arguments: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, Any]]:
+    """Return the arguments in transformers' terms, and those parameters of rows for which it has none."""
     others = {name: value for name, value in arguments.items() if name not in (*_OWN, "logit_bias", "grammar")}
     own = {name: value for name in _OWN if (value := arguments.get(name)) is not None}
     for name, value in own.items():
@@ -259,9 +253,7 @@ def split_own(arguments: Mapping[str, Any]) -> tuple[dict[str, object], dict[str
             raise ArgumentError(f"logit_bias is a dict from token ids to numbers, got {bias!r}")
         others["sequence_bias"] = _add_to_sequences(bias, others.get("sequence_bias") or {})
     if isinstance(temperature := arguments.get("temperature"), list | tuple | Tensor):
-        # Placed last among the user's own, where transformers would put a temperature. It makes none for 1.
-        processors = [*(arguments.get("logits_processor") or []), TemperaturePerRow(temperature)]
-        others |= {"temperature": 1.0, "logits_processor": LogitsProcessorList(processors)}
+        own["temperature"], others["temperature"] = temperature, 1.0  # for which transformers makes no processor
 
     def read_grammar(grammar: Any) -> Grammar | None:
         if grammar is None or isinstance(grammar, Grammar):

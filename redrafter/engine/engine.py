@@ -364,7 +364,7 @@ class Engine(Changeable):
         adapter: AdapterNames = None,
         speculate: bool = True,
         num_speculative_tokens: DraftLimits = None,
-        temperature: float | Sequence[float] | Tensor | None = None,
+        temperature: Sequence[float] | Tensor | None = None,
     ) -> Callable[..., Tensor | GenerateOutput]:
         """Return a function for `model.generate(..., custom_generate=engine.custom_generate())`.
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
+from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -28,7 +28,7 @@ from redrafter.errors import ArgumentError
 from redrafter.grammar.grammar import Grammar
 from redrafter.model.lora import Adapter
 from redrafter.model.target import Target
-from redrafter.sampling.hf_processors import TemperaturePerRow, fold_rows, index_of_warpers, read_processors
+from redrafter.sampling.hf_processors import SMALLEST_TEMPERATURE, fold_rows, read_processors
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.request import GenerationRequest, check_draft_limit
 
@@ -90,28 +90,12 @@ def row_adapters(adapter: AdapterNames, prompts: int, rows: int) -> list[str | N
     return [name for name in names for _ in range(rows // prompts)]
 
 
-def with_temperature(
-    processors: LogitsProcessorList, temperature: float | Sequence[float] | Tensor | None, rows: int, *, sampled: bool
-) -> list[LogitsProcessor]:
-    """Return the processors of a call with a temperature by row at the position of transformers' own.
-
-    `temperature`, if not None, is one value or one per output row and replaces the config's. Sampling at temperature 1
-    gets a processor too, for which transformers makes none; greedy decoding has none.
-    """
-    ours = [each.temperature for each in processors if isinstance(each, TemperaturePerRow)]
-    for given in ours if temperature is None else (temperature, *ours):
-        values = torch.as_tensor(given, dtype=torch.float64)
-        if values.shape != (rows,) or not bool((values > 0).all()):
-            raise ArgumentError(f"temperature must be positive, one value or one per output row ({rows}); got {given}")
-    kept = [each for each in processors if sampled or not isinstance(each, TemperaturePerRow)]
-    kinds = (TemperatureLogitsWarper, TemperaturePerRow)
-    index = next((index for index, each in enumerate(kept) if type(each) in kinds), None)
-    if index is None and sampled:
-        index = index_of_warpers(kept)
-        kept.insert(index, TemperaturePerRow(torch.ones(rows)))
-    if index is not None and temperature is not None:
-        kept[index] = TemperaturePerRow(temperature)
-    return kept
+def row_temperatures(given: Sequence[float] | Tensor, rows: int) -> list[float]:
+    """Return the temperature of each output row; `ArgumentError` unless there is a positive one for each."""
+    values = torch.as_tensor(given, dtype=torch.float64)
+    if values.shape != (rows,) or not bool((values > 0).all()):
+        raise ArgumentError(f"temperature must be positive, one value or one per output row ({rows}); got {given}")
+    return values.clamp(min=SMALLEST_TEMPERATURE).tolist()
 
 
 @dataclass(frozen=True)
@@ -183,14 +167,20 @@ def read_request(
 
     # How tokens are drawn.
     check_processors(target, logits_processor)
-    # After the check, which names Hugging Face's processors only.
-    given = with_temperature(logits_processor, call.temperature, rows, sampled=sampled)
+    given = list(logits_processor)
+    if sampled and call.temperature is not None and config.temperature not in (None, 1.0):  # which the call's replace
+        last = max((at for at, each in enumerate(given) if type(each) is TemperatureLogitsWarper), default=len(given))
+        del given[last : last + 1]
     functions, slow = read_processors(given, width=width, prompt=length, vocabulary=target.vocab_size)
+    folded = fold_rows(functions, rows, eos, sampled=sampled)
+    if call.temperature is not None:
+        for row, temperature in zip(folded, row_temperatures(call.temperature, rows), strict=True):
+            row["temperature"] = row.get("temperature", 1.0) * temperature
     drawn: list[dict[str, object]] = [{"temperature": 0.0}] * rows
     if sampled:
         drawn = [{"seed": each} for each in target.ranks.from_first(row_seeds(own.seed, rows))]
     drawn_with = zip(
-        fold_rows(functions, rows, eos, sampled=sampled),
+        folded,
         drawn,
         _grammars(call.params.get("grammar"), rows),
         row_draft_limits(own.num_speculative_tokens, rows, speculate=own.speculate),

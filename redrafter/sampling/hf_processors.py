@@ -148,26 +148,6 @@ def _constants(value: object, width: int) -> Hashable:
     return tuple(_constants(each, width) for each in value) if isinstance(value, list | tuple) else value
 
 
-def index_of_warpers(processors: Sequence[object]) -> int:
-    """Return the index in a prepared list at which transformers inserts the processors for sampling only."""
-    # Searched from the end: a user's own processors come before transformers' ones, possibly of the same class.
-    index, later = len(processors), len(_WARPERS)
-    while index and (name := _known(processors[index - 1])) in _WARPERS[:later]:
-        index, later = index - 1, _WARPERS.index(name)
-    return index
-
-
-class TemperaturePerRow(LogitsProcessor):
-    """A temperature for each output row, as a processor for `model.generate`."""
-
-    def __init__(self, temperature: float | Sequence[float] | Tensor) -> None:
-        self.temperature = temperature  # divisor of each row's scores: a list or a tensor, `[B]`
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return `scores` `[B, V]` divided by the temperatures."""
-        return scores / torch.as_tensor(self.temperature, dtype=scores.dtype, device=scores.device)[:, None]
-
-
 def _prefix_constrained(processor: Any, call: CallPrompts) -> PerNode:
     # The user's function gets the row's index, which the object can only derive in the full batch.
     allowed = vars(processor)["_prefix_allowed_tokens_fn"]
@@ -179,8 +159,7 @@ def _prefix_constrained(processor: Any, call: CallPrompts) -> PerNode:
 
 
 def _temperature(processor: Any, call: CallPrompts) -> RowProcessor:
-    given = torch.as_tensor(processor.temperature, dtype=torch.float64).clamp(min=SMALLEST_TEMPERATURE)
-    return RowTemperature(given.to(call.prompt.device, torch.float32).expand(len(call.prompt)))
+    return RowTemperature(call.per_row(max(processor.temperature, SMALLEST_TEMPERATURE)))
 
 
 def _cut(build: Callable[[Any, CallPrompts], RowProcessor]) -> Reader:
@@ -241,19 +220,6 @@ def _suppress_at_begin(processor: Any, call: CallPrompts) -> Processor:
 
 _HUGGING_FACE = "transformers.generation.logits_process"
 
-# Processors that transformers adds for sampling only, in its order.
-_WARPERS = (
-    "TemperatureLogitsWarper",
-    "TopHLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "MinPLogitsWarper",
-    "TypicalLogitsWarper",
-    "EpsilonLogitsWarper",
-    "EtaLogitsWarper",
-    "LogitNormalization",
-)
-
 # By name, since not every supported release of transformers has every class.
 READERS: dict[str, Reader] = {
     "EpsilonLogitsWarper": apply_to_scores,
@@ -278,7 +244,6 @@ READERS: dict[str, Reader] = {
     "SuppressTokensAtBeginLogitsProcessor": _suppress_at_begin,
     "SuppressTokensLogitsProcessor": lambda processor, _: forbid(processor.suppress_tokens, lambda p: p.counts > 0),
     "TemperatureLogitsWarper": _temperature,
-    "TemperaturePerRow": _temperature,
     "TopHLogitsWarper": cut_by_entropy,
     "TopKLogitsWarper": _cut(_top_k),
     "TopPLogitsWarper": _cut(lambda processor, call: RowTopP(call.per_row(processor.top_p, torch.float64))),
@@ -305,8 +270,8 @@ REFUSED = {
 
 
 def _known(processor: object) -> str:
-    """Return the exact class's name if it is Hugging Face's own or ours, else ""; a subclass may do anything."""
-    return type(processor).__name__ if type(processor).__module__ in (_HUGGING_FACE, __name__) else ""
+    """Return the exact class's name if it is Hugging Face's own, else ""; a subclass may do anything."""
+    return type(processor).__name__ if type(processor).__module__ == _HUGGING_FACE else ""
 
 
 def _refuse(processor: object) -> None:

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from redrafter.sampling.hf_processors import TemperaturePerRow, read_processors
+from redrafter.sampling.hf_processors import read_processors
 from redrafter.sampling.prefixes import Prefixes
 from redrafter.tree.token_tree import tree_of
 
@@ -158,7 +158,6 @@ CASES: dict[str, Make] = {
     "suppress at begin": lambda width: hf.SuppressTokensAtBeginLogitsProcessor([3, 4], width),
     "suppress one after begin": lambda width: hf.SuppressTokensAtBeginLogitsProcessor([3, 4], width + 1),
 }
-CASES["temperature per row"] = lambda width: TemperaturePerRow([0.7] * (3 if width == WIDTH else 1))
 CHANGE_NOTHING = {  # on our random trees
     "top k above the vocabulary",
     "top p at 1",

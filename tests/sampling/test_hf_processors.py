@@ -29,7 +29,7 @@ from helpers.hf_processors import (
     reference,
 )
 from redrafter.errors import ArgumentError, UnsupportedError
-from redrafter.sampling.hf_processors import READERS, REFUSED, index_of_warpers
+from redrafter.sampling.hf_processors import READERS, REFUSED
 from redrafter.sampling.host_processors import PerNode
 
 
@@ -76,22 +76,7 @@ def halve(input_ids: Tensor, scores: Tensor) -> Tensor:
     return scores / 2
 
 
-PENALTY, TOP_K, TOP_P = hf.RepetitionPenaltyLogitsProcessor(1.7), hf.TopKLogitsWarper(5), hf.TopPLogitsWarper(0.5)
-MIN_P, NORM = hf.MinPLogitsWarper(0.1), hf.LogitNormalization()
-
-
-@pytest.mark.parametrize(
-    ("processors", "index"),
-    [
-        ([], 0),
-        ([PENALTY], 1),
-        ([PENALTY, TOP_K, TOP_P, MIN_P, NORM], 1),
-        ([TOP_P, TOP_K, MIN_P], 1),  # the first is the user's own
-        ([halve, TOP_P], 1),
-    ],
-)
-def test_a_temperature_goes_where_transformers_puts_its_own(processors: list, index: int) -> None:
-    assert index_of_warpers(processors) == index
+TOP_K = hf.TopKLogitsWarper(5)
 
 
 @pytest.mark.parametrize("own", [ForbidsTheLastToken(), MyRepetitionPenalty(1.7), halve])
@@ -195,7 +180,7 @@ def test_every_class_of_hugging_face_is_supported_or_refused() -> None:
     theirs = {name for name, kind in classes if issubclass(kind, LogitsProcessor) and kind.__module__ == hf.__name__}
     assert theirs - {"LogitsProcessor"} <= known
     tested = {type(make(WIDTH)).__name__ for make in CASES.values()} | {"PrefixConstrainedLogitsProcessor"}
-    assert tested == set(READERS) | {"TemperaturePerRow"}
+    assert tested == set(READERS)
 
 
 def test_a_bias_outside_the_vocabulary_is_an_error_as_in_hugging_face() -> None:

@@ -9,7 +9,7 @@ from transformers import LogitsProcessor
 from transformers.generation import logits_process as hf
 
 from helpers.scheduling import make_sequence
-from redrafter.sampling.hf_processors import TemperaturePerRow, fold_rows, read_processors
+from redrafter.sampling.hf_processors import fold_rows, read_processors
 from redrafter.sampling.params import SamplingParams
 from redrafter.sampling.prefixes import Prefixes
 from redrafter.scheduler.sampling_tensors import SamplingTensors
@@ -30,18 +30,18 @@ BIAS, BANNED = hf.SequenceBiasLogitsProcessor({(3,): 2.0}), hf.NoBadWordsLogitsP
 REPETITION, NGRAM = hf.RepetitionPenaltyLogitsProcessor(1.3), hf.NoRepeatNGramLogitsProcessor(2)
 MINIMUM, OTHER_MINIMUM = (hf.MinNewTokensLengthLogitsProcessor(WIDTH, 9, eos) for eos in (EOS, [9]))
 IGNORED = hf.RepetitionPenaltyLogitsProcessor(1.4, prompt_ignore_length=3)
-HEAT, ROWS = hf.TemperatureLogitsWarper(0.7), TemperaturePerRow([0.6, 1.4])
+HEAT, MORE = hf.TemperatureLogitsWarper(0.7), hf.TemperatureLogitsWarper(1.4)
 TOP_K, TOP_P, MIN_P = hf.TopKLogitsWarper(9), hf.TopPLogitsWarper(0.8), hf.MinPLogitsWarper(0.05)
 ETA = hf.EpsilonLogitsWarper(0.02)
 LISTS = {  # and how many of them are the caller's own, before and after the temperature
     "all by name": ([BIAS, REPETITION, BANNED, MINIMUM, HEAT, TOP_K, TOP_P, MIN_P], 0, 0),
-    "some by name": ([REPETITION, ROWS, TOP_P], 0, 0),
+    "some by name": ([REPETITION, MORE, TOP_P], 0, 0),
     "n-grams between": ([BIAS, REPETITION, NGRAM, MINIMUM, HEAT, TOP_K], 2, 0),
-    "a user's own": ([REPETITION, Halve(), ROWS, TOP_K], 1, 0),
+    "a user's own": ([REPETITION, Halve(), MORE, TOP_K], 1, 0),
     "a user's own first": ([Halve(), REPETITION, BANNED, HEAT], 3, 0),
     "part of the prompt does not count": ([IGNORED, HEAT], 1, 0),
     "other ends": ([OTHER_MINIMUM, MINIMUM, HEAT], 2, 0),
-    "two temperatures": ([HEAT, ROWS, TOP_K], 0, 2),
+    "two temperatures": ([HEAT, MORE, TOP_K], 0, 2),
     "cuts the other way round": ([HEAT, TOP_P, TOP_K, MIN_P], 0, 2),
     "a cut that is none of ours": ([HEAT, TOP_K, ETA, MIN_P], 0, 2),
     "a bias after a penalty": ([REPETITION, BIAS, HEAT], 1, 0),
