@@ -1,7 +1,7 @@
 """Drafts copied from the text itself: the tokens that followed an earlier occurrence of its last tokens.
 
-`PromptLookupProposer` drafts nothing else. `WithPromptLookup` adds such a chain to the tree of any other proposer, as
-further nodes. Since a draft counts only if the target draws it, any union of drafts is as exact as each of them.
+`WithPromptLookup` adds such a chain to the tree of any other proposer, as further nodes, or drafts nothing else. Since
+a draft counts only if the target draws it, any union of drafts is as exact as each of them.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from redrafter.tree.accept import accept
 from redrafter.tree.sizes import check_size
 from redrafter.tree.token_tree import Tree, chain
 
-MATCH_TOKENS = 8  # maximum number of last tokens to match, with another proposer
+MATCH_TOKENS = 8  # maximum number of last tokens to match, where the user chooses none
 LEAST_MATCH = 2  # minimum number of matching tokens, as single tokens recur by chance
 DRAFTS_PER_MATCHED = 2  # on a CPU, where each node takes time: a long match is more likely to continue
 
@@ -80,68 +80,27 @@ def copy_from(tokens: Tensor, length: Tensor, start: Tensor, count: int) -> Tens
 
 
 @dataclass(frozen=True)
-class PromptLookupProposer:
-    """Drafts the tokens that followed the latest earlier occurrence of a row's last tokens, as a chain.
-
-    Prompt and generated text are searched alike. The longest match wins, up to `ngram` tokens.
-
-    Attributes:
-        ngram: The most last tokens to match.
-        draft_len: K, tokens to draft.
-    """
-
-    ngram: int
-    draft_len: int
-
-    beams, model, shared_nodes, without_text = 0, None, None, None
-
-    def __post_init__(self) -> None:
-        for name in ("ngram", "draft_len"):
-            check_size(name, getattr(self, name))
-
-    @property
-    def nodes(self) -> int:
-        """N, the drafts and the pending token."""
-        return 1 + self.draft_len
-
-    @property
-    def depth(self) -> int:
-        """K, the drafts."""
-        return self.draft_len
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Number of tokens to match, and number of drafted tokens."""
-        return {"ngram": self.ngram, "draft_len": self.draft_len}
-
-    @property
-    def scratch_slots(self) -> int:
-        """Slots after a row's committed tokens that a step writes to."""
-        return self.nodes
-
-    def propose(
-        self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
-    ) -> Tree:
-        """Copy drafts from each row's own sequence."""
-        start, _ = latest_match(state.tokens, state.length, self.ngram)
-        drafts = copy_from(state.tokens, state.length, start, self.draft_len)  # [B, K]
-        return chain(torch.cat([state.pending, drafts], dim=1))
-
-
-@dataclass(frozen=True)
 class WithPromptLookup:
     """Adds a chain that is copied from the text to another proposer's drafts.
+
+    Prompt and generated text are searched alike. The longest match wins, and of these the latest.
 
     Attributes:
         without_text: The other proposer. A draft model reads L more of the last tokens in each step, as it has not read
             copied ones.
         draft_len: L, number of added tokens.
+        ngram: Maximum number of last tokens to match.
     """
 
     without_text: Proposer
     draft_len: int
+    ngram: int = MATCH_TOKENS
 
     shared_nodes = None
+
+    def __post_init__(self) -> None:
+        check_size("draft_len", self.draft_len)
+        check_size("ngram", self.ngram)
 
     @property
     def model(self) -> Target | None:
@@ -164,9 +123,11 @@ class WithPromptLookup:
         return self.without_text.depth + self.draft_len
 
     @property
-    def sizes(self) -> dict[str, int] | None:
+    def sizes(self) -> dict[str, int]:
         """The other proposer's sizes and the copied chain's."""
-        return (self.without_text.sizes or {}) | {"draft_from_text": self.draft_len}
+        if self.without_text.sizes is None:
+            return {"ngram": self.ngram, "draft_len": self.draft_len}
+        return self.without_text.sizes | {"draft_from_text": self.draft_len}
 
     @cached_property
     def scratch_slots(self) -> int:
@@ -181,14 +142,14 @@ class WithPromptLookup:
         A GPU always verifies all L nodes, as a captured step has one shape, and a few more nodes cost hardly any time.
         """
         tree = self.without_text.propose(state, sampler, noise, cache, draft_cache)
-        start, matched = latest_match(state.tokens, state.length, MATCH_TOKENS)
+        start, matched = latest_match(state.tokens, state.length, self.ngram)
         count = self.draft_len
         if not matched.is_cuda:
             longest = int(matched.where(state.active[:, None], 0).max())
             if longest < LEAST_MATCH:
                 return tree
-            # On a CPU each node takes time, and the longer a match is, the longer it tends to continue.
-            count = min(count, DRAFTS_PER_MATCHED * longest)
+            if longest < self.ngram:  # on a CPU each node takes time, and longer matches tend to continue for longer
+                count = min(count, DRAFTS_PER_MATCHED * longest)
         return graft(tree, copy_from(state.tokens, state.length, start, tree.levels + count))
 
 
@@ -207,6 +168,8 @@ def graft(tree: Tree, drafts: Tensor) -> Tree:
     """
     rows, nodes = tree.tokens.shape
     count = drafts.shape[1] - tree.levels
+    if not tree.levels:
+        return replace(chain(torch.cat([tree.tokens, drafts], dim=1)), grafted=count)
     agreed = accept(tree, drafts.gather(1, tree.depth), tree.levels)
     first, new = agreed.accepted[:, None], torch.arange(count, device=drafts.device)  # [B, 1], [L]
     end = agreed.end[:, None]  # [B, 1], the node that the chain hangs on

@@ -145,6 +145,9 @@ class UndraftedProposer:
         return chain(state.pending)
 
 
+UNDRAFTED = UndraftedProposer()
+
+
 def step_tokens(proposer: Proposer, rows: int) -> int:
     """Return the number of tree tokens in the forward of a step of `rows` rows."""
     nodes = rows * proposer.nodes

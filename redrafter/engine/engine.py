@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from redrafter.cache.to_device import made_on_host
 from redrafter.drafting.policy import AcceptanceHistory, DraftPolicy
-from redrafter.drafting.proposer import Proposer, SearchProposer, UndraftedProposer
+from redrafter.drafting.proposer import UNDRAFTED, Proposer, SearchProposer
 from redrafter.drafting.step_times import SHARED_EVERY, StepCosts, StepTimes
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.arguments import (
@@ -93,7 +93,7 @@ class Engine(Changeable):
         self.proposer, self.options = proposer, options or EngineOptions()
         self.options.check_lengths(target.context)
         set_modes(target, proposer.model, self.options)
-        self.undrafted: Proposer = UndraftedProposer()
+        self.undrafted: Proposer = UNDRAFTED
         self.draft_model = proposer.model
         self.memory: PagedMemory | None = None
         self.batches = IdleBatches()

@@ -7,7 +7,8 @@ from transformers import PreTrainedModel
 
 from redrafter.checkpoints.models import bind, locate_gguf
 from redrafter.drafting.policy import CostPolicy, DraftPolicy
-from redrafter.drafting.prompt_lookup import PromptLookupProposer
+from redrafter.drafting.prompt_lookup import WithPromptLookup
+from redrafter.drafting.proposer import UNDRAFTED
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import split_keywords, takes_options
 from redrafter.model.target import Target
@@ -25,7 +26,7 @@ class PromptLookup(Engine):
     """
 
     def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
-        """Return a policy that omits drafts while they do not pay, and never with `pauses` off."""
+        """Return a policy that omits drafts while they do not pay; with `pauses` off, only where nothing repeats."""
         if not self.pauses:
             return super().draft_policy(sizes, memory)
         return CostPolicy(self.times_by(self._assumed), {}, self.histories, dict.fromkeys(sizes, self.proposer))
@@ -56,7 +57,7 @@ class PromptLookup(Engine):
         """
         options, load, adapters = split_keywords(cls.from_pretrained, keywords)
         model = locate_gguf(model, load)
-        proposer = PromptLookupProposer(ngram, draft_len)
+        proposer = WithPromptLookup(UNDRAFTED, draft_len, ngram)
         engine = cls(bind(model, **load), proposer, options)
         engine.load_adapters(adapters)
         return engine

@@ -21,7 +21,6 @@ from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.kv_cache import KVCache
 from redrafter.cache.to_device import move_indices, to_device
 from redrafter.drafting.policy import DraftPolicy, StepRows
-from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.drafting.proposer import Proposer, State, step_tokens
 from redrafter.features import ADAPTERS
 from redrafter.kernels.block_size import BLOCK_SIZE
@@ -144,7 +143,7 @@ class RunningBatch:
         self.policy = models.draft_policy(self.sizes, self._memory) if speculate else DraftPolicy(nothing)
         every = self.policy.proposers
         self.depth = max(proposer.depth for proposer in every)
-        copies = any(proposer.without_text or isinstance(proposer, PromptLookupProposer) for proposer in every)
+        copies = any(proposer.without_text is not None for proposer in every)
         # Only a CPU's step is read before the next is chosen, so only there all tokens are known to the host.
         self._knows_matches = copies and self.target.device.type == "cpu"
         self.overshoot = max(overshoot(proposer) + proposer.scratch_slots for proposer in every)

@@ -12,7 +12,7 @@ from helpers.models import DRAFTER_ALONE, tiny_drafter, uneven_batch
 from redrafter import PromptLookup, ReDrafter, boxed_pair
 from redrafter.drafting.loss_budget import ALLOWED, ALLOWED_SHARE
 from redrafter.drafting.policy import CostPolicy, DraftedStep, StepRows
-from redrafter.drafting.prompt_lookup import PromptLookupProposer
+from redrafter.drafting.prompt_lookup import WithPromptLookup
 from redrafter.drafting.proposer import SearchProposer, UndraftedProposer
 from redrafter.drafting.step_times import ENOUGH, SHARED_EVERY, StepCosts, StepTimes, time_at
 from redrafter.engine.engine import Engine
@@ -172,7 +172,7 @@ def test_drafts_lose_a_bounded_part_of_the_time_whatever_they_cost():
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("cost", [1.3, 2.0])  # of a drafted step, in undrafted ones; less or more than is assumed
 def test_a_first_call_whose_drafts_are_all_rejected_is_hardly_slower_than_without_drafts(cost, rows):
-    tokens, proposer, seconds = 128, PromptLookupProposer(2, 4), list[float]()
+    tokens, proposer, seconds = 128, WithPromptLookup(UndraftedProposer(), 4, 2), list[float]()
     times = StepTimes(StepCosts.assumed("cpu", 0, 5e8, 4), PLAIN, corrected_every=1)
     policy = CostPolicy(times, {}, copying={rows: proposer})
     for _ in range(3 * tokens):

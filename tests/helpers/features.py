@@ -30,8 +30,8 @@ from helpers.seeing_models import UNEVEN, prompts_with_images, tiny_seeing_model
 from helpers.vocabularies import renumbered
 from redrafter import DraftTarget, Engine, ReDrafter
 from redrafter.checkpoints.drafters import new_table
-from redrafter.drafting.prompt_lookup import PromptLookupProposer, WithPromptLookup, graft
-from redrafter.drafting.proposer import State, UndraftedProposer
+from redrafter.drafting.prompt_lookup import WithPromptLookup, graft
+from redrafter.drafting.proposer import UNDRAFTED, State, UndraftedProposer
 from redrafter.engine.options import EngineOptions
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.tree.sizes import TreeShape
@@ -189,7 +189,7 @@ def recycled(model: PreTrainedModel, options: EngineOptions, shape: TreeShape) -
 
 ENGINES: dict[str, Callable[[PreTrainedModel, EngineOptions], Engine]] = {
     "undrafted": lambda model, options: Engine(bound(model), UndraftedProposer(), options),
-    "prompt lookup": lambda model, options: Engine(bound(model), PromptLookupProposer(2, 4), options),
+    "prompt lookup": lambda model, options: Engine(bound(model), WithPromptLookup(UNDRAFTED, 4, 2), options),
     "drafter": lambda model, options: recurrent(model, options, TreeShape(4, 4, 999)),
     "drafter's chain": lambda model, options: recurrent(model, options, TreeShape(1, 4, 999)),
     "context": lambda model, options: recurrent(model, options, TreeShape(4, 3, 999), context_drafter(**sized(model))),

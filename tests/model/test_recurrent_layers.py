@@ -16,7 +16,8 @@ from redrafter.attention import tree_attention
 from redrafter.cache.dense import cache_argument
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.cache.states import StatesOfRows
-from redrafter.drafting.prompt_lookup import PromptLookupProposer
+from redrafter.drafting.prompt_lookup import WithPromptLookup
+from redrafter.drafting.proposer import UNDRAFTED
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.model import traits, varlen_forward
 from redrafter.model.forward_batch import Prompts
@@ -215,7 +216,7 @@ def test_rows_that_stand_still_keep_their_states(one_of_few):
 
 
 def test_a_forward_leaves_nothing_on_the_model(one_of_few):
-    engine = Engine(one_of_few, PromptLookupProposer(2, 4))
+    engine = Engine(one_of_few, WithPromptLookup(UNDRAFTED, 4, 2))
     engine.generate(IDS, MASK, **GREEDY)
     assert not [name for name, module in one_of_few.model.named_modules() if "forward" in vars(module)]
 
