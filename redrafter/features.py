@@ -143,12 +143,15 @@ OTHER_TOKENIZER = Feature(
     {RECURRENT_STATES: "one token may be several of the draft model's, and its states lag by one token"},
 )
 DRAFT_TREES = Feature("num_beams above 1", "leave out num_beams")
+ADAPTIVE_DRAFTS = Feature("adaptive drafts", "leave out adaptive (--adaptive)")
 REJECTION_SAMPLING = Feature(
     "acceptance='rejection'",
-    "take acceptance='match', which takes trees",
-    {DRAFT_TREES: "it is exact for one sampled chain only"},
+    "take acceptance='match', which takes both",
+    {
+        DRAFT_TREES: "it is exact for one sampled chain only",
+        ADAPTIVE_DRAFTS: "the text would depend on lengths that other texts decide too",
+    },
 )
-ADAPTIVE_DRAFTS = Feature("adaptive drafts of rejection sampling", "leave out --adaptive")
 
 # Features of an engine or a server between requests.
 
@@ -168,7 +171,4 @@ ASYNC_CALLS = Feature(
     "agenerate() and astream()",
     "call generate() on all ranks",
     {TENSOR_PARALLELISM: "calls join running ones at times that differ between processes"},
-)
-SERVING = Feature(
-    "a shared batch", excludes={ADAPTIVE_DRAFTS: "the length depends on other requests, and the text on it"}
 )

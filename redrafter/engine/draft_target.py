@@ -18,7 +18,14 @@ from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions, split_keywords, takes_options
 from redrafter.errors import ArgumentError
-from redrafter.features import DRAFT_TREES, OTHER_TOKENIZER, RECURRENT_STATES, REJECTION_SAMPLING, FeatureSet
+from redrafter.features import (
+    ADAPTIVE_DRAFTS,
+    DRAFT_TREES,
+    OTHER_TOKENIZER,
+    RECURRENT_STATES,
+    REJECTION_SAMPLING,
+    FeatureSet,
+)
 from redrafter.model.supported import base_of
 from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import bucket
@@ -66,8 +73,11 @@ class DraftTarget(Engine):
             raise ArgumentError(f"acceptance must be one of {', '.join(ACCEPTANCE)}, got {acceptance!r}")
         if not isinstance(adaptive, bool):
             raise ArgumentError(f"adaptive must be True or False, got {adaptive!r}")
-        if acceptance == "rejection" and num_beams > 1:
-            FeatureSet(f"num_beams={num_beams}", DRAFT_TREES).check(REJECTION_SAMPLING)
+        if acceptance == "rejection":
+            features = FeatureSet(f"num_beams={num_beams}, adaptive={adaptive}")
+            features.add(DRAFT_TREES, num_beams > 1)
+            features.add(ADAPTIVE_DRAFTS, adaptive)
+            features.check(REJECTION_SAMPLING)
         self._check_bound(target, Target)
         self._check_bound(draft_model, Target)
         if vocabulary is not None:

@@ -36,7 +36,7 @@ from redrafter.engine.options import EngineOptions
 from redrafter.engine.request import CallRequest, read_request, row_adapters
 from redrafter.engine.streamers import ColumnStream, StepStreamer, takes_columns
 from redrafter.errors import ArgumentError, UnsupportedError, warn
-from redrafter.features import ADAPTIVE_DRAFTS, ASYNC_CALLS, SERVING, FeatureSet
+from redrafter.features import ASYNC_CALLS
 from redrafter.files.dtype_names import dtype_name
 from redrafter.model.forward_batch import LogitsReader
 from redrafter.model.linear_layers import forward_bytes
@@ -122,11 +122,6 @@ class Engine(Changeable):
                 f"{type(self).__name__}() takes parts that are loaded and bound, not {given!r:.40}; "
                 "from_pretrained takes names, directories and models of transformers"
             )
-
-    def check_shared_batch(self, words: str) -> None:
-        """Refuse to share a batch between requests, by `words`, if drafts of others would change a request's text."""
-        if self.adaptive and self.rejection_sampling:
-            FeatureSet(words, ADAPTIVE_DRAFTS).check(SERVING)
 
     def derive(self) -> None:
         """Forget the acceptance of drafts too, which other weights change."""
@@ -346,7 +341,6 @@ class Engine(Changeable):
 
     @cached_property
     def _async_calls(self) -> AsyncCalls:
-        self.check_shared_batch("agenerate()")
         self.target.features.check(ASYNC_CALLS)
         rows = min(Limits.max_batch_size, self.options.max_batch_size)
         # The memory of `generate` has room for both on a GPU.

@@ -5,7 +5,7 @@ import gc
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
@@ -126,6 +126,7 @@ class StepKey(NamedTuple):
     reader: int
 
 
+@dataclass(eq=False)
 class CapturedStep:
     """A step over buffers with fixed addresses: write to them, replay, read the report.
 
@@ -137,6 +138,8 @@ class CapturedStep:
         sampler: Buffers of how the rows draw.
         draft_cache: The draft model's keys and values of the rows, or None.
         chunks: Buffers of the prompt chunks read together with the rows, or None.
+        reader: Stores the logits of each step for later drafts; None where drafts read none.
+        keeps_logits: Whether the output has logits and scores.
         output: The output of the last replay. The next replay overwrites it. Logits and scores are empty unless they
             were asked for: a graph would hold them for good, in addition to those of every other graph.
         packed: Its report, as in `StepReport`, overwritten likewise.
@@ -145,25 +148,20 @@ class CapturedStep:
         ran: Whether it has run, so that a run pays for nothing that only first ones pay for.
     """
 
-    def __init__(
-        self,
-        state: State,
-        proposer: Proposer,
-        target: Target,
-        cache: KVCache,
-        sampler: Sampler,
-        draft_cache: KVCache | None = None,
-        chunks: PromptChunks | None = None,
-        *,
-        reader: LogitsReader | None = None,
-        keeps_logits: bool = True,
-    ):
-        self._reader, self._keeps_logits = reader, keeps_logits
-        self.state, self.proposer, self.target, self.sampler = state, proposer, target, sampler
-        self.cache, self.draft_cache, self.chunks = cache, draft_cache, chunks
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.ran = False
-        self.num_bytes = 0
+    state: State
+    proposer: Proposer
+    target: Target
+    cache: KVCache
+    sampler: Sampler
+    draft_cache: KVCache | None = None
+    chunks: PromptChunks | None = None
+    reader: LogitsReader | None = None
+    keeps_logits: bool = True
+    graph: torch.cuda.CUDAGraph | None = None
+    ran: bool = False
+    num_bytes: int = 0
+    output: StepOutput = field(init=False)
+    packed: Tensor = field(init=False)
 
     def run_step(self) -> None:
         """Take the step uncaptured, in place."""
@@ -176,8 +174,8 @@ class CapturedStep:
             self.sampler,
             draft_cache=self.draft_cache,
             chunks=self.chunks,
-            reader=self._reader,
-            keeps_logits=self._keeps_logits,
+            reader=self.reader,
+            keeps_logits=self.keeps_logits,
         )
         # In place: a replay reads and writes the buffers that it was captured with.
         self.state.length.copy_(state.length)

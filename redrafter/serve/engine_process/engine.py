@@ -47,7 +47,6 @@ class ServedEngine:
     def from_pair(cls, pair: Pair, options: ServeOptions, load: LoadOptions) -> "ServedEngine":
         """Build the scheduler for a pair loaded with these options."""
         engine = pair.engine
-        engine.check_shared_batch("redrafter serve")
         adapters = parse_lora_modules(options.lora_modules)
         engine.load_adapters(adapters)  # before the KV cache takes the free memory
         limits = options.limits(load.max_seq_len, load.max_input_len)
