@@ -4,6 +4,8 @@ Drafts, other rows and parts of prompts change no text, and where batches are in
 with FP8 compute in float64 here, in which other shapes of products move no number to another one of FP8.
 """
 
+import weakref
+
 import pytest
 import torch
 from transformers.generation.logits_process import TypicalLogitsWarper
@@ -24,6 +26,7 @@ from redrafter.engine.options import EngineOptions
 from redrafter.features import BATCH_INVARIANCE
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.target import Target
+from redrafter.scheduler.captured_step import collection_paused
 from redrafter.tree.sizes import TreeShape
 
 LIMITS = {"kv_cache_free_gpu_memory_fraction": 0.01, "max_seq_len": 96}
@@ -197,3 +200,12 @@ def test_processors_that_sum_by_rows_are_refused_on_a_gpu(monkeypatch):
     monkeypatch.setattr(engine.target, "device", torch.device("cuda"))
     with pytest.raises(UnsupportedError, match="typical_p and batch_invariant=True exclude each other: it sums"):
         check_processors(engine.target, [TypicalLogitsWarper(0.9)])
+
+
+def test_memory_of_an_engine_that_is_gone_is_free_for_the_next_one():
+    target = paged(engine_of(tiny_target())).target
+    with collection_paused():
+        engine_of(target).generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4)
+        [old] = map(weakref.ref, target.shared.memories)
+        engine_of(target).generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4)
+        assert old() is None
