@@ -196,7 +196,6 @@ def test_processors_of_some_rows_leave_the_others_as_they_are() -> None:
 OF_ROWS = ("temperature", "top k", "top p", "min p", "repetition penalty", "min length", "min new tokens")
 OF_ROWS += (
     "repetition penalty without the prompt",
-    "temperature per row",
     "bias of single tokens",
     "bad single tokens",
 )
