@@ -16,6 +16,7 @@ if TRITON:
         cuda,
         float8_matmul,
         float8_rounding,
+        launch,
         linear,
         ordered_attention,
         ordered_linear,

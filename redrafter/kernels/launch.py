@@ -28,12 +28,23 @@ class Tiling(NamedTuple):
 
 
 @functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of an NVIDIA GPU, of the current one without an index; (0, 0) of other devices."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return 0, 0
+    return _capability(torch.cuda.current_device() if device.index is None else device.index)
+
+
 def supports_dependent_launch(device: torch.device) -> bool:
     """Return whether a kernel can be launched before the previous one is done, and wait for it on the device.
 
     This is programmatic dependent launch, which GPUs have from Hopper on.
     """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return capability(device) >= (9, 0)
 
 
 @functools.cache

@@ -1,7 +1,5 @@
 """The operators for linear layers: kernels for few tokens and for weights of FP8 (e4m3), else torch's products."""
 
-import functools
-
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
@@ -77,12 +75,6 @@ def _(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of an NVIDIA GPU, and (0, 0) of another one."""
-    return (0, 0) if torch.version.cuda is None else torch.cuda.get_device_capability(device)
-
-
 def _takes_many(x: Tensor, weight: Tensor) -> bool:
     """Return whether `torch._scaled_mm` supports row scales here, and is faster, as for many tokens."""
     return (
@@ -90,7 +82,7 @@ def _takes_many(x: Tensor, weight: Tensor) -> bool:
         and x.dtype == torch.bfloat16
         and weight.is_contiguous()
         and not any(size % 16 for size in weight.shape)
-        and _capability(x.device) in ((8, 9), (9, 0))
+        and kernels.launch.capability(x.device) in ((8, 9), (9, 0))
     )
 
 
@@ -132,7 +124,7 @@ if kernels.TRITON:
         flat = x.reshape(-1, x.shape[-1])
         if x.dtype not in _HALF or x.shape[-1] > kernels.float8_rounding.MAX_ROUNDED_WIDTH:
             out = _widened_by_torch(flat, weight, scale, bias)
-        elif _capability(x.device) < (8, 9):
+        elif kernels.launch.capability(x.device) < (8, 9):
             out = _widened(kernels.float8_rounding.round_values(flat), weight, scale, bias)
         elif _takes_many(x, weight):
             out = _many(*kernels.float8_rounding.round_to_float8(flat), weight, scale, bias)

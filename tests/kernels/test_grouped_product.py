@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from helpers.attention import DEVICE
 from helpers.emulated_gpu import EmulatedKernel
 from helpers.models import assert_close_by_scale
+from redrafter.kernels import launch
 from redrafter.kernels.cuda import grouped_product
 from redrafter.kernels.cuda.grouped_product import WeightTiling, multiply
 from redrafter.kernels.grouped_linear import grouped_linear, in_one_order
@@ -157,7 +158,8 @@ def test_a_product_is_computed_on_a_gpu_that_is_not_the_current_one():
 
 def test_each_gpu_is_asked_whether_it_runs_the_kernel(monkeypatch):
     monkeypatch.setattr(grouped_product, "compiler", object)
-    monkeypatch.setattr(grouped_product, "_capability", ((9, 0), (7, 5)).__getitem__)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(launch, "_capability", ((9, 0), (7, 5)).__getitem__)
     for current in (0, 1):
         monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
         found = [grouped_product.is_available(torch.device(name)) for name in ("cuda:0", "cuda:1", "cuda")]

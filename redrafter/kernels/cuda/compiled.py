@@ -9,11 +9,10 @@ import torch
 from redrafter.errors import warn
 from redrafter.files.home import KeptResults, home, read_kept, write_kept
 from redrafter.kernels.cpu.compiled import is_whole, with_digest
-from redrafter.kernels.launch import shared_memory
+from redrafter.kernels.launch import capability, shared_memory, supports_dependent_launch
 
 DRIVER = "libcuda.so.1"
 MAX_SHARED_MEMORY, SHARED_MEMORY_SHARE = 8, 9  # attributes of functions, by the numbers of CUDA's headers
-HOPPER = (9, 0)  # compute capability of the first GPUs with clusters and programmatic dependent launch
 OTHER_CONTEXT = (201, 400)  # errors of a launch where no context is current in the thread, or that of another GPU
 DEPENDENT_LAUNCH = 6  # attribute of launches
 
@@ -69,9 +68,10 @@ class Kernel:
     def __init__(self, source: Path, macros: tuple[tuple[str, int], ...], threads: int, device: int) -> None:
         """Load a kernel that is compiled with `macros`, whose programs have a number of threads."""
         self.threads, self.device = threads, device
-        capability = torch.cuda.get_device_capability(device)
+        gpu = torch.device("cuda", device)
+        major, minor = capability(gpu)
         options = [f"-D{name}={int(value)}" for name, value in macros]
-        options += [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "-std=c++17"]
+        options += [f"--gpu-architecture=sm_{major}{minor}", "-std=c++17"]
         text = source.read_text(encoding="utf-8")
         decides = [text, options, torch.version.cuda]
         kept = home() / "kernels" / f"{source.stem}-{KeptResults.digest(decides)[:32]}.cubin"
@@ -81,7 +81,7 @@ class Kernel:
             write_kept(kept, code)
         driver, module, self._function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
         size, at = ctypes.c_size_t(), ctypes.c_void_p()
-        with torch.cuda.device(device):
+        with torch.cuda.device(gpu):
             _enter(device)
             _check(driver.cuModuleLoadData(ctypes.byref(module), code), "load a kernel")
             found = driver.cuModuleGetFunction(ctypes.byref(self._function), module, source.stem.encode())
@@ -89,10 +89,10 @@ class Kernel:
             found = driver.cuModuleGetGlobal_v2(ctypes.byref(at), ctypes.byref(size), module, b"shared_blocks")
             _check(found, "find the size of a kernel's shared memory")
             self.shared = 16 * size.value
-            self.fits = self.shared <= shared_memory(torch.device("cuda", device))
+            self.fits = self.shared <= shared_memory(gpu)
             for attribute, value in ((MAX_SHARED_MEMORY, self.shared), (SHARED_MEMORY_SHARE, 100)) if self.fits else ():
                 _check(driver.cuFuncSetAttribute(self._function, attribute, value), "reserve shared memory")
-        self._follows = capability >= HOPPER
+        self._follows = supports_dependent_launch(gpu)
 
     def launch(self, grid: tuple[int, int], arguments: ctypes.Structure) -> None:
         """Launch the kernel on the current stream, with programmatic dependent launch where GPUs have it."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from redrafter.kernels.cuda.compiled import Kernel, compiler
 from redrafter.kernels.grouped_weight import GroupedWeight
+from redrafter.kernels.launch import capability
 from redrafter.kernels.linear import finished_counts
 
 MAX_TOKENS = 64  # of a launch
@@ -37,16 +38,9 @@ class WeightTiling(NamedTuple):
     splits: int
 
 
-@functools.cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
-
-
 def is_available(device: torch.device) -> bool:
-    """Return whether a GPU can run the kernel: the current one for a device without an index."""
-    if compiler() is None:
-        return False
-    return _capability(torch.cuda.current_device() if device.index is None else device.index) >= (8, 0)
+    """Return whether a GPU can run the kernel."""
+    return compiler() is not None and capability(device) >= (8, 0)
 
 
 class _Arguments(ctypes.Structure):
