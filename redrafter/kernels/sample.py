@@ -1,4 +1,7 @@
-"""Sampling on a GPU without a second buffer of the size of the logits: Gumbel noise, and the argmax under it."""
+"""Sampling on a GPU without a second buffer of the size of the logits: Gumbel noise, and the argmax under it.
+
+A drafter's scores under noise are a buffer of their own, which one pass writes.
+"""
 
 import torch
 import triton
@@ -100,4 +103,37 @@ def sample_tokens(logits: Tensor, temperature: Tensor, noise: Tensor | None, dep
         CHUNK=CHUNK, NOISY=noise is not None, num_warps=8,
     )  # fmt: skip
     _top_of_node_kernel[(rows * nodes,)](tops, ids, out, chunks, BLOCK=triton.next_power_of_2(chunks), num_warps=1)
+    return out
+
+
+@triton.jit(do_not_specialize=["beams"])
+def _noisy_kernel(
+    LOGITS, TEMPERATURE, NOISE, IDS, OUT, beams, vocab, noise_stride, ids_stride,
+    CHUNK: tl.constexpr, NAMED: tl.constexpr,
+):  # fmt: skip
+    """Write the scores of one chunk of ids of one beam."""
+    beam, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    row, inside = beam // beams, at < vocab
+    ids = tl.load(IDS + beam * ids_stride + at, inside, 0) if NAMED else at
+    noise = tl.load(NOISE + row * noise_stride + ids, inside, 0.0)
+    x = tl.load(LOGITS + beam * vocab + at, inside, 0.0).to(tl.float32)
+    tl.store(OUT + beam * vocab + at, x / tl.load(TEMPERATURE + row) + noise, inside)
+
+
+def noisy_scores(logits: Tensor, temperature: Tensor, noise: Tensor, ids: Tensor | None) -> Tensor:
+    """Return a drafter's logits divided by temperatures, plus the noise of each id, `[B, w, V']` float32.
+
+    Args:
+        logits: The drafter's logits, `[B, w, V']`.
+        temperature: Temperature of each row, `[B]` float32.
+        noise: Gumbel noise of the position, `[B, V]` float32, in which the numbers of a row are contiguous.
+        ids: The target's id of each logit, `[V']` or `[B, w, V']` int64; None where they are the same.
+    """
+    rows, beams, vocab = logits.shape
+    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    _noisy_kernel[(rows * beams, triton.cdiv(vocab, CHUNK))](
+        logits.contiguous(), temperature, noise, None if ids is None else ids.contiguous(), out,
+        beams, vocab, noise.stride(0), 0 if ids is None or ids.dim() == 1 else vocab,
+        CHUNK=CHUNK, NAMED=ids is not None, num_warps=8,
+    )  # fmt: skip
     return out

@@ -180,6 +180,8 @@ class Sampler:
         """
         if noise is None:
             return logits
+        if kernels.TRITON and logits.is_cuda:
+            return kernels.sample.noisy_scores(logits, self.temperature, noise[:, step], ids)
         if ids is not None and ids.dim() > 1:
             here = noise[:, step].gather(1, ids.flatten(1)).view_as(ids)  # [B, w, C]
         else:

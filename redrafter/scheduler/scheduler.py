@@ -226,9 +226,9 @@ class Scheduler:
                 return
             if self._blocks is not None and (grown := self.running_set.grow()):
                 self.batch.update_block_tables(grown)
-            # Processors on the host need all tokens. Each launched forward adds at least one token, so the step in
-            # flight may end all rows.
-            if self.batch.asks_host or all(s.written + s.launched >= s.request.max_new_tokens for s in self.batch.rows):
+            # Processors on the host need all tokens. Where the step in flight will probably end all rows, the next one
+            # would be wasted, and a new prompt would wait for it.
+            if self.batch.asks_host or all(sequence.may_end for sequence in self.batch.rows):
                 self.settle()
             older = len(self._launched)
             mixed = self._mixed_sequences()

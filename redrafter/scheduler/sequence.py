@@ -228,6 +228,12 @@ class TokenSequence:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
+    def may_end(self) -> bool:
+        """Return whether the launched forwards end it, if they draw as many tokens as its steps before, or one each."""
+        drawn = self.launched * max(self.stats.tokens_per_step, 1)
+        return self.written + drawn >= self.request.max_new_tokens
+
+    @property
     def inputs(self) -> dict[Feature, int]:
         """The numbers that features read in its row of a forward, as entries of `ForwardBatch.inputs`."""
         adapter = self.request.adapter

@@ -134,6 +134,9 @@ PROGRAMS = {
     "acceptance of shared nodes": accept(41, shared=True, limited=True),
     "order of the tokens of 512 rows": order(512, 26),
     "noise": lambda: kernels.sample.gumbel(torch.zeros(2).long(), torch.zeros(2, 3).long(), 5000),
+    "scores of drafts under noise": lambda: kernels.sample.noisy_scores(
+        torch.zeros(2, 3, 5000).bfloat16(), torch.ones(2), torch.zeros(2, 9000), torch.arange(5000)
+    ),
     "nodes that 32 rows share": hold(32, 26, 64),
     "nodes that two rows share": hold(2, 641, 4),
     "best nodes of each row": hold(8, 26, 8, by_row=True),

@@ -315,6 +315,25 @@ def test_sampling_equals_an_argmax_with_noise():
         assert torch.equal(kernels.sample.sample_tokens(logits, temperature, noise, depth), scores.argmax(-1))
 
 
+@pytest.mark.parametrize("names", ["none", "of all", "of each beam"])
+def test_scores_of_drafts_under_noise_equal_the_reference(names):
+    generator, rows, beams, count = torch.Generator().manual_seed(0), 3, 2, 4100
+    logits = torch.randn(rows, beams, count, generator=generator).bfloat16()
+    noise = torch.randn(rows, 3, 5000, generator=generator)
+    ids = {"of all": torch.randperm(5000, generator=generator)[:count]}.get(names)
+    if names == "of each beam":
+        ids = torch.randint(5000, (rows, beams, count), generator=generator)
+    sampler = Sampler(None, (), torch.rand(rows, generator=generator) + 0.5, *[torch.arange(rows)] * 3)
+    given = noise if ids is not None else noise[:, :, :count]
+    found = kernels.sample.noisy_scores(
+        logits.to(DEVICE),
+        sampler.temperature.to(DEVICE),
+        given.to(DEVICE)[:, 1],
+        None if ids is None else ids.to(DEVICE),
+    )
+    torch.testing.assert_close(found.cpu(), sampler.draft_scores(logits, given, 1, ids))
+
+
 def test_nodes_of_any_rows_are_sampled_as_those_of_their_rows(monkeypatch):
     monkeypatch.setattr(Sampler, "fused", True)
     generator, rows, vocab = torch.Generator().manual_seed(0), 3, 300

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.generation import noted
 from helpers.models import VOCAB, tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import (
     KINDS,
@@ -22,6 +23,7 @@ from redrafter import DraftTarget
 from redrafter.drafting.policy import DraftedStep
 from redrafter.engine.options import EngineOptions
 from redrafter.model.target import Target
+from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.scheduler import Scheduler
 
 NO_COPIES = EngineOptions(draft_from_text=False)
@@ -63,6 +65,14 @@ def test_a_limit_of_drafts_is_no_verdict_on_the_drafts_below_it(models):
     run_as_alone(served, [first, make_sequence([8, 9], 12, KINDS["greedy"])])
     assert first.stats.accepted >= first.stats.drafted - 1 > 0  # the last one may be past the limit of the sequence
     assert set(recorded) == {(1, 1), (3, 3)}
+
+
+def test_no_step_is_launched_where_the_one_in_flight_is_expected_to_end_all_rows(models, monkeypatch):
+    """A next request would wait for a wasted step, and a call would return after it."""
+    served = scheduler(DraftTarget(models[0], models[0], draft_len=3, options=NO_COPIES))
+    launched = noted(monkeypatch, RunningBatch, "step", lambda _, batch, *prompts: len(batch.rows))
+    run(served, [make_sequence([5, 6, 7], 1 + 5 * 4, KINDS["greedy"])])
+    assert launched.count(1) == 5, "each step writes all of its drafts and one more token"
 
 
 def noted_steps(served: Scheduler) -> list[tuple[int, int]]:

@@ -3,7 +3,9 @@
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
+from multiprocessing import Pipe
 
 import httpx
 import pytest
@@ -15,7 +17,7 @@ from helpers.serving import Program
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process import start
-from redrafter.serve.engine_process.start import EngineEndedError, EngineProcess, LoadEngine
+from redrafter.serve.engine_process.start import Channel, EngineEndedError, EngineProcess, LoadEngine
 
 ENDLESS = {"prompt": "The sea", "max_tokens": 1000, "ignore_eos": True, "stream": True}
 
@@ -32,6 +34,32 @@ def mortal() -> Iterator[Program]:
 def events(answer: httpx.Response) -> Iterator[dict]:
     lines = (line for line in answer.iter_lines() if line)
     return (json.loads(line.removeprefix("data: ")) for line in lines)
+
+
+class Pickled:
+    """A message that notes when it is pickled."""
+
+    def __init__(self, times: list[float]):
+        self.times = times
+
+    def __reduce__(self) -> tuple[type[str], tuple[()]]:
+        self.times.append(time.perf_counter())
+        return str, ()
+
+
+def test_a_message_leaves_while_another_thread_computes():
+    """The thread that sends waited for 5 ms, which is Python's own interval, where the next step is prepared."""
+    ours, theirs = Pipe()
+    channel, left, waits = Channel(ours), list[float](), list[float]()
+    for _ in range(15):
+        began = time.perf_counter()
+        channel.send(Pickled(left))
+        while time.perf_counter() < began + 0.01:
+            sum(range(100))
+        assert theirs.recv() == ""
+        waits.append(left[-1] - began)
+    channel.close()
+    assert sorted(waits)[5] < 0.004
 
 
 @pytest.mark.variant

@@ -7,6 +7,7 @@ import pickle
 import queue
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -27,6 +28,9 @@ PROGRAM = (
     "from redrafter.app.program import import_libraries; "
     "import_libraries('redrafter.serve.engine_process.process').main(int(sys.argv[1]))"
 )
+# For which a thread waits for another that computes, before it is given Python's lock. By default it is 5 ms, which a
+# first token waited for while the next step was prepared.
+SWITCH_SECONDS = 0.5e-3
 END_SECONDS = 5.0  # time for the process to end once the connection is closed
 
 
@@ -69,6 +73,7 @@ class Channel:
     """
 
     def __init__(self, connection: Connection):
+        sys.setswitchinterval(SWITCH_SECONDS)
         self._connection = connection
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="redrafter-channel", daemon=True)
