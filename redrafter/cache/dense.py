@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from redrafter.attention.mask import AttentionKind
 from redrafter.attention.prompt_attention import Piece, PromptPlan
-from redrafter.cache.kv_cache import KVCache, LayerShape, allocate, states_of
+from redrafter.cache.kv_cache import KVCache, LayerShape, allocate, states_of, zeros
 from redrafter.cache.states import RowStates, StatesOfRows
 from redrafter.kernels.block_size import BLOCK_SIZE
 
@@ -19,6 +19,7 @@ from redrafter.kernels.block_size import BLOCK_SIZE
 # second, or the third for models without attention.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 CACHE_NAME = "past_key_values"  # where a forward's signature names no cache
+MOST_LATER = 64  # forwards whose entries of a drafter are computed at once
 WINDOW_STEP_SLOTS = 4 * BLOCK_SIZE  # the window grows in steps of this size, so that shapes seldom change
 
 
@@ -27,19 +28,27 @@ class _Layer(CacheLayerMixin):
 
     Attributes:
         stores: The layer's keys, values and keys of an indexer, by slot of the pools.
-        keys, values, index_keys: The part of them that attention reads, `[B, heads, S, dim]` each.
+        places: The pool of each of them, and its index there.
     """
 
     is_sliding = False  # sliding layers keep all tokens too, as a ring buffer could not be rolled back
     is_initialized = True
 
     stores: tuple[Tensor, ...]
-    keys: Tensor
-    values: Tensor
-    index_keys: Tensor
 
     def __init__(self, cache: "DenseCache"):
         self._cache = cache
+        self.places: Sequence[tuple[int, int]] = ()
+
+    @property
+    def keys(self) -> Tensor:  # type: ignore[override]
+        """The keys that attention reads, `[B, heads, S, dim]`."""
+        return self._cache.seen(self.places[0])
+
+    @property
+    def values(self) -> Tensor:  # type: ignore[override]
+        """The values that attention reads, `[B, heads, S, dim]`."""
+        return self._cache.seen(self.places[1])
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -61,7 +70,7 @@ class _Layer(CacheLayerMixin):
         slots = self._cache.written[indexer_key_states.device]
         [states] = self._cache.finite_nodes(indexer_key_states[:, None])
         self.stores[2].index_copy_(0, slots, states.transpose(1, 2).flatten(0, 1))
-        return self.index_keys[:, 0]
+        return self._cache.seen(self.places[2])[:, 0]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing, since shapes are known before the first forward."""
@@ -85,7 +94,8 @@ class _EmptyLayer(_Layer):
     keys = values = None  # type: ignore[assignment]
 
     def __init__(self, cache: "DenseCache", keeps_states: bool):
-        self._cache, self.is_initialized = cache, keeps_states
+        super().__init__(cache)
+        self.is_initialized = keeps_states
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -130,16 +140,15 @@ class DenseCache(KVCache, Cache):
         self.rows, self.window, self.committed, self.capacity = rows, 0, 0, 0
         self.sums: Tensor | None = None
         self.has_drafter_layer = shapes[-1].of_drafter
+        self._later: list[tuple[Tensor, ...]] = []
+        self._write: Callable[..., None] | None = None
         self._shapes, self._all_rows = shapes, rows
         self._devices = {shape.device for shape in shapes}
-        self.pools, self._places = allocate(shapes, 0)
+        self.pools, places = allocate(shapes, 0)
         self.movable = self.pools
-        # The tensors that attention reads: a layer's view, the name of its attribute, and its part of the pools.
-        self._read = [
-            (layer, name, number, index)
-            for layer, home in zip(self._views, self._places, strict=True)
-            for name, (number, index) in zip(("keys", "values", "index_keys"), home, strict=False)
-        ]
+        self._visible: list[tuple[Tensor, ...]] | None = None  # what attention reads of each pool, by layer
+        for layer, home in zip(self._views, places, strict=True):
+            layer.places = home
 
     def use_rows(self, rows: int) -> None:
         """Let only the first `rows` rows take part in forwards, until the next call. Other rows keep their contents."""
@@ -155,6 +164,8 @@ class DenseCache(KVCache, Cache):
 
         The other cache must not have more slots in use than this one provides.
         """
+        self.write_now()
+        part.write_now()
         # Pools may have different capacity: each cache grows on its own.
         slots, to, rows = min(part.capacity, self.capacity), list(to), list(rows)
         for pool, part_pool in zip(self.pools, part.pools, strict=True):
@@ -191,21 +202,27 @@ class DenseCache(KVCache, Cache):
         """Let attention read the first `window` slots of each row, growing the pools where they have fewer."""
         if window > self.capacity:
             capacity = -(-max(window, 2 * self.capacity) // WINDOW_STEP_SLOTS) * WINDOW_STEP_SLOTS
+            self.write_now()
             # Pools are replaced one by one, so that only one is held twice at a time.
             for number, pool in enumerate(self.pools):
-                grown = pool.new_zeros(len(pool), self._all_rows, capacity, *pool.shape[2:])
-                grown[:, :, : self.capacity] = self.by_row(pool)
-                self.pools[number] = grown.flatten(1, 2)
+                slots = self._all_rows * capacity
+                grown = zeros(len(pool), slots, *pool.shape[2:], dtype=pool.dtype, device=pool.device)
+                grown.unflatten(1, (self._all_rows, capacity))[:, :, : self.capacity] = self.by_row(pool)
+                self.pools[number] = grown
             self.capacity, self.window = capacity, 0
             # Views per layer are made once here, since `update` runs for every layer of every forward.
             unbound = [pool.unbind(0) for pool in self.pools]
-            for layer, home in zip(self._views, self._places, strict=True):
-                layer.stores = tuple(unbound[number][index] for number, index in home)
+            for layer in self._views:
+                layer.stores = tuple(unbound[number][index] for number, index in layer.places)
         if window != self.window:
-            self.window = window
-            visible = [self.by_row(pool)[:, : self.rows, :window].transpose(2, 3).unbind(0) for pool in self.pools]
-            for layer, name, number, index in self._read:
-                setattr(layer, name, visible[number][index])
+            self.window, self._visible = window, None
+
+    def seen(self, place: tuple[int, int]) -> Tensor:
+        """Return what attention reads of one of a layer's stores, `[B, heads, S, dim]`."""
+        if self._visible is None:
+            rows, window = self.rows, self.window
+            self._visible = [self.by_row(pool)[:, :rows, :window].transpose(2, 3).unbind(0) for pool in self.pools]
+        return self._visible[place[0]][place[1]]
 
     @property
     def table(self) -> Tensor:  # type: ignore[override]
@@ -216,7 +233,31 @@ class DenseCache(KVCache, Cache):
 
     def stores(self, layer: int) -> tuple[Tensor, ...]:
         """Return the stores of a layer; see `KVCache.stores`."""
+        if layer == -1:
+            self.write_now()
         return self._views[layer].stores
+
+    def commit(self, length: Tensor, nodes: Tensor) -> None:
+        """Move the keys and values of accepted nodes; see `KVCache.commit`."""
+        self.write_now()
+        super().commit(length, nodes)
+
+    def write_later(self, write: Callable[..., None], *tokens: Tensor) -> None:
+        """Call `write(cache, *tokens)` before entries are read or moved, once for the tokens of several such calls."""
+        self._write = write
+        self._later.append(tokens)
+        if len(self._later) == MOST_LATER:
+            self.write_now()
+
+    def write_now(self) -> None:
+        """Write what `write_later` was given."""
+        later, self._later = self._later, []
+        if later and self._write is not None:
+            self._write(self, *map(torch.cat, zip(*later, strict=True)))
+
+    def forget_later(self) -> None:
+        """Forget what `write_later` was given, as no row is in use."""
+        self._later = []
 
     def slots(self, row_slots: Tensor) -> Tensor:
         """Map slots counted along each row, `[B, M']`, to slots of the pools, `[B * M']`."""

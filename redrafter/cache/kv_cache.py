@@ -84,13 +84,13 @@ def allocate(shapes: Sequence[LayerShape], slots: int) -> tuple[list[Tensor], li
             index = sizes[pool] = sizes.get(pool, -1) + 1
             home.append((list(sizes).index(pool), index))
     pools = [
-        _zeros(last + 1, slots, heads, dim, dtype=dtype, device=device)
+        zeros(last + 1, slots, heads, dim, dtype=dtype, device=device)
         for (heads, dim, dtype, device), last in sizes.items()
     ]
     return pools, places
 
 
-def _zeros(*size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(*size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros; on a CPU of Linux, in pages that take no memory before they are written."""
     pool = torch.empty(size, dtype=dtype, device=device)
     begin, end = (-(-x // mmap.PAGESIZE) * mmap.PAGESIZE for x in (pool.data_ptr(), pool.data_ptr() + pool.nbytes))

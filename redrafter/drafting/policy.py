@@ -214,6 +214,7 @@ class CostPolicy(DraftPolicy):
         self._undrafted, self._copying, self._always = times.undrafted, copying or {}, always
         self._candidates = {False: candidates, True: candidates if sampled is None else sampled}
         self._histories = defaultdict(AcceptanceHistory) if histories is None else histories
+        self._known: tuple[StepRows, dict[int, float]] | None = None  # times of the last step's proposers, by id
         self._unpaid = 0.0  # seconds in which a draft model read tokens, not charged yet
 
     @property
@@ -329,12 +330,20 @@ class CostPolicy(DraftPolicy):
 
     def _cost(self, step: StepRows, proposer: Proposer) -> float:
         """Return the time of a step that reads no prompts, in undrafted steps of the same rows."""
-        step = step._replace(prompt_tokens=0)
+        if step.prompt_tokens:
+            step = step._replace(prompt_tokens=0)
         return self._time(step, proposer) / self._time(step, self._undrafted)
 
     def _time(self, step: StepRows, proposer: Proposer) -> float:
         """Return the estimated time of a step with a proposer."""
-        return self.times.time_of(proposer, step.size, step.prompt_tokens, step.cached, sampled=step.sampled)
+        if self._known is None or self._known[0] is not step:
+            self._known = step, {}
+        known = self._known[1]
+        if id(proposer) not in known:
+            known[id(proposer)] = self.times.time_of(
+                proposer, step.size, step.prompt_tokens, step.cached, sampled=step.sampled
+            )
+        return known[id(proposer)]
 
     def _speed(self, step: StepRows, proposer: Proposer) -> float:
         """Return the expected tokens per unit of time of a step with a proposer."""

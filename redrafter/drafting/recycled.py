@@ -125,13 +125,13 @@ def write_entries(table: Table, key: Tensor, ids: Tensor, logits: Tensor, writte
         logits: Their logits, `[T, C]`.
         written: Which keys are written, `[M]` bool.
     """
-    place = place_of(key, len(table[0]))
-    # Parts of several would make an entry with a token twice, and siblings of a tree must differ.
-    number = torch.arange(len(key), device=key.device)
-    winner = torch.full_like(table[0], -1).scatter_(0, place[written], number[written])
-    wins = winner[place] == number
-    place, source = place[wins], number[wins] % len(ids)
-    for stored, new in zip(table, (key[wins], ids[source], logits[source]), strict=True):
+    number = torch.arange(len(key), device=key.device)[written]
+    place, order = place_of(key[number], len(table[0])).sort(stable=True)
+    # The last of each place: parts of several would make an entry with a token twice, and siblings must differ.
+    wins = place.diff(append=place.new_full((1,), -1)) != 0
+    place, number = place[wins], number[order[wins]]
+    source = number % len(ids)
+    for stored, new in zip(table, (key[number], ids[source], logits[source]), strict=True):
         stored[place] = new.to(stored.dtype)
 
 

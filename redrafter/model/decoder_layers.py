@@ -44,6 +44,9 @@ class FastLayers:
 
     A layer is found by its parts, and used if the kernel computes what its module does. Where something watches the
     parts of layers by hooks, all layers are left to the model.
+
+    Attributes:
+        parts: The layers and all modules in them.
     """
 
     def __init__(self, model: nn.Module):
@@ -62,6 +65,7 @@ class FastLayers:
             self._layers.append(fast)
             self._hooks += [vars(part)[name] for part, name in product(parts, HOOKS)]
         modules = self.modules
+        self.parts = {part for module in modules for part in module.modules()}
         self._hooks_of_layers = [vars(module)[name] for module, name in product(modules, HOOKS)]
         # Where the model calls its layers one after the other, and nothing is between them, one call computes all.
         whole = _FastRun(modules, [layer for run in self._layers for layer in run.layers], inputs, calls_hooks=True)
@@ -72,8 +76,10 @@ class FastLayers:
         """The layers that the kernel computes."""
         return [module for run in self._layers for module in run.modules]
 
-    def add_to(self, patch: ModelPatch, *, alike: bool, recorded: Sequence[nn.Module]) -> None:
+    def add_to(self, patch: ModelPatch, *, alike: bool, recorded: Sequence[nn.Module]) -> bool:
         """Compute these layers by the kernel in a forward; calls without a dense cache are left to the model.
+
+        Returns whether one call computes all of them.
 
         Args:
             patch: The changes of the forward.
@@ -81,13 +87,15 @@ class FastLayers:
             recorded: Modules that have one hook each, which reads their output.
         """
         if any(self._hooks):
-            return
+            return False
         whole = alike and sum(map(len, self._hooks_of_layers)) == sum(each in recorded for each in self.modules)
         for parent, name, stand_in in self._places if whole else ():
             if len(parent._modules[name]) == len(self._layers):  # none is left out for a test
-                return patch.put(parent._modules, name, stand_in)
+                patch.put(parent._modules, name, stand_in)
+                return True
         for run in self._layers:
             patch.put(vars(run.modules[0]), "forward", run)
+        return False
 
 
 def _places_of(run: "_FastRun", parent: nn.Module) -> Iterator[tuple[Any, str, nn.Module]]:

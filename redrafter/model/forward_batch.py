@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from redrafter import kernels
 from redrafter.attention.prompt_attention import Piece
 from redrafter.attention.tree_plan import ChunkEnds, PromptChunks
+from redrafter.cache.dense import DenseCache
 from redrafter.cache.kv_cache import KVCache, LayerShape
 from redrafter.cache.paged import PagedCache
 from redrafter.cache.to_device import to_device
@@ -242,3 +243,21 @@ class DrafterLayer:
             state = stores[2].index_select(0, before())[:, 0]
         for store, side in zip(stores[:2], self.remember(ids, positions, state), strict=True):
             store.index_copy_(0, slots, side.nan_to_num(0, 0, 0))
+
+    def write_later(
+        self,
+        cache: DenseCache,
+        slots: Tensor,
+        before: Callable[[], Tensor],
+        ids: Tensor,
+        positions: Tensor,
+        hidden: Tensor,
+    ) -> None:
+        """Do what `write` does before the entries are read, with the tokens of several forwards at once."""
+        if cache.has_drafter_layer:
+            cache.write_later(
+                self._write_all, slots, before() if self.shape.extra_dim else slots, ids, positions, hidden
+            )
+
+    def _write_all(self, cache: KVCache, slots: Tensor, before: Tensor, *tokens: Tensor) -> None:
+        self.write(cache, slots, lambda: before, *tokens)

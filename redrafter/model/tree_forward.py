@@ -5,7 +5,7 @@ The padded forward has all rows side by side in one batch, on a dense cache, wit
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from redrafter.attention.tree_plan import ChunkEnds
 from redrafter.cache.dense import CACHE_NAME, DenseCache, cache_argument
 from redrafter.errors import UnsupportedError
 from redrafter.features import ADAPTERS, IMAGES, ROPE_BY_LENGTH, FeatureSet
+from redrafter.kernels.cpu.decoder_layer import MAX_TOKENS
 from redrafter.kernels.cpu.rms_norm import fast_forward
 from redrafter.model.decoder_layers import FastLayers
 from redrafter.model.forward_batch import DrafterLayer, ForwardBatch, join_hidden
@@ -212,8 +213,11 @@ class PaddedForward(TreeForward):
         index = None if batch.logits_index is None else batch.logits_index[:, None]
         slots = TreeSlots(length, tree.depth, tree.ancestors, cache.window)
         with bound.lock, self._recording() as patch:
+            computed: Set[nn.Module] = set()  # modules that are not called
             if self._grouped and not self._slot_readers and batch.inputs.get(ADAPTERS) is None:
-                self._fast_layers().add_to(patch, alike=len(self._kinds.by_name) == 1, recorded=bound.aux_modules)
+                layers, alike = self._fast_layers(), len(self._kinds.by_name) == 1
+                if layers.add_to(patch, alike=alike, recorded=bound.aux_modules) and places.numel() <= MAX_TOKENS:
+                    computed = layers.parts
             if self._mixers:
                 mixing = mixer_plan(batch, padded=True)
                 replace_mixers(patch, self._mixers, mixing)
@@ -226,7 +230,7 @@ class PaddedForward(TreeForward):
                 bound.rope.add_to(patch, lambda: at_least[:, None])
             self._index, self._written = index, cache
             for module, forward in self._norms:
-                if "forward" not in vars(module):
+                if module not in computed and "forward" not in vars(module):
                     patch.put(vars(module), "forward", forward)
             mask = None if cache.committed else self._mask(slots)
             # Not under another name, as models that look for "sdpa" in their config would give it other masks.
@@ -237,7 +241,9 @@ class PaddedForward(TreeForward):
         if mixing is not None:
             mixing.finish()
         if bound.drafter_layer is not None:
-            bound.drafter_layer.write(
+            # Steps without drafts seldom need the entries: those of many tokens take as long as those of one.
+            layer = bound.drafter_layer
+            (layer.write_later if nodes == 1 else layer.write)(
                 cache,
                 slots=cache.written[bound.device],
                 before=lambda: batch.slots()[1],

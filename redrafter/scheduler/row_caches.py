@@ -219,7 +219,9 @@ class DenseRows:
             cache.write_rows(to, cache, source)
 
     def clear(self, rows: slice) -> None:
-        """Do nothing: rows that are not in use take no part in steps."""
+        """Forget what a drafter has not stored yet if no rows are left; those not in use take no part in steps."""
+        for cache in self._caches if rows.start == 0 else ():
+            cache.forget_later()
 
     @property
     def num_bytes(self) -> int:

@@ -87,3 +87,38 @@ def test_keys_of_an_indexer_are_stored_by_slot_and_committed_like_all_others():
     cache.commit(length, torch.tensor([[0, 2, 5], [0, 4, 4]]))
     assert stored[0, 3:6, 0].tolist() == [1, 3, 6]
     assert stored[1, 5:7, 0].tolist() == [101, 105]
+
+
+@pytest.mark.parametrize("access", ["read", "grow", "commit", "copy", "many"])
+def test_entries_that_are_written_later_are_there_before_they_are_read_or_moved(access):
+    """Those of several forwards are computed in one call."""
+    shape = LayerShape(1, 2, 2, torch.float32, torch.device("cpu"), of_drafter=True)
+    cache, calls = DenseCache([shape], 2), list[int]()
+    cache.reserve(20)
+
+    def write(cache: DenseCache, slots: torch.Tensor, numbers: torch.Tensor) -> None:
+        calls.append(len(slots))
+        cache.stores(-1)[0].index_copy_(0, slots, numbers[:, None, None].expand(-1, 1, 2))
+
+    count = 64 if access == "many" else 3
+    for number in range(count):
+        cache.write_later(write, torch.tensor([number]), torch.tensor([1.0 + number]))
+    assert calls == ([64] if access == "many" else [])
+    if access == "grow":
+        cache.reserve(10 * WINDOW_STEP_SLOTS)
+    elif access == "commit":
+        cache.commit(torch.tensor([0, 0]), torch.tensor([[0, 2], [0, 0]]))
+    elif access == "copy":
+        cache.write_rows([1], cache, [0])
+    keys, _ = cache.read_drafter_layer(torch.arange(3)[None].expand(2, -1))
+    assert calls == [count]
+    assert keys[0, :, 0, 0].tolist() == ([1, 3, 3] if access == "commit" else [1, 2, 3])
+    assert keys[1, :, 0, 0].tolist() == ([1, 2, 3] if access == "copy" else [0, 0, 0])
+
+
+def test_entries_that_are_written_later_are_forgotten_with_their_rows():
+    cache = DenseCache([LayerShape(1, 2, 2, torch.float32, torch.device("cpu"), of_drafter=True)], 1)
+    cache.reserve(20)
+    cache.write_later(lambda *_: pytest.fail("the row has ended"), torch.tensor([0]))
+    cache.forget_later()
+    assert not cache.read_drafter_layer(torch.tensor([[0]]))[0].any()
