@@ -1,7 +1,6 @@
 """DraftTarget: a Hugging Face model with a smaller one that drafts for it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -11,8 +10,7 @@ from transformers import PreTrainedModel
 from redrafter.checkpoints.models import bind, check_quantization, locate_gguf
 from redrafter.checkpoints.vocabularies import Tokenizer, map_unlike_vocabularies
 from redrafter.drafting.draft_model import DraftModelProposer
-from redrafter.drafting.policy import CostPolicy, DraftPolicy, text_nodes
-from redrafter.drafting.prompt_lookup import WithPromptLookup
+from redrafter.drafting.policy import CostPolicy, DraftPolicy
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.engine import Engine
@@ -28,7 +26,6 @@ from redrafter.features import (
 )
 from redrafter.model.supported import base_of
 from redrafter.model.target import Target
-from redrafter.scheduler.captured_step import bucket
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.tree.beam_search import node_count
 from redrafter.tree.sizes import check_size
@@ -108,22 +105,14 @@ class DraftTarget(Engine):
             for length in sorted(lengths, reverse=True)
         }
         super().__init__(target, self._by_length[draft_len], options)
-        self._with_text: dict[int, WithPromptLookup] = {}
 
     def proposer_for(self, rows: int) -> Proposer:
         """Return the proposer for a batch of `rows` rows, with drafts copied from the sequence where allowed."""
-        proposer, target = self._by_length[self.draft_len], self.target
-        states = RECURRENT_STATES in proposer.model.features
-        # A GPU calls recurrent layers once per level, so further levels of copies would cost too much.
-        states = states or (RECURRENT_STATES in target.features and target.device.type != "cpu")
-        unsuited = self.adaptive or self.rejection_sampling or proposer.vocabulary or states
-        if unsuited or not self.options.draft_from_text:
+        proposer = self._by_length[self.draft_len]
+        unsuited = self.adaptive or self.rejection_sampling or proposer.vocabulary
+        if unsuited or RECURRENT_STATES in proposer.model.features:
             return proposer
-        count = text_nodes(bucket(rows), proposer.nodes, target.device.type, self._assumed)
-        if not count:
-            return proposer
-        # If copies were accepted, the last draft of the model may follow them, and it has not been read either.
-        return self._with_text.setdefault(count, WithPromptLookup(replace(proposer, reread=1 + count), count))
+        return self._with_copies(proposer, rows)
 
     @classmethod
     @takes_options

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -14,7 +15,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from redrafter.cache.to_device import made_on_host
-from redrafter.drafting.policy import AcceptanceHistory, DraftPolicy
+from redrafter.drafting.draft_model import DraftModelProposer
+from redrafter.drafting.policy import AcceptanceHistory, DraftPolicy, text_nodes
+from redrafter.drafting.prompt_lookup import WithPromptLookup
 from redrafter.drafting.proposer import UNDRAFTED, Proposer, SearchProposer
 from redrafter.drafting.step_times import SHARED_EVERY, StepCosts, StepTimes
 from redrafter.drafting.vocabulary_map import VocabularyMap
@@ -36,13 +39,14 @@ from redrafter.engine.options import EngineOptions
 from redrafter.engine.request import CallRequest, read_request, row_adapters
 from redrafter.engine.streamers import ColumnStream, StepStreamer, takes_columns
 from redrafter.errors import ArgumentError, UnsupportedError, warn
-from redrafter.features import ASYNC_CALLS
+from redrafter.features import ASYNC_CALLS, RECURRENT_STATES
 from redrafter.files.dtype_names import dtype_name
 from redrafter.model.forward_batch import LogitsReader
 from redrafter.model.linear_layers import forward_bytes
 from redrafter.model.quantized_layers import GroupedLinear, quantized_layers
 from redrafter.model.supported import check_autocast
 from redrafter.model.target import Target
+from redrafter.scheduler.captured_step import bucket
 from redrafter.scheduler.engine_change import Models
 from redrafter.scheduler.paged_memory import MOST_ROWS, PagedMemory
 from redrafter.scheduler.scheduler import Scheduler
@@ -101,6 +105,8 @@ class Engine(Changeable):
         self._warned = False
         self.step_times: StepTimes | None = None  # of steps by `StepCosts`, once there were some
         self.histories = {sampled: AcceptanceHistory() for sampled in (False, True)}
+        self._measured: StepCosts | None = None  # where steps were measured before the first call
+        self._with_text: dict[tuple[int, int], WithPromptLookup] = {}
         self._lock = threading.Lock()  # so that of two concurrent first requests only one allocates the memory
 
     def __reduce__(self) -> NoReturn:
@@ -132,6 +138,21 @@ class Engine(Changeable):
         """Return the proposer for a batch of `rows` rows."""
         return self.proposer
 
+    def _with_copies(self, proposer: Proposer, rows: int) -> Proposer:
+        """Return a proposer that also copies from the text, or the same one where copying is off or costly."""
+        # Recurrent layers are called once for each level, and a chain adds as many levels as it has drafts: on a GPU in
+        # every step, on a CPU only where the text has a match.
+        costly = RECURRENT_STATES in self.target.features and self.target.device.type != "cpu"
+        copies = self.options.draft_from_text and proposer.shared_nodes is None and not costly
+        count = text_nodes(bucket(rows), proposer.nodes, self.target.device.type, self._costs) if copies else 0
+        key = id(proposer), count
+        if count and key not in self._with_text:
+            if isinstance(proposer, DraftModelProposer):
+                # If copies were accepted, the last draft of the model may follow them, and was not read either.
+                proposer = replace(proposer, reread=1 + count)
+            self._with_text[key] = WithPromptLookup(proposer, count)
+        return self._with_text[key] if count else proposer
+
     def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
         """Return the policy that chooses the drafts of steps of these batch sizes."""
         return DraftPolicy({size: self.proposer_for(size) for size in sizes})
@@ -151,6 +172,11 @@ class Engine(Changeable):
         if self.rejection_sampling or (self.target.device.type == "cpu" and self.clock is None):
             return 0
         return 1 if self.target.ranks.size == 1 else SHARED_EVERY
+
+    @property
+    def _costs(self) -> StepCosts:
+        """Costs of steps, measured or assumed."""
+        return self._measured or self._assumed
 
     @cached_property
     def _assumed(self) -> StepCosts:

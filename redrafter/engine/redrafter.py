@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 from redrafter.checkpoints.drafters import check_beams, check_pair, draft_length_warning, load_drafter
 from redrafter.checkpoints.models import bind, check_quantization, locate_gguf
 from redrafter.drafting.drafter_model import DrafterModel, check_draft_ids
-from redrafter.drafting.policy import CostPolicy, DraftPolicy, text_nodes
-from redrafter.drafting.prompt_lookup import WithPromptLookup
+from redrafter.drafting.policy import CostPolicy, DraftPolicy
 from redrafter.drafting.proposer import Proposer, SearchProposer
 from redrafter.drafting.step_times import StepCosts, StepTimes
 from redrafter.drafting.tree_choice import SHARING_ROWS, best_tree
@@ -18,7 +17,6 @@ from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions, split_keywords, takes_options
 from redrafter.engine.step_timing import KeptCosts
 from redrafter.errors import warn
-from redrafter.features import RECURRENT_STATES
 from redrafter.formats.sources import load_drafter_model
 from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import bucket
@@ -80,11 +78,9 @@ class ReDrafter(Engine):
         if (layer := drafter.stored_layer(target, compiled)) is not None:
             target.store_drafter_layer(layer)
         self.drafter, self.shape = drafter, shape
-        self._measured: StepCosts | None = None
         self._kept: KeptCosts | None = None  # on disk, of the costs that were measured
         self._best: dict[tuple[StepCosts, int, bool], TreeShape] = {}
         self._proposers: dict[TreeShape, SearchProposer] = {}
-        self._with_text: dict[tuple[int, int], WithPromptLookup] = {}
         self._compiled = compiled
         drafter.prepare(target)
         super().__init__(target, self._propose(target, shape), options)
@@ -176,7 +172,7 @@ class ReDrafter(Engine):
         shape = self.shape
         if shape.node_budget is None:
             # Buckets of batch sizes share one entry, as their best trees hardly differ.
-            key = self._measured or self._assumed, bucket(rows), sampled
+            key = self._costs, bucket(rows), sampled
             if key not in self._best:
                 share = self.target.varlen.ok and rows >= SHARING_ROWS
                 self._best[key] = best_tree(key[0], self.proposer, key[1], share=share, sampled=sampled)
@@ -228,18 +224,6 @@ class ReDrafter(Engine):
         if self._kept is not None and times is not known:
             times.on_wrong = self._kept.forget
         return times
-
-    def _with_copies(self, proposer: Proposer, rows: int) -> Proposer:
-        """Return a proposer that also copies from the text, or the same one where copying is off or costly."""
-        # Recurrent layers are called once for each level, and a chain adds as many levels as it has drafts: on a GPU in
-        # every step, on a CPU only where the text has a match.
-        costly = RECURRENT_STATES in self.target.features and self.target.device.type != "cpu"
-        copies = self.options.draft_from_text and proposer.shared_nodes is None and not costly
-        costs = self._measured or self._assumed
-        count = text_nodes(bucket(rows), proposer.nodes, self.target.device.type, costs) if copies else 0
-        if not count:
-            return proposer
-        return self._with_text.setdefault((id(proposer), count), WithPromptLookup(proposer, count))
 
     def _propose(self, target: Target, shape: TreeShape) -> SearchProposer:
         """Return the proposer of a shape, always the same object, since captured steps are keyed by it."""
