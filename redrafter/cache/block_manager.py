@@ -15,6 +15,8 @@ dropped only when its host block is needed for a later one. A row that finds it 
 the keys and values makes the resulting copies, in their order.
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +37,7 @@ class BlockTable:
     """The blocks of one row.
 
     Attributes:
+        manager: The manager of the blocks.
         blocks: Ids of the blocks in order of position; slot s of the row is in block `blocks[s // BLOCK_SIZE]`.
         reused: Leading tokens whose keys and values were stored already; a multiple of `BLOCK_SIZE`, less than the
             prompt's length.
@@ -48,6 +51,7 @@ class BlockTable:
         forgotten: How often all prefixes had been forgotten when the row was admitted.
     """
 
+    manager: BlockManager
     blocks: list[int]
     reused: int
     salt: Hashable = None
@@ -84,7 +88,7 @@ class _Node:
         children: The blocks that follow it.
     """
 
-    def __init__(self, block: int, parent: "_Node | None", tokens: tuple[int, ...]):
+    def __init__(self, block: int, parent: _Node | None, tokens: tuple[int, ...]):
         self.block, self.parent, self.tokens = block, parent, tokens
         self.host_block = 0
         # Keyed by the tokens themselves, so that no hash collision can match another prefix.
@@ -205,7 +209,7 @@ class BlockManager:
         for block in blocks:
             self._rows[block] += 1
         state_row = self._state_rows.popleft() if self._state_rows is not None else 0
-        table = BlockTable(blocks, len(chain) * BLOCK_SIZE, salt, state_row, forgotten=self._forgotten)
+        table = BlockTable(self, blocks, len(chain) * BLOCK_SIZE, salt, state_row, forgotten=self._forgotten)
         if self.states is not None and reuse:
             table.restored = self.states.use(chain[-1]) if chain else 0
             # States are worth storing at two positions: where the prompt diverges from stored blocks, as other prompts

@@ -223,6 +223,12 @@ class TokenSequence:
         self.guide = None if params.grammar is None else GuidedText(params.grammar, params.stop_token_ids)
 
     @property
+    def block_tables(self) -> list[BlockTable]:
+        """The blocks that it holds of the cache, and after them those of a draft model with another vocabulary."""
+        tables = self.block_table, None if self.draft is None else self.draft.block_table
+        return [table for table in tables if table is not None]
+
+    @property
     def written(self) -> int:
         """Number of tokens that follow the prompt so far."""
         return len(self.tokens) - len(self.request.prompt)

@@ -3,8 +3,7 @@
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
-from redrafter.cache.block_manager import BlockManager, BlockTable
-from redrafter.drafting.vocabulary_map import DraftText
+from redrafter.cache.block_manager import BlockTable
 from redrafter.errors import CacheFullError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.paged_memory import PagedMemory
@@ -106,18 +105,18 @@ class SequenceBlocks:
         tokens = sequence.tokens[: sequence.prefill_length]
         # A cached prefix has no logits, and past a change of rope it would be other keys.
         reuse = self._reuse and not sequence.needs_scores and self._is_steady(sequence)
-        sequence.block_table = self._memory.blocks.admit(
-            tokens, slots, reuse, self._salt(sequence), publishes=self._publishes
-        )
-        if (draft := sequence.draft) is not None:
-            try:
-                draft.block_table = self._admit_draft_text(sequence, draft.text, slots, reuse)
-            except CacheFullError:
-                self._memory.blocks.release(sequence.block_table)
-                sequence.block_table = None
-                # Both or neither: the sequence stays in the queue, where it may hold no blocks.
-                raise
-            draft.prefilled = draft.block_table.reused
+        try:
+            sequence.block_table = self._memory.blocks.admit(
+                tokens, slots, reuse, self._salt(sequence), publishes=self._publishes
+            )
+            if (draft := sequence.draft) is not None and (blocks := self._memory.draft_blocks) is not None:
+                # A draft prefix past the target's would hold tokens that the target must read first.
+                text = draft.text.ids[: sequence.draft_length(sequence.block_table.reused) + 1]
+                draft.block_table = blocks.admit(text, sequence.draft_bound(slots), reuse, sequence.request.cache_salt)
+                draft.prefilled = draft.block_table.reused
+        except CacheFullError:
+            self._give_back(sequence)  # both or neither: the sequence stays in the queue, where it may hold no blocks
+            raise
         self._memory.restore_states(sequence.block_table)
         if sequence.needs_scores:
             sequence.prompt_scores.clear()  # it may have been preempted halfway
@@ -134,16 +133,6 @@ class SequenceBlocks:
             finally:
                 self._memory.copy_blocks()
 
-    def _admit_draft_text(self, sequence: TokenSequence, text: DraftText, slots: int, reuse: bool) -> BlockTable:
-        """Give a sequence blocks for its draft text, with a cached prefix no longer than what the target has found."""
-        blocks = self._memory.draft_blocks
-        assert blocks is not None
-        assert sequence.block_table is not None
-        draft_slots = sequence.draft_bound(slots)
-        # A draft prefix past the target's would hold tokens that the target must read first.
-        found = sequence.draft_length(sequence.block_table.reused)
-        return blocks.admit(text.ids[: found + 1], draft_slots, reuse, sequence.request.cache_salt)
-
     def grow(self, sequence: TokenSequence, slots: int) -> bool:
         """Allocate blocks for at least this number of positions, and return whether more blocks were needed.
 
@@ -151,40 +140,27 @@ class SequenceBlocks:
             CacheFullError: Too few blocks are free. The sequence is unchanged, but for blocks of the target that it was
                 given where only those of a draft model were too few.
         """
-        grown = self._grow(self._memory.blocks, sequence.block_table, slots)
-        if (draft := sequence.draft) is None:
-            return grown
-        return self._grow(self._memory.draft_blocks, draft.block_table, sequence.draft_bound(slots)) or grown
-
-    def _grow(self, blocks: BlockManager | None, block_table: BlockTable | None, slots: int) -> bool:
-        assert blocks is not None
-        assert block_table is not None
-        if slots <= len(block_table.blocks) * BLOCK_SIZE:
-            return False
-        with self._handing_out():
-            blocks.grow(block_table, slots)
-        return True
+        grown = False
+        for table, count in zip(sequence.block_tables, (slots, sequence.draft_bound(slots)), strict=False):
+            if count > len(table.blocks) * BLOCK_SIZE:
+                with self._handing_out():
+                    table.manager.grow(table, count)
+                grown = True
+        return grown
 
     def publish(self, sequence: TokenSequence, count: int) -> None:
         """Let later sequences find the full blocks of the first `count` tokens of a sequence."""
-        assert sequence.block_table is not None
         if self._publishes and self._is_steady(sequence):
+            draft = [] if sequence.draft is None else sequence.draft.text.ids[: sequence.draft_length(count)]
             with self._memory.lock:
-                self._memory.blocks.publish(sequence.block_table, sequence.tokens[:count])
-                if (draft := sequence.draft) is not None:
-                    assert self._memory.draft_blocks is not None
-                    assert draft.block_table is not None
-                    read = draft.text.ids[: sequence.draft_length(count)]
-                    self._memory.draft_blocks.publish(draft.block_table, read)
+                for table, tokens in zip(sequence.block_tables, (sequence.tokens[:count], draft), strict=False):
+                    table.manager.publish(table, tokens)
 
     def withdraw(self, sequence: TokenSequence) -> None:
         """Let no later sequence find the blocks of this one, whose contents are unknown after an error."""
-        draft_table = None if sequence.draft is None else sequence.draft.block_table
-        tables = (self._memory.blocks, sequence.block_table), (self._memory.draft_blocks, draft_table)
         with self._memory.lock:
-            for blocks, block_table in tables:
-                if blocks is not None and block_table is not None:
-                    blocks.withdraw(block_table)
+            for table in sequence.block_tables:
+                table.manager.withdraw(table)
 
     def release(self, sequence: TokenSequence, keep: bool) -> None:
         """Take the blocks of a sequence back, if it has any.
@@ -196,13 +172,16 @@ class SequenceBlocks:
         if keep:
             self.publish(sequence, sequence.prefilled if sequence.row is None else self._cached(sequence))
         with self._memory.released:
-            self._memory.blocks.release(sequence.block_table)
-            if (draft := sequence.draft) is not None and draft.block_table is not None:
-                assert self._memory.draft_blocks is not None
-                self._memory.draft_blocks.release(draft.block_table)
-                draft.block_table = None
+            self._give_back(sequence)
             self._memory.released.notify_all()
+
+    @staticmethod
+    def _give_back(sequence: TokenSequence) -> None:
+        for table in sequence.block_tables:
+            table.manager.release(table)
         sequence.block_table = None
+        if sequence.draft is not None:
+            sequence.draft.block_table = None
 
     def _is_steady(self, sequence: TokenSequence) -> bool:
         """Return whether a sequence's blocks depend on its tokens alone, so that others may share them.
