@@ -5,7 +5,6 @@ dynamic length and no batch. Attention receives its other inputs as a `Plan` thr
 and the operator both stores the new keys and values and attends, so the model needs no cache object.
 """
 
-import itertools
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -24,8 +23,7 @@ from redrafter.attention.mask import attend_to_seen
 from redrafter.attention.tree_plan import RUNNING_PLAN, Plan, attention_operator
 from redrafter.errors import UnsupportedError
 from redrafter.kernels.attention_inputs import AttentionInputs
-from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.kernels.cache_format import read_slots, round_trip, write_slots
+from redrafter.kernels.cache_format import read_slots, write_slots
 
 
 def register_attention(
@@ -124,63 +122,6 @@ ATTENTION_NAME = "redrafter_tree"
 HOST_ATTENTION_NAME = "redrafter_tree_on_host"  # the same, where forwards are neither compiled nor captured
 
 
-def tree_attention_reference(inputs: AttentionInputs) -> Tensor:
-    """Store the new keys and values in the cache, and attend to the committed ones and to each node's ancestors.
-
-    This is the slow reference, for any device. A GPU uses a Triton kernel instead, a CPU `gathered_attention`. The
-    output of padding is 0, or arbitrary finite numbers if there are chunks.
-    """
-    (_, nodes, new, _), query, rows = inputs.rows.sizes, inputs.query, inputs.rows
-    length, depth, ancestors, table = rows.by_row()
-    out = inputs.new_output().zero_()
-    read = [round_trip(x, store.dtype) for store, x in inputs.sides()]  # rounded as later forwards will read them
-
-    def attend(tokens: slice, blocks: Tensor, n: int, depth: Tensor, seen: Tensor) -> None:
-        """Attend with the new nodes of one row, of nodes at these depths. seen: ancestors of the new ones."""
-        before = torch.arange(n + len(depth), device=query.device)  # slots counted along the row
-        inside = before // BLOCK_SIZE < len(blocks)
-        slots = blocks[(before // BLOCK_SIZE).clamp(max=len(blocks) - 1)].where(inside, 0).long() * BLOCK_SIZE
-        slots = slots + before % BLOCK_SIZE
-        count = len(seen)
-        held = len(slots) - count
-        for store, x in inputs.sides():
-            write_slots(store, slots[held:], x[tokens])
-        k, v = (
-            repeat(
-                torch.cat([read_slots(store, slots[:held], x.dtype), x[tokens]]),
-                "s h d -> s (h g) d",
-                g=query.shape[1] // x.shape[1],
-            )
-            for (store, _), x in zip(inputs.sides(), read, strict=True)
-        )
-        scores = torch.einsum("nhd,shd->hns", query[tokens].float(), k.float()) * inputs.scale
-        if inputs.softcap:
-            scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
-        visible = torch.cat([(before[:n] >= inputs.first).expand(count, n), seen], dim=1)  # [M, n + N]
-        position, at = torch.cat([before[:n], n + depth]), n + depth[len(depth) - count :, None]
-        if inputs.window:
-            visible = visible & (at - position < inputs.window)
-        if inputs.chunk_size:
-            visible = visible & (at // inputs.chunk_size == position // inputs.chunk_size)
-        # A value that is not finite affects only those that see it, through their scores: 0 * NaN is NaN.
-        lost = ~v.isfinite().all(-1)  # [S, Hq]
-        scores = scores.masked_fill(lost.mT[:, None], torch.nan).masked_fill(~visible, -torch.inf)
-        if inputs.sinks is not None:
-            scores = torch.cat([scores, repeat(inputs.sinks.float(), "h -> h n 1", n=count)], dim=-1)
-        weights = scores.softmax(-1)[..., : len(slots)]
-        out[tokens] = torch.einsum("hns,shd->nhd", weights, v.float().masked_fill(lost[..., None], 0)).to(out.dtype)
-
-    for row, (first, end) in enumerate(itertools.pairwise(rows.starts.tolist())):
-        held = nodes - new + end - first  # of a ragged tree, the first nodes alone
-        attend(slice(first, end), table[row], int(length[row]), depth[row, :held], ancestors[row, : end - first, :held])
-    for chunk, (first, end) in enumerate(itertools.pairwise(rows.chunk_starts.tolist()[:-1])):
-        if end > first:
-            level = torch.arange(end - first, device=query.device)
-            held = int(rows.chunk_lengths[chunk])
-            attend(slice(first, end), rows.by_chunk()[chunk], held, level, level[:, None] >= level)
-    return out
-
-
 def gathered_attention(plan: Plan, inputs: AttentionInputs) -> Tensor:
     """Compute the result of `tree_attention` faster on a CPU, with torch's attention over copied keys and values.
 
@@ -205,15 +146,10 @@ def gathered_attention(plan: Plan, inputs: AttentionInputs) -> Tensor:
     return out
 
 
-def _attend_on_host(inputs: AttentionInputs) -> Tensor:
-    return gathered_attention(Plan((), (), inputs.rows), inputs)
-
-
 tree_attention = attention_operator(
     "tree_attention",
-    tree_attention_reference,
+    lambda inputs: gathered_attention(Plan((), (), inputs.rows), inputs),
     kernels.attention.tree_attention if kernels.TRITON else None,
-    _attend_on_host,
 )
 
 

@@ -126,12 +126,13 @@ class Plan:
         tensors = TokenRows(*self.tensors)  # layers of compressed-tensors pass on a plain tuple of its tensors
         (rows, nodes, new, _), starts = tensors.sizes, tensors.starts
         length, depth, ancestors, table = tensors.by_row()
-        offsets = torch.arange(int(length.max()) + nodes)
+        offsets = torch.arange(int(length.max()) + nodes, device=length.device)
         slots = _slots(table, offsets)
-        scratch = slots.gather(1, length[:, None] + torch.arange(nodes - new, nodes))  # [B, M]
+        at = torch.arange(nodes - new, nodes, device=length.device)
+        scratch = slots.gather(1, length[:, None] + at)  # [B, M]
         tokens, index, scratch = slice(int(starts[-1])), None, scratch.flatten()
         if int(starts[-1]) < rows * new:
-            index = (torch.arange(new) < (starts[1:] - starts[:-1])[:, None]).flatten().nonzero()[:, 0]
+            index = (at - (nodes - new) < (starts[1:] - starts[:-1])[:, None]).flatten().nonzero()[:, 0]
             scratch = scratch[index]
         # Slots that no token sees are masked, but the mask does not hide a NaN left there by another sequence, so the
         # row's first slot is read instead.
@@ -211,7 +212,7 @@ class RowsPlan:
             kind = AttentionKind(window or None, chunk_size or None)
             seen = TreeSlots(self.length, self.depth, self.ancestors, self.slots.shape[1]).seen(kind)
             if first:
-                slots = torch.arange(seen.shape[2])
+                slots = torch.arange(seen.shape[2], device=seen.device)
                 seen = seen & ((slots >= first) | (slots >= self.length[:, None]))[:, None]
             self.masks[key] = additive_mask(seen, dtype).repeat(1, 1, group, 1)
         return self.masks[key]
@@ -233,21 +234,18 @@ _SCHEMA = (
 )
 
 
-def attention_operator(
-    name: str, reference: Attend, kernel: Attend | None, on_host: Attend | None = None
-) -> Callable[..., Tensor]:
-    """Make an opaque operator for compilers, from a reference for any device, a kernel for GPUs and a way for CPUs."""
+def attention_operator(name: str, attend: Attend, kernel: Attend | None) -> Callable[..., Tensor]:
+    """Make an opaque operator for compilers, from a function for any device and a kernel for GPUs."""
 
     def gathering(attend: Attend) -> Callable[..., Tensor]:
         return lambda *args, **settings: attend(AttentionInputs.from_arguments(*args, **settings))
 
     # No mutation is declared, though the pools are written: only these operators read a pool, and they run in order
     # because each layer needs the one before. With a declaration, the compiler might copy a whole pool.
-    operator = torch.library.custom_op(f"redrafter::{name}", gathering(reference), mutates_args=(), schema=_SCHEMA)
+    operator = torch.library.custom_op(f"redrafter::{name}", gathering(attend), mutates_args=(), schema=_SCHEMA)
     operator.register_fake(gathering(AttentionInputs.new_output))
-    for device, faster in (("cuda", kernel), ("cpu", on_host)):
-        if faster is not None:
-            operator.register_kernel(device)(gathering(faster))
+    if kernel is not None:
+        operator.register_kernel("cuda")(gathering(kernel))
     return operator
 
 

@@ -375,7 +375,7 @@ def _for_long_rows(tiling: _Tiling, blocks: int, numbers: int) -> _Tiling:
 
 
 def tree_attention(inputs: AttentionInputs) -> Tensor:
-    """Store and attend as `redrafter.attention.tree_attention.tree_attention_reference` does."""
+    """Store and attend as `redrafter.attention.tree_attention.gathered_attention` does."""
     query, key, value, keys, values, of = (
         inputs.query, inputs.key, inputs.value, inputs.keys, inputs.values, inputs.rows,
     )  # fmt: skip

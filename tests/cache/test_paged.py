@@ -8,6 +8,7 @@ import psutil
 import pytest
 import torch
 
+from helpers.attention import tree_attention_reference
 from helpers.generation import noted, same_as_model
 from helpers.models import (
     ARCHITECTURES,
@@ -21,7 +22,7 @@ from helpers.models import (
 )
 from helpers.steps import read_prompts, verify
 from redrafter import ArgumentError, CacheFullError, Engine
-from redrafter.attention.tree_attention import ATTENTION_NAME, gathered_attention, tree_attention_reference
+from redrafter.attention.tree_attention import ATTENTION_NAME, gathered_attention
 from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.drafting.drafter import RecurrentProposer

@@ -1,19 +1,77 @@
 """Inputs of attention over a paged cache, and the comparison of what computes it with its reference."""
 
+import itertools
 from dataclasses import fields, replace
 
 import torch
+from einops import repeat
+from torch import Tensor
 from torch.nn.functional import pad
 
-from redrafter.attention.tree_attention import tree_attention_reference
 from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK, AttentionInputs, TokenRows
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.kernels.cache_format import as_bytes, round_trip, to_format
+from redrafter.kernels.cache_format import as_bytes, read_slots, round_trip, to_format, write_slots
 from redrafter.tree.token_tree import chain, tree_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter cannot multiply bfloat16
 LAYERS = {"keys": 1, "values": 0}  # of two in each pool
+
+
+def tree_attention_reference(inputs: AttentionInputs) -> Tensor:
+    """Store the new keys and values in the cache, and attend to the committed ones and to each node's ancestors.
+
+    This is the slow reference. The output of padding is 0, or arbitrary finite numbers if there are chunks.
+    """
+    (_, nodes, new, _), query, rows = inputs.rows.sizes, inputs.query, inputs.rows
+    length, depth, ancestors, table = rows.by_row()
+    out = inputs.new_output().zero_()
+    read = [round_trip(x, store.dtype) for store, x in inputs.sides()]  # rounded as later forwards will read them
+
+    def attend(tokens: slice, blocks: Tensor, n: int, depth: Tensor, seen: Tensor) -> None:
+        """Attend with the new nodes of one row, of nodes at these depths. seen: ancestors of the new ones."""
+        before = torch.arange(n + len(depth), device=query.device)  # slots counted along the row
+        inside = before // BLOCK_SIZE < len(blocks)
+        slots = blocks[(before // BLOCK_SIZE).clamp(max=len(blocks) - 1)].where(inside, 0).long() * BLOCK_SIZE
+        slots = slots + before % BLOCK_SIZE
+        count = len(seen)
+        held = len(slots) - count
+        for store, x in inputs.sides():
+            write_slots(store, slots[held:], x[tokens])
+        k, v = (
+            repeat(
+                torch.cat([read_slots(store, slots[:held], x.dtype), x[tokens]]),
+                "s h d -> s (h g) d",
+                g=query.shape[1] // x.shape[1],
+            )
+            for (store, _), x in zip(inputs.sides(), read, strict=True)
+        )
+        scores = torch.einsum("nhd,shd->hns", query[tokens].float(), k.float()) * inputs.scale
+        if inputs.softcap:
+            scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
+        visible = torch.cat([(before[:n] >= inputs.first).expand(count, n), seen], dim=1)  # [M, n + N]
+        position, at = torch.cat([before[:n], n + depth]), n + depth[len(depth) - count :, None]
+        if inputs.window:
+            visible = visible & (at - position < inputs.window)
+        if inputs.chunk_size:
+            visible = visible & (at // inputs.chunk_size == position // inputs.chunk_size)
+        # A value that is not finite affects only those that see it, through their scores: 0 * NaN is NaN.
+        lost = ~v.isfinite().all(-1)  # [S, Hq]
+        scores = scores.masked_fill(lost.mT[:, None], torch.nan).masked_fill(~visible, -torch.inf)
+        if inputs.sinks is not None:
+            scores = torch.cat([scores, repeat(inputs.sinks.float(), "h -> h n 1", n=count)], dim=-1)
+        weights = scores.softmax(-1)[..., : len(slots)]
+        out[tokens] = torch.einsum("hns,shd->nhd", weights, v.float().masked_fill(lost[..., None], 0)).to(out.dtype)
+
+    for row, (first, end) in enumerate(itertools.pairwise(rows.starts.tolist())):
+        held = nodes - new + end - first  # of a ragged tree, the first nodes alone
+        attend(slice(first, end), table[row], int(length[row]), depth[row, :held], ancestors[row, : end - first, :held])
+    for chunk, (first, end) in enumerate(itertools.pairwise(rows.chunk_starts.tolist()[:-1])):
+        if end > first:
+            level = torch.arange(end - first, device=query.device)
+            held = int(rows.chunk_lengths[chunk])
+            attend(slice(first, end), rows.by_chunk()[chunk], held, level, level[:, None] >= level)
+    return out
 
 
 def problem(

@@ -8,10 +8,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from helpers.attention import DEVICE, HALF, check_attention, on_cpu, pool_of, problem
+from helpers.attention import DEVICE, HALF, check_attention, on_cpu, pool_of, problem, tree_attention_reference
 from helpers.models import assert_close_by_scale
 from redrafter.attention.invariant_attention import invariant_attention_reference
-from redrafter.attention.tree_attention import tree_attention_reference
 from redrafter.kernels.attention import tree_attention
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.cache_format import round_trip

@@ -12,6 +12,7 @@ import transformers
 from packaging.version import Version
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from helpers.attention import tree_attention_reference
 from helpers.dflash import DFLASH_FORMS, random_block_drafter
 from helpers.eagle import EAGLE_FORMS, checked_drafts, random_head
 from helpers.generation import noted
@@ -21,7 +22,6 @@ from helpers.recurrent import generated_alone, recurrent_model
 from helpers.seeing_models import prompts_with_images, tiny_seeing_model
 from helpers.vocabularies import renumbered
 from redrafter import DraftTarget, Engine, ReDrafter
-from redrafter.attention.tree_attention import tree_attention_reference
 from redrafter.checkpoints.quantization import quantize_model
 from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.engine.options import EngineOptions
