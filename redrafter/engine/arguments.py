@@ -103,7 +103,7 @@ class PreparedCall(NamedTuple):
     inputs: Mapping[str, Any]  # further arguments of a decoding loop: config, processors, criteria, inputs of the model
     prompts: int | None = None  # each of which has as many output rows; None for as many as rows
     device: torch.device | None = None  # where ids are returned; None for where they are given
-    params: Mapping[str, object] = MappingProxyType({})  # of rows: numbers, and `grammar`, one or a list of one or None
+    params: Mapping[str, Any] = MappingProxyType({})  # of rows: numbers, and `grammar`, one or a list of one or None
     temperature: Sequence[float] | Tensor | None = None  # of each output row, in place of the config's
 
 
@@ -251,7 +251,7 @@ def split_own(arguments: Mapping[str, Any]) -> tuple[dict[str, object], dict[str
         numbers = isinstance(bias, Mapping) and all(isinstance(each, int | float) for each in bias.values())
         if not numbers or not all(isinstance(token, int) for token in bias):
             raise ArgumentError(f"logit_bias is a dict from token ids to numbers, got {bias!r}")
-        others["sequence_bias"] = _add_to_sequences(bias, others.get("sequence_bias") or {})
+        own["logit_bias"] = bias
     if isinstance(temperature := arguments.get("temperature"), list | tuple | Tensor):
         own["temperature"], others["temperature"] = temperature, 1.0  # for which transformers makes no processor
 
@@ -267,16 +267,6 @@ def split_own(arguments: Mapping[str, Any]) -> tuple[dict[str, object], dict[str
             [read_grammar(each) for each in given] if isinstance(given, list | tuple) else read_grammar(given)
         )
     return others, own
-
-
-def _add_to_sequences(bias: Mapping[int, float], sequences: Any) -> dict[tuple[int, ...], float]:
-    """Return transformers' `sequence_bias`, a dict or a list of pairs, with biases of single tokens added."""
-    try:
-        pairs = sequences.items() if isinstance(sequences, Mapping) else sequences
-        added = {tuple(tokens): float(value) for tokens, value in pairs}
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(f"sequence_bias is a dict from tuples of ids to numbers, got {sequences!r}") from error
-    return added | {(token,): added.get((token,), 0.0) + float(value) for token, value in bias.items()}
 
 
 def with_stop_strings(

@@ -176,6 +176,10 @@ def read_request(
     if call.temperature is not None:
         for row, temperature in zip(folded, row_temperatures(call.temperature, rows), strict=True):
             row["temperature"] = row.get("temperature", 1.0) * temperature
+    shared = dict(call.params)
+    if bias := shared.pop("logit_bias", None):
+        known = folded[0].get("logit_bias", {})
+        shared["logit_bias"] = known | {token: known.get(token, 0.0) + value for token, value in bias.items()}
     drawn: list[dict[str, object]] = [{"temperature": 0.0}] * rows
     if sampled:
         drawn = [{"seed": each} for each in target.ranks.from_first(row_seeds(own.seed, rows))]
@@ -187,9 +191,7 @@ def read_request(
         strict=True,
     )
     params = [
-        SamplingParams(
-            **row | draw | dict(call.params) | {"grammar": grammar}, num_speculative_tokens=limit, stop_token_ids=eos
-        )
+        SamplingParams(**row | draw | shared | {"grammar": grammar}, num_speculative_tokens=limit, stop_token_ids=eos)
         for row, draw, grammar, limit in drawn_with
     ]
     recorded = {"scores": config.output_scores, "logits": config.output_logits}
