@@ -51,31 +51,25 @@ class HostBlocks:
             _LOG.info("pinned %.1f GiB of the host's memory for keys and values in %.1f s", gib, seconds)
 
     @classmethod
-    def of_size(cls, num_bytes: int, groups: Sequence[Sequence[KVCachePool]]) -> list["HostBlocks"]:
-        """Divide host memory between groups of models, in proportion to their device memory.
-
-        Args:
-            num_bytes: Size of the memory.
-            groups: Pools of the models of each group, whose blocks have the same ids.
+    def of_size(cls, num_bytes: int, stores: Sequence[KVCachePool]) -> "HostBlocks":
+        """Allocate blocks for models in so many bytes of the host's memory.
 
         Raises:
             ArgumentError: The size is less than one block, or more than the free memory.
         """
         free = psutil.virtual_memory().available
-        on_device = sum(pool.nbytes for stores in groups for store in stores for pool in store.pools)
         if num_bytes > free:
             raise ArgumentError(
                 f"kv_host_cache_gib (--kv-host-cache-gib) is {num_bytes / 2**30:.4g}, and {free / 2**30:.1f} GiB of "
                 f"the machine's memory are free: give {int(0.9 * free / 2**30)} or less"
             )
-        counts = [num_bytes * stores[0].num_blocks // on_device for stores in groups]
-        if min(counts) < 2:
-            least = 2 * on_device / min(stores[0].num_blocks for stores in groups) / 2**30
+        block_bytes = sum(pool.nbytes for store in stores for pool in store.pools) / stores[0].num_blocks
+        if num_bytes < 2 * block_bytes:
             raise ArgumentError(
                 f"kv_host_cache_gib (--kv-host-cache-gib) is {num_bytes / 2**30:.4g}, less than one block of "
-                f"{BLOCK_SIZE} tokens: give at least {1.01 * least:.2g}"
+                f"{BLOCK_SIZE} tokens: give at least {1.01 * 2 * block_bytes / 2**30:.2g}"
             )
-        return [cls(stores, count) for stores, count in zip(groups, counts, strict=True)]
+        return cls(stores, int(num_bytes / block_bytes))
 
     @torch.inference_mode()
     def copy(self, copies: Sequence[BlockCopy]) -> None:

@@ -35,7 +35,7 @@ from redrafter.parallel.local_shards import GatheredLinear
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.beam_search import Expand
 
-PAST = 1024  # entries of the text that a draft attends to, the nearest ones; bounds what a step reads of the cache
+PAST = 1024  # entries of the text that a draft attends to, the nearest ones; bounds what a GPU reads of the cache
 
 
 class MTPConfig(AnyDrafterConfig):
@@ -199,8 +199,8 @@ class MTPProposer(SearchProposer[PagedEntries]):
     stores_drafts = True
 
     def read_context(self, state: State, cache: KVCache) -> PagedEntries:
-        """Return the entries of the rows' nearest committed tokens."""
-        return PagedEntries.of_nearest(cache, state.length, PAST, self.searched)
+        """Return the entries of the rows' committed tokens."""
+        return PagedEntries.from_cache(cache, state.length)
 
     def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: PagedEntries) -> Expand:
         """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""

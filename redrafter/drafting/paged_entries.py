@@ -16,7 +16,6 @@ from redrafter.attention.tree_attention import tree_attention
 from redrafter.cache.kv_cache import KVCache
 from redrafter.cache.paged import PagedCache, flatten_with_spare
 from redrafter.kernels.attention_inputs import TokenRows
-from redrafter.kernels.block_size import BLOCK_SIZE
 
 
 class PagedEntries(NamedTuple):
@@ -43,22 +42,6 @@ class PagedEntries(NamedTuple):
         """Return the entries of rows with `length` `[B]` int64 committed tokens."""
         keys, values = (store[None] for store in cache.stores(-1)[:2])
         return cls(keys, values, flatten_with_spare(length), flatten_with_spare(cache.table), first, sees_later)
-
-    @classmethod
-    def of_nearest(cls, cache: KVCache, length: Tensor, reach: int, room: int) -> "PagedEntries":
-        """Return the entries of the last `reach` committed tokens of rows at least, with slots for `room` drafts.
-
-        A CPU copies the blocks of a row's table at each level of a search, and so should have no more than needed.
-        """
-        whole, table = cls.from_cache(cache, length), cache.table
-        blocks = (reach + room) // BLOCK_SIZE + 3
-        if table.is_cuda or table.shape[1] <= blocks:
-            return whole
-        # The first token of the first block is further back, so that one without an entry is hidden in no other place.
-        first = (length - reach - 1).clamp(min=0) // BLOCK_SIZE  # [B]
-        index = (first[:, None] + torch.arange(blocks)).clamp(max=table.shape[1] - 1)
-        near = table.gather(1, index)
-        return whole._replace(length=flatten_with_spare(length - first * BLOCK_SIZE), table=flatten_with_spare(near))
 
     def rows(self, seen: Tensor, depth: Tensor | None = None) -> TokenRows:
         """Return new nodes of each row as attention takes them. Layers and levels may share the result.

@@ -47,8 +47,7 @@ class PagedMemory:
         draft_store: A draft model's keys and values, or None.
         blocks: Which blocks are free, taken, and hold a prefix.
         draft_blocks: The same for a draft model with another vocabulary, unused with any other; None without one.
-        host: Host blocks that receive the contents of evicted `blocks`; None drops them.
-        draft_host: The same for `draft_blocks`.
+        host: Host blocks that receive the contents of evicted `blocks`; None drops them, as those of `draft_blocks`.
         capturer: Captures steps over this memory.
         lock: Guards `blocks` and launches against schedulers in several threads: graphs share memory, so
             a step's output must be copied before another step is launched.
@@ -63,12 +62,10 @@ class PagedMemory:
         store: KVCachePool,
         draft_store: KVCachePool | None = None,
         host: HostBlocks | None = None,
-        draft_host: HostBlocks | None = None,
         *,
         compile: bool = False,
     ):
-        self.target, self.store, self.draft_store = target, store, draft_store
-        self.host, self.draft_host = host, draft_host
+        self.target, self.store, self.draft_store, self.host = target, store, draft_store, host
         self.forget_prefixes()
         self.lock = threading.RLock()
         self.released = threading.Condition(self.lock)
@@ -79,14 +76,14 @@ class PagedMemory:
 
     def forget_prefixes(self) -> None:
         """Drop all prefixes, so that later prompts are read in full. No sequence may hold blocks."""
-        on_host, drafts_on_host = (0 if host is None else host.num_blocks for host in (self.host, self.draft_host))
+        on_host = 0 if self.host is None else self.host.num_blocks
         # Either model may have recurrent states, and both keep them in rows of the same numbers.
         with_states = next((store for store in self._stores if store.states is not None), self.store)
         self.blocks = BlockManager(self.store.num_blocks, with_states.rows, on_host, with_states.prefix_states)
         self.draft_blocks: BlockManager | None = None
         # Also without another vocabulary, where it stays unused: rows then share the target's blocks.
         if self.draft_store is not None:
-            self.draft_blocks = BlockManager(self.draft_store.num_blocks, host_blocks=drafts_on_host)
+            self.draft_blocks = BlockManager(self.draft_store.num_blocks)
 
     @property
     def _stores(self) -> list[KVCachePool]:
@@ -115,16 +112,12 @@ class PagedMemory:
 
         Hold the lock. If a copy fails, all prefixes are forgotten, as their contents are unknown.
         """
-        managers = [(self.blocks, self.host), (self.draft_blocks, self.draft_host)]
         try:
-            for blocks, host in managers:
-                if blocks is not None and host is not None:
-                    host.copy(blocks.take_copies())
+            if self.host is not None:
+                self.host.copy(self.blocks.take_copies())
         except BaseException:
             # Even on a KeyboardInterrupt: blocks whose copies did not happen must not be found.
-            for blocks, _ in managers:
-                if blocks is not None:
-                    blocks.forget()
+            self.forget_texts()
             raise
 
     def forget_texts(self) -> None:
@@ -206,24 +199,20 @@ class PagedMemory:
             # Another engine of the target may have prepared it already, and a model may draft for itself.
             if target.device.type == "cuda" and not model.varlen_forward.linears_fused:
                 prepare(model, store, compile, search if model is target else None)
-        groups = [stores] if draft_pieces is None else [[store] for store in stores]
-        hosts = _take_host_memory(target, options.host_bytes, groups)
-        return cls(target, stores[0], stores[1] if len(stores) > 1 else None, *hosts, compile=compile)
+        host = _take_host_memory(target, options.host_bytes, stores if draft_pieces is None else stores[:1])
+        return cls(target, stores[0], stores[1] if len(stores) > 1 else None, host, compile=compile)
 
 
-def _take_host_memory(target: Target, num_bytes: int, groups: Sequence[Sequence[KVCachePool]]) -> list[HostBlocks]:
-    """Return the blocks on the host of each group of pools whose blocks have the same ids; none if unwanted."""
-    if not num_bytes:
-        return []
-    stores, why = [store for stores in groups for store in stores], None
+def _take_host_memory(target: Target, num_bytes: int, stores: Sequence[KVCachePool]) -> HostBlocks | None:
+    """Return the blocks on the host of pools whose blocks have the same ids; None if unwanted or of no use."""
+    why = None
     if any(store.states is not None and not store.prefix_states for store in stores):
         why = "it keeps no recurrent states of prefixes, so no prefix can be reused"
     elif not all(store.pools for store in stores):
         why = "it has only recurrent states, which stay on the device"
-    if why is not None:
+    if num_bytes and why is not None:
         warn(f"kv_host_cache_gib is of no use to {target.name}: {why}")
-        return []
-    return HostBlocks.of_size(num_bytes, groups)
+    return None if why is not None or not num_bytes else HostBlocks.of_size(num_bytes, stores)
 
 
 @torch.inference_mode()

@@ -59,11 +59,11 @@ def test_copies_are_made_in_their_order():
     assert contents(store) == [0, 4, 2, 2, 4]
 
 
-def test_the_hosts_memory_is_divided_as_the_devices_is():
-    stores = [KVCachePool(SHAPES[:1], 10), KVCachePool(SHAPES, 30)]
+def test_blocks_on_the_host_hold_what_blocks_of_all_models_hold():
+    stores = [KVCachePool(SHAPES[:1], 10), KVCachePool(SHAPES, 10)]
     size = sum(pool.nbytes for store in stores for pool in store.pools)
-    assert [host.num_blocks for host in HostBlocks.of_size(2 * size, [stores[:1], stores[1:]])] == [20, 60]
-    assert [host.num_blocks for host in HostBlocks.of_size(size, [stores[:1]])] > [10]
+    assert HostBlocks.of_size(2 * size, stores).num_blocks == 20
+    assert HostBlocks.of_size(size, stores[:1]).num_blocks > 10
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_the_hosts_memory_is_divided_as_the_devices_is():
 )
 def test_memory_for_less_than_a_block_or_more_than_is_free_is_refused(num_bytes, named):
     with pytest.raises(ArgumentError, match=named):
-        HostBlocks.of_size(num_bytes, [[KVCachePool(SHAPES, 10)]])
+        HostBlocks.of_size(num_bytes, [KVCachePool(SHAPES, 10)])
 
 
 def test_numbers_are_made_on_the_host_whatever_the_default_device_is():

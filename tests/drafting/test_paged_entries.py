@@ -106,18 +106,3 @@ def test_a_window_is_counted_from_the_depth_of_a_node(attending):
     rows = entries.rows(seen, torch.tensor([[0, 1]], device=DEVICE))
     found = entries.attend(query, key, value, rows, window=window)
     torch.testing.assert_close(found[0], plain(query[0], keys, values, visible), atol=2e-5, rtol=2e-5)
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU reads of a table what a window sees")
-def test_the_nearest_entries_suffice_for_a_window(monkeypatch):
-    torch.manual_seed(6)
-    monkeypatch.setitem(globals(), "BLOCKS", 6)
-    cache, length, reach = cache_of(3), torch.tensor([70, 20, 3]), 7
-    query = torch.randn(3, 2, HEADS * GROUP, SIZE)
-    key, value = (torch.randn(3, 2, HEADS, SIZE) for _ in range(2))
-    found = []
-    for entries in (PagedEntries.from_cache(cache, length), PagedEntries.of_nearest(cache, length, reach, room=2)):
-        rows = entries.rows(with_themselves(None, 3, 2, length.device), torch.zeros(3, 2, dtype=torch.long))
-        found.append(entries.attend(query, key, value, rows, window=1 + reach))
-    assert len(entries.table) < 3 * BLOCKS
-    torch.testing.assert_close(*found)

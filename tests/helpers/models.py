@@ -224,12 +224,11 @@ def engine_with_config(**settings: object) -> tuple[ReDrafter, PreTrainedModel]:
 
 
 def memory_with_host(engine: Engine, stores: list[KVCachePool], host_blocks: int) -> PagedMemory:
-    """Return the paged memory of an engine's models, with so many blocks on the host for each block manager."""
+    """Return the paged memory of an engine's models, with so many blocks on the host."""
     memory = PagedMemory(engine.target, *stores)
     if host_blocks:
-        groups = [stores] if engine.draft_vocabulary is None else [[store] for store in stores]
-        hosts = [HostBlocks(group, host_blocks) for group in groups]
-        memory = PagedMemory(engine.target, stores[0], stores[1] if len(stores) > 1 else None, *hosts)
+        host = HostBlocks(stores if engine.draft_vocabulary is None else stores[:1], host_blocks)
+        memory = PagedMemory(engine.target, stores[0], stores[1] if len(stores) > 1 else None, host)
     return memory
 
 
