@@ -26,9 +26,9 @@ def option(default: object, help: str, **argument: object) -> Any:
         help: Help text of the field's flag. If the field is true by default it begins with a verb, as the help of the
             flag `--no-...` is derived from it.
         argument: Further arguments of `ArgumentParser.add_argument`, such as `choices`, `metavar`, `type`, `required`;
-            `path=True` for a flag that names a file or a directory; `names`, the check of `redrafter.app.paths` for its
-            value; `commands`, names of the commands with the flag, if not all of them; and `check`, a `Check` of its
-            value for `check_values`.
+            `names`, the check of `redrafter.app.paths` for a file or a directory that it names; `path=True` for one
+            without such a check; `commands`, names of the commands with the flag, if not all of them; and `check`, a
+            `Check` of its value for `check_values`.
     """
     return field(default=default, metadata={"help": help, **argument})
 

@@ -14,7 +14,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
-from redrafter.app.flags import flag, union_arms
+from redrafter.app.flags import flag, metavar_of, union_arms
 from redrafter.app.parser import Parser
 from redrafter.errors import ArgumentError, did_you_mean, first_line
 
@@ -225,6 +225,6 @@ def _expected(option: Option) -> str:
         return f"one of {', '.join(choices)}"
     if option.element is not None:
         plural = "whole numbers" if option.element is int else "numbers" if option.element is float else "strings"
-        example = metadata.get("metavar") if option.parser else None
+        example = metavar_of(metadata) if option.parser else None
         return f"a list of {plural}" + (f", as for {flag(option.field.name)} {example}" if example else "")
     return " or ".join(_EXPECTED[kind] for arm in option.arms if (kind := get_origin(arm) or arm) in _EXPECTED)

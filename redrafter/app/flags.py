@@ -11,7 +11,7 @@ import os
 import shlex
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from redrafter.errors import ArgumentError
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _NOT_ARGPARSE = ("path", "names", "commands", "check")  # metadata of fields that `add_argument` does not take
-_METAVARS = {int: "N", float: "X"}
 
 
 def integers(text: str) -> tuple[int, ...]:
@@ -63,6 +62,21 @@ def yes_or_no(text: str) -> bool:
 def names(text: str) -> tuple[str, ...]:
     """Parse comma-separated names, such as "a,b"."""
     return tuple(name.strip() for name in text.split(","))
+
+
+# What a value is called in help texts, by its `type` or by `names`, the check of it.
+_METAVARS: Mapping[object, str] = {
+    **{int: "N", float: "X", integers: "N,...", floats: "X,..."},
+    **dict.fromkeys(("file", "template", "new file"), "FILE"),
+    **dict.fromkeys(("checkpoint", "suite", "tokenizer"), "DIR"),
+    **{"picture": "FILE.png", "adapter": "PATH", "model": "M", "drafter": "D", "drafter or current": "D"},
+}
+
+
+def metavar_of(metadata: Mapping[str, Any]) -> str | None:
+    """Return the name of an option's value in help texts; None for the name of the option itself."""
+    found = (_METAVARS.get(metadata.get(key)) for key in ("type", "names"))
+    return metadata.get("metavar") or next(filter(None, found), None)
 
 
 def flag(name: str) -> str:
@@ -114,12 +128,11 @@ def add_options(
         else:
             if get_origin(kind) is tuple and "type" not in argument:
                 argument = {"nargs": "+", "metavar": item.name.upper()} | argument
-            elif kind in _METAVARS:
+            elif kind in (int, float):
                 argument.setdefault("type", kind)
             if item.default not in (None, ()):
                 argument["help"] += f" (default: {format_value(item.default)})"
-            if argument.get("type") in _METAVARS:
-                argument["metavar"] = _METAVARS[argument["type"]]
+            argument.setdefault("metavar", metavar_of(item.metadata | argument))
             argument["type"] = (types or {}).get(item.name, argument.get("type"))
         name = flag(("no_" if negated else "") + item.name)
         # SUPPRESS: a flag that was not typed is absent, so that config files and defaults can follow.
@@ -153,12 +166,17 @@ def format_command(words: Sequence[str], options: "DataclassInstance") -> str:
         else:
             parts = value if isinstance(value, tuple) else (value,)
             # Without folders, since the command is published in model cards.
-            if item.metadata.get("path"):
-                parts = tuple(os.path.basename(os.path.abspath(part)) for part in parts)
-            elif item.name == "model":
+            if item.name == "model":
                 parts = (short_name(value),)
+            elif is_path(item):
+                parts = tuple(os.path.basename(os.path.abspath(part)) for part in parts)
             line += [flag(item.name), *map(format_value, parts)]
     return shlex.join(line)
+
+
+def is_path(item: Field[Any]) -> bool:
+    """Return whether an option names a file or a directory."""
+    return bool(item.metadata.get("path", "names" in item.metadata))
 
 
 def short_name(path: str) -> str:

@@ -42,9 +42,7 @@ def json_object(text: str) -> dict[str, Any]:
 class TemplateOptions:
     """Options of the chat template, for every command that renders chats."""
 
-    chat_template: str | None = option(
-        None, "chat template in Jinja (default: the model's own)", metavar="FILE", path=True, names="template"
-    )
+    chat_template: str | None = option(None, "chat template in Jinja (default: the model's own)", names="template")
     plain_chat_template: bool = option(
         False, "render chats of a model without a chat template as plain text: each turn after its role"
     )
@@ -65,13 +63,11 @@ class LoadOptions(EngineOptions, TemplateOptions):
         None,
         "hub id, directory or GGUF file of the target, a merged checkpoint, or a drafter that names its base "
         "(default: the boxed pair)",
-        metavar="M",
         names="model",
     )
     drafter: str | None = option(
         None,
         "hub id or directory of the drafter (default: the one in the checkpoint of the target, else recycled tokens)",
-        metavar="D",
         names="drafter",
     )
     num_beams: int | None = option(
@@ -191,16 +187,10 @@ class GenerationOptions:
         (), "end the answer after this text (may be repeated)", action="append", metavar="TEXT"
     )
     stop_token_ids: Sequence[int] = option(
-        (),
-        "end the answer after these tokens, in addition to the model's own end tokens",
-        type=integers,
-        metavar="ID,...",
+        (), "end the answer after these tokens, in addition to the model's own end tokens", type=integers
     )
     adapter: str | None = option(
-        None,
-        "LoRA adapter to generate with: a directory that PEFT wrote, or name=directory",
-        metavar="PATH",
-        names="adapter",
+        None, "LoRA adapter to generate with: a directory that PEFT wrote, or name=directory", names="adapter"
     )
     speculate: bool = option(True, "draft tokens for the model to verify")
 

@@ -56,25 +56,19 @@ def parse_searches(text: str) -> tuple[Search, ...]:
 class MeasureOptions(PromptOptions):
     """Options of every measurement: its prompts, and the files that it writes in addition to the table."""
 
-    prompts: tuple[str, ...] = option((), PROMPTS_HELP, path=True, names="prompts")
+    prompts: tuple[str, ...] = option((), PROMPTS_HELP, names="prompts")
     num_prompts: int | None = option(None, "use the first N prompts (default: all)")
     suite: str | None = option(
         None,
         "measure on a standard suite of questions: a directory with SPEED-Bench, Spec-Bench or MT-Bench as their "
         "makers' scripts prepare them. All turns are asked through the chat template, each after the model's own "
         "answers; --num-prompts is of questions of each category, all by default",
-        metavar="DIR",
-        path=True,
         names="suite",
     )
-    json: str | None = option(
-        None, "also write a line of JSON for each row of the table", metavar="FILE", path=True, names="new file"
-    )
-    csv: str | None = option(None, "also write the table as CSV", metavar="FILE", path=True, names="new file")
-    markdown: str | None = option(None, "also write the table in Markdown", metavar="FILE", path=True, names="new file")
-    plot: str | None = option(
-        None, "also draw acceptance and speed; needs matplotlib", metavar="FILE.png", path=True, names="picture"
-    )
+    json: str | None = option(None, "also write a line of JSON for each row of the table", names="new file")
+    csv: str | None = option(None, "also write the table as CSV", names="new file")
+    markdown: str | None = option(None, "also write the table in Markdown", names="new file")
+    plot: str | None = option(None, "also draw acceptance and speed; needs matplotlib", names="picture")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,7 +91,7 @@ class BenchOptions(MeasureOptions):
     """Options of `redrafter bench`: its measurements and baselines."""
 
     num_prompts: int | None = option(8, "least number of rows to measure each batch size on")
-    batch_sizes: Sequence[int] = option((1,), "rows decoded at once", type=integers, metavar="N,...")
+    batch_sizes: Sequence[int] = option((1,), "rows decoded at once", type=integers)
     repeats: int = option(3, "runs of each measurement; the median counts")
     against: Sequence[str] = option(
         (),
@@ -151,7 +145,6 @@ class EvaluateOptions(MeasureOptions):
         "measure after prompts of each of these numbers of tokens: the same prompts, cut at their beginning. Shorter "
         "ones are left out (default: prompts as they are)",
         type=integers,
-        metavar="N,...",
     )
     new_tokens: int = option(128, "maximum number of new tokens per prompt")
     shapes: tuple[Search, ...] = option(
@@ -161,16 +154,12 @@ class EvaluateOptions(MeasureOptions):
         metavar="WxK,...",
     )
     node_budgets: tuple[int, ...] = option(
-        (), "number of verified nodes of each search, including the root (default: all)", type=integers, metavar="N,..."
+        (), "number of verified nodes of each search, including the root (default: all)", type=integers
     )
-    temperatures: tuple[float, ...] = option(
-        (0, 1), "temperatures of the texts; 0 is greedy", type=floats, metavar="T,..."
-    )
+    temperatures: tuple[float, ...] = option((0, 1), "temperatures of the texts; 0 is greedy", type=floats)
     seed: int = option(0, "seed of the choice of prompts and of the sampling")
     batch_size: int = option(32, "prompts that the model continues at once")
-    adapter: str | None = option(
-        None, "LoRA adapter that the model has: a directory that PEFT wrote", metavar="PATH", path=True, names="adapter"
-    )
+    adapter: str | None = option(None, "LoRA adapter that the model has: a directory that PEFT wrote", names="adapter")
     explain: bool = option(False, "report why drafts were missed, and commands that may improve it")
     card: bool = option(
         False, "write the acceptance of the first tree into the model card (README.md) in the directory of --drafter"
@@ -278,11 +267,7 @@ COMMANDS = {
 def build_parser(name: str) -> ConfigParser:
     """Return the parser of a command of `COMMANDS`."""
     command = COMMANDS[name]
-    parser = ConfigParser(
-        prog=f"redrafter {name}",
-        description=command.description,
-        examples=command.examples,
-    )
+    parser = ConfigParser(prog=f"redrafter {name}", description=command.description, examples=command.examples)
     for options, title, without in command.groups:
         add_options(parser, options, title, without=without)
     return parser

@@ -46,14 +46,12 @@ class ConvertConfig:
         None,
         "the model: a Hugging Face model, a GGUF file, a merged checkpoint, or a TensorRT-LLM checkpoint of Llama or "
         "Qwen2",
-        metavar="DIR",
         names="checkpoint",
     )
     drafter_model_dir: str | None = option(
         None,
         "the drafter: one of redrafter or of Apple, an EAGLE-3 head, a DFlash or DSpark drafter, or a merged or "
         "TensorRT-LLM checkpoint that holds one (default: the one in the directory of the model)",
-        metavar="DIR",
         names="checkpoint",
     )
     output_dir: str | None = option(None, "directory to write", metavar="DIR")
@@ -72,19 +70,11 @@ class ConvertConfig:
         type=dtype_word,
     )
     tp_size: int | None = option(
-        None,
-        "number of ranks of a TensorRT-LLM checkpoint (default: 1, or as many as the base has)",
-        type=int,
-        metavar="N",
+        None, "number of ranks of a TensorRT-LLM checkpoint (default: 1, or as many as the base has)"
     )
-    redrafter_num_beams: int | None = option(
-        None, "beams of the drafter's search (default: the drafter's)", type=int, metavar="W"
-    )
+    redrafter_num_beams: int | None = option(None, "beams of the drafter's search (default: the drafter's)")
     redrafter_draft_len_per_beam: int | None = option(
-        None,
-        "tokens drafted per beam, without the token that is certain already (default: the drafter's)",
-        type=int,
-        metavar="K",
+        None, "tokens drafted per beam, without the token that is certain already (default: the drafter's)"
     )
     redrafter_greedy_search: bool | None = option(
         None,
@@ -96,10 +86,7 @@ class ConvertConfig:
         metavar="True|False",
     )
     node_budget: int | None = option(
-        None,
-        "nodes of the tree that is verified per step, its root included (default: what suits the device)",
-        type=int,
-        metavar="N",
+        None, "nodes of the tree that is verified per step, its root included (default: what suits the device)"
     )
     recurrence: str | None = option(
         None,
@@ -107,10 +94,7 @@ class ConvertConfig:
         choices=tuple(name for name in RECURRENCES if name != "gated"),
     )
     tokenizer_dir: str | None = option(
-        None,
-        "directory of a tokenizer, for a base that has none, such as TensorRT-LLM's",
-        metavar="DIR",
-        names="tokenizer",
+        None, "directory of a tokenizer, for a base that has none, such as TensorRT-LLM's", names="tokenizer"
     )
     copy: bool = option(False, "copy the base's weights even where they could be hard links")
     overwrite: bool = option(False, "replace the checkpoint that --output-dir holds")

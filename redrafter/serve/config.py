@@ -72,7 +72,7 @@ class ServeOptions:
         type=str,
         metavar="KEY",
     )
-    api_key_file: str | None = option(None, "file with such keys, one a line", path=True, metavar="FILE", names="file")
+    api_key_file: str | None = option(None, "file with such keys, one a line", names="file")
     operator_key: tuple[str, ...] = option(
         (),
         "key that an operator must send as a bearer token to change the running engine: POST /v1/sleep, /v1/wake, "
@@ -95,19 +95,13 @@ class ServeOptions:
         type=names,
         metavar="ORIGINS",
     )
-    ssl_certfile: str | None = option(None, "certificate to serve https with", path=True, metavar="FILE", names="file")
-    ssl_keyfile: str | None = option(
-        None, "key of the certificate, if it is in another file", path=True, metavar="FILE", names="file"
-    )
+    ssl_certfile: str | None = option(None, "certificate to serve https with", names="file")
+    ssl_keyfile: str | None = option(None, "key of the certificate, if it is in another file", names="file")
     ssl_ca_certs: str | None = option(
-        None,
-        "certificate authorities of client certificates, which clients then need",
-        path=True,
-        metavar="FILE",
-        names="file",
+        None, "certificate authorities of client certificates, which clients then need", names="file"
     )
     max_connections: int | None = option(
-        None, "maximum number of connections (default: 1024, or fewer if the limit of open files is lower)", metavar="N"
+        None, "maximum number of connections (default: 1024, or fewer if the limit of open files is lower)"
     )
     max_body_size: int = option(2 << 20, "maximum bytes of a request body, including images")
     max_images: int = option(8, "maximum images per request, for vision-language models; 0 refuses images")

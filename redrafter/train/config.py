@@ -51,11 +51,7 @@ class TrainConfig(TemplateOptions):
 
     model: str | None = option(None, "base model: a hub id, a directory or a GGUF file", required=True, names="model")
     data: tuple[str, ...] = option(
-        (),
-        "texts: JSON lines, .jsonl, .jsonl.gz or .jsonl.xz; or what datasets reads",
-        required=True,
-        path=True,
-        names="data",
+        (), "texts: JSON lines, .jsonl, .jsonl.gz or .jsonl.xz; or what datasets reads", required=True, names="data"
     )
     output: str | None = option(None, "directory to write the drafter to", required=True, path=True)
     overwrite: bool = option(False, "replace the drafter that --output holds, and drop its checkpoints")
@@ -65,7 +61,6 @@ class TrainConfig(TemplateOptions):
     drafter: str | None = option(
         None,
         "train this drafter further instead of a new one; current: the one that --output holds, or else the base's own",
-        path=True,
         names="drafter or current",
     )
     watch: bool = option(
@@ -76,7 +71,6 @@ class TrainConfig(TemplateOptions):
     adapter: str | None = option(
         None,
         "LoRA adapter that the base has: a directory that PEFT wrote; the drafter learns the output of both",
-        path=True,
         names="adapter",
     )
     recipe: str | None = option(
@@ -136,9 +130,7 @@ class TrainConfig(TemplateOptions):
     )
     pack: bool = option(True, "pack several documents into a row; otherwise each has a separate padded row")
     epochs: float | None = option(None, "passes over the data (default: 1 when neither --steps nor --minutes is given)")
-    validate: str | None = option(
-        None, "texts to validate on (default: rows of --data with split val)", path=True, names="data"
-    )
+    validate: str | None = option(None, "texts to validate on (default: rows of --data with split val)", names="data")
     validate_prompts: int = option(32, "prompts that the base continues for validation; 0: no validation")
     validate_tokens: int = option(64, "tokens of each continuation")
     steps: int | None = option(None, "optimizer steps; training ends at the first of steps, epochs and minutes")

@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
-from redrafter.app.flags import format_command, short_name
+from redrafter.app.flags import format_command, is_path, short_name
 from redrafter.data.windows import Windows
 from redrafter.drafting.drafter_config import MEASURED_NODES
 from redrafter.drafting.drafter_model import DrafterModel
@@ -165,7 +165,7 @@ def _config_without_folders(config: TrainConfig) -> dict[str, object]:
     options = vars(config) | {"lr": config.peak_lr}
     for field in fields(config):
         value = options[field.name]
-        if field.metadata.get("path") or field.name == "model":
+        if is_path(field):
             value = tuple(map(short_name, value)) if isinstance(value, tuple) else value and short_name(value)
         options[field.name] = value
     return options

@@ -26,11 +26,9 @@ class RegenerateConfig(TemplateOptions):
 
     model: str | None = option(None, "base model: a hub id, a directory or a GGUF file", required=True, names="model")
     drafter: str | None = option(
-        None, "drafter of the base, which makes it faster and changes no token", path=True, names="drafter"
+        None, "drafter of the base, which makes it faster and changes no token", names="drafter"
     )
-    adapter: str | None = option(
-        None, "LoRA adapter that the base has: a directory that PEFT wrote", path=True, names="adapter"
-    )
+    adapter: str | None = option(None, "LoRA adapter that the base has: a directory that PEFT wrote", names="adapter")
     data: tuple[str, ...] = option((), "rows to answer: the files that `redrafter train` reads", names="data")
     device: str | None = option(None, "cpu, cuda, cuda:1, ... (default: the GPU, where there is one)")
     dtype: str = option(
@@ -44,7 +42,6 @@ class RegenerateConfig(TemplateOptions):
         0,
         "also answer N questions that the base invents: it samples each one after the start of a user turn of its chat "
         "template (Magpie, arXiv 2406.08464)",
-        metavar="N",
     )
     split: str = option("train", "answer the rows of this split", choices=("train", "val", "test"))
     limit: int | None = option(None, "answer the first N rows of the split only (default: all)")
@@ -61,7 +58,6 @@ class RegenerateConfig(TemplateOptions):
         (0.0, 0.7, 1.0),
         "temperatures; each row is answered at one of them, chosen by the seed; 0 is greedy",
         type=floats,
-        metavar="X,...",
     )
     top_k: int | None = option(None, "sample only from the k likeliest tokens, unless greedy")
     top_p: float | None = option(
