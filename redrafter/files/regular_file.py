@@ -9,6 +9,8 @@ from pathlib import Path
 
 from redrafter.errors import CheckpointError, first_line
 
+Stamp = tuple[int, int, int, int, int]
+
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[FileIO]:
@@ -35,3 +37,8 @@ def read_regular(path: Path) -> bytes:
     """Return the content of a regular file; raise as `open_regular` does."""
     with open_regular(path) as file:
         return file.readall()
+
+
+def stamp_of(status: os.stat_result) -> Stamp:
+    """Return attributes of a file that change when it is written or replaced."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from io import BytesIO, FileIO
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
 from zipfile import is_zipfile
 
 import psutil
@@ -21,24 +20,10 @@ from torch import Tensor
 from redrafter.errors import CheckpointError, first_line
 from redrafter.files.dtype_names import SAFETENSORS_CODES, SAFETENSORS_DTYPES
 from redrafter.files.headers import open_safetensors, read_file_headers, read_headers
-from redrafter.files.regular_file import open_regular, read_regular
+from redrafter.files.regular_file import Stamp, open_regular, read_regular, stamp_of
 
 SUFFIX = ".safetensors"
 READ_BYTES = 1 << 30  # per call, as Linux reads less than 2 GiB at once
-
-
-class _Stamp(NamedTuple):
-    """Attributes of a file that change when its content does."""
-
-    device: int
-    inode: int
-    size: int
-    modified: int
-    changed: int
-
-    @classmethod
-    def from_stat(cls, status: os.stat_result) -> "_Stamp":
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def read_directory(directory: Path) -> dict[str, Tensor]:
@@ -57,17 +42,17 @@ def read_safetensors(files: Sequence[Path]) -> dict[str, Tensor]:
             has more bytes than the machine has free memory, or was changed before all were read.
     """
     tensors: dict[str, Tensor] = {}
-    stamps: dict[Path, _Stamp] = {}
+    stamps: dict[Path, Stamp] = {}
     for path in files:
         with open_regular(path) as file:
-            stamps[path] = _Stamp.from_stat(os.fstat(file.fileno()))
-            read = _read_tensors(path, file, stamps[path].size)
+            status = os.fstat(file.fileno())
+            stamps[path], read = stamp_of(status), _read_tensors(path, file, status.st_size)
         if twice := tensors.keys() & read.keys():
             raise CheckpointError(f"{path} holds {min(twice)}, which another file of the checkpoint holds too")
         tensors |= read
     # After the last file, as the first one may be changed while the others are read.
     for path, stamp in stamps.items():
-        if not path.exists() or _Stamp.from_stat(path.stat()) != stamp:
+        if not path.exists() or stamp_of(path.stat()) != stamp:
             raise CheckpointError(f"{path} was changed while it was read: give it again once it is written")
     return tensors
 

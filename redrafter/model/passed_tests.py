@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import transformers
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from redrafter.files.gguf_file import find_gguf, find_parts
 from redrafter.files.home import KeptResults
 from redrafter.files.hub import find_snapshot
+from redrafter.files.regular_file import Stamp, stamp_of
 from redrafter.model.linear_layers import is_quantized
 from redrafter.model.patch import ModelState
 from redrafter.model.positions import find_dynamic_rope
@@ -29,7 +30,7 @@ _OF_NO_EFFECT = {"trust_remote_code": (False,), "tp_size": (1,)}  # where they h
 _ENVIRONMENT = ("ATEN", "DNNL", "KMP", "MKL", "ONEDNN", "PYTORCH", "TORCH", "TRANSFORMERS", "TRITON")
 _OWN_CODE = ("redrafter.", "torch.", "transformers.")
 
-_Stamp: TypeAlias = tuple[str, int, int, int, int]
+_Stamps: TypeAlias = list[tuple[str, Stamp]]  # of files, by their paths
 
 
 class PassedTests:
@@ -41,26 +42,24 @@ class PassedTests:
 
     def find(self, test: str, *names: str) -> dict[str, bool] | None:
         """Return what a test has found, of these names; None unless it was passed and can be read."""
-        if self._digest is None:
-            return None
-        tests = RESULTS.read_all().get(self._digest)
-        found = tests.get(test) if isinstance(tests, dict) else None
-        if not isinstance(found, dict) or found.keys() != set(names):
-            return None
-        return found if all(isinstance(value, bool) for value in found.values()) else None
+        found = self._all().get(test)
+        right = isinstance(found, dict) and found.keys() == {*names} and {bool} >= {*map(type, found.values())}
+        return found if right else None
 
     def keep(self, test: str, **found: bool) -> None:
         """Keep what a test has found that was passed. Without a folder to write to, nothing is kept."""
-        if self._digest is None:
-            return
-        tests = RESULTS.read_all().get(self._digest)
-        RESULTS.write(self._digest, (tests if isinstance(tests, dict) else {}) | {test: found})
+        if self._digest is not None:
+            RESULTS.write(self._digest, self._all() | {test: found})
+
+    def _all(self) -> dict[str, Any]:
+        tests = None if self._digest is None else RESULTS.read_all().get(self._digest)
+        return tests if isinstance(tests, dict) else {}
 
 
 NONE_PASSED = PassedTests()
 
 
-def stamps_of_model(name: str | Path, load: Mapping[str, object]) -> list[_Stamp] | None:
+def stamps_of_model(name: str | Path, load: Mapping[str, object]) -> _Stamps | None:
     """Return the stamps of the files of a model; None where these and `load` do not decide what is loaded."""
     unknown = [key for key in load if key not in _COVERED and load[key] not in _OF_NO_EFFECT.get(key, (None,))]
     objects = [key for key in load if not isinstance(load[key], _COVERED.get(key, object) | None)]
@@ -73,7 +72,7 @@ def stamps_of_model(name: str | Path, load: Mapping[str, object]) -> list[_Stamp
     return None if folder is None or (folder / "adapter_config.json").exists() else _stamps(folder.iterdir())
 
 
-def passed_tests(model: PreTrainedModel, files: list[_Stamp] | None, load: Mapping[str, object]) -> PassedTests:
+def passed_tests(model: PreTrainedModel, files: _Stamps | None, load: Mapping[str, object]) -> PassedTests:
     """Return the results that are kept of a model that was just loaded from files with these stamps."""
     if files is None:
         return NONE_PASSED
@@ -104,7 +103,6 @@ def passed_tests(model: PreTrainedModel, files: list[_Stamp] | None, load: Mappi
     return PassedTests(RESULTS.digest(decides))
 
 
-def _stamps(files: Iterable[Path]) -> list[_Stamp]:
-    """Return the path, size, time of change, inode and time of its entry of each file, in the order of paths."""
-    found = [(str(file.absolute()), file.stat()) for file in files if file.is_file()]
-    return sorted((path, x.st_size, x.st_mtime_ns, x.st_ino, x.st_ctime_ns) for path, x in found)
+def _stamps(files: Iterable[Path]) -> _Stamps:
+    """Return the path and the stamp of each file, in the order of paths."""
+    return sorted((str(file.absolute()), stamp_of(file.stat())) for file in files if file.is_file())
