@@ -27,6 +27,12 @@ class AttentionKind:
     window: int | None = None
     chunk: int | None = None
 
+    def limit(self, seen: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Return `seen`, false for keys that are out of the range of a query, by the positions of both."""
+        if self.window is not None:
+            return seen & (query - key < self.window)
+        return seen if self.chunk is None else seen & (query // self.chunk == key // self.chunk)
+
 
 @dataclass(frozen=True)
 class TreeSlots:
@@ -52,14 +58,9 @@ class TreeSlots:
         index = node.clamp(0, nodes - 1)
         seen = self.ancestors.gather(2, index[:, None, :].expand(rows, new, self.count))  # [B, M, S]
         seen = (node < 0)[:, None, :] | (seen & (node < nodes)[:, None, :])
-        if kind.window is None and kind.chunk is None:
+        if kind == AttentionKind():
             return seen
-        position = torch.where(node < 0, node, depth.gather(1, index))[:, None, :]  # counted from n, [B, 1, S]
-        if kind.window is not None:
-            return seen & (depth[:, -new:, None] - position < kind.window)
-        assert kind.chunk is not None
-        base = length[:, None, None]
-        return seen & ((depth[:, -new:, None] + base) // kind.chunk == (position + base) // kind.chunk)
+        return kind.limit(seen, (length[:, None] + depth[:, -new:])[:, :, None], self.positions[:, None])
 
     @cached_property
     def positions(self) -> Tensor:

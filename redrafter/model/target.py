@@ -158,14 +158,7 @@ class Target(BoundModel):
         self.fixed_rope_context = self.context if self.rope is None else self.rope.switch_at
         self.reread_from = self.rope.switch_at if self.rope is not None and self.rope.rereads else None
         self.images = ImageReader(self, self._caches, self._padded_forward.read_whole)
-        self.adapters = AdapterSlots(
-            self.model,
-            self.device,
-            self.dtype,
-            try_tokens=self._try_tokens,
-            features=self.features,
-            model_lock=self.lock,
-        )
+        self.adapters = AdapterSlots(self, self._try_tokens)
         if self.ranks.size > 1:  # a rank that takes another way than the others would wait for them for ever
             ways = self.paged, self.varlen, [(shape.key_dim, shape.value_dim) for shape in self.shapes]
             self.ranks.check_equal(ways, f"what {self.name} can be decoded on")

@@ -83,9 +83,8 @@ class Teacher:
         self._mixers, self._kinds = traits.mixers, traits.kinds.by_name
         self._cache_name = cache_argument(self.model.forward) or CACHE_NAME
         self._layers = decoder_layers(model, config.num_hidden_layers, layers)
-        self._captured: dict[str, list[Tensor]] | None = (
-            None  # set during `read_batch` only; the model may run between reads
-        )
+        # Set during `read_batch` only; the model may run between reads.
+        self._captured: dict[str, list[Tensor]] | None = None
 
     def __enter__(self) -> "Teacher":
         self._hooks = ModelPatch(every_thread=True)
@@ -139,15 +138,9 @@ class Teacher:
         # A packed row holds several texts, which must not attend to each other.
         same = (segment[:, :, None] == segment[:, None, :]) & (index[:, None] >= index)  # [B, T, T]
         query, key = position[:, :, None], position[:, None, :]
-        masks: dict[str, Tensor] = {}
-        for name, kind in self._kinds.items():
-            seen = same
-            if kind.window is not None:
-                seen = same & (query - key < kind.window)
-            elif kind.chunk is not None:
-                seen = same & (query // kind.chunk == key // kind.chunk)
-            # One mask per kind of layer: sliding-window and chunked layers attend to fewer positions.
-            masks[name] = additive_mask(seen, self.model.dtype)
+        # One mask per kind of layer: sliding-window and chunked layers attend to fewer positions.
+        limited = {name: kind.limit(same, query, key) for name, kind in self._kinds.items()}
+        masks = {name: additive_mask(seen, self.model.dtype) for name, seen in limited.items()}
         if not masks:  # no layer attends
             return {}
         return {"position_ids": position, "attention_mask": masks if len(masks) > 1 else next(iter(masks.values()))}
