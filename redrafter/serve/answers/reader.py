@@ -240,47 +240,42 @@ class ChatReader:
         self._at += 1
         while True:
             yield from self._skip(SPACE + ",")
-            # A reported call cannot be taken back, so malformed JSON ends it; an unreported one becomes text.
             if not (yield from self._has_more()) or self.text[self._at] not in '"}':
                 self.cut = reported and self._at == len(self.text)
                 return reported
             if self.text[self._at] == "}":
                 break
-            begin = self._at
-            if not (yield from self._skip_value()):
-                self.cut = reported
-                return reported
+            begin, complete = self._at, (yield from self._skip_value())
             key = self.text[begin : self._at]
             yield from self._skip(SPACE + ":")
-            if not (yield from self._has_more()):
+            if not complete or not (yield from self._has_more()):
                 self.cut = reported
                 return reported
-            begin = self._at
-            # With the name known, arguments are streamed while they are written.
-            if key in ('"arguments"', '"parameters"') and name is not None and not reported:
+            begin, holds_arguments = self._at, key in ('"arguments"', '"parameters"')
+            if holds_arguments and name is not None and not reported:
                 reported = True
                 self._begin(name)
                 self._sent = begin
-            complete = yield from self._skip_value()
-            self._flush()
-            self._sent = None
-            if not complete:
+            if not (yield from self._send_value()):
                 self.cut = reported
                 return reported
-            if (
-                key == '"name"'
-                and not reported
-                and (name := _parse_name(self.text[begin : self._at])) not in self._tools
-            ):
+            value = self.text[begin : self._at]
+            if key == '"name"' and not reported and (name := _parse_name(value)) not in self._tools:
                 return False
-            if key in ('"arguments"', '"parameters"'):
-                arguments = self.text[begin : self._at]
+            arguments = value if holds_arguments else arguments
         self._at += 1
         # The arguments came before the name, or there are none.
         if not reported and name is not None:
             self._begin(name)
             self._add(arguments)
         return name is not None
+
+    def _send_value(self) -> Steps:
+        """Skip a JSON value, and report its part from `_sent` on, if that is set. Returns whether it is complete."""
+        complete = yield from self._skip_value()
+        self._flush()
+        self._sent = None
+        return complete
 
     def _read_arguments(self, name: str) -> Steps:
         """Read a JSON object, the arguments of a call. If there is none, report no call and return False."""
@@ -289,9 +284,7 @@ class ChatReader:
             return False
         self._begin(name)
         self._sent = self._at
-        self.cut = not (yield from self._skip_value())
-        self._flush()
-        self._sent = None
+        self.cut = not (yield from self._send_value())
         return True
 
     def _begin(self, name: str) -> None:
