@@ -155,10 +155,6 @@ class Checkpoints:
         if not steps:
             return None
         checkpoint = Checkpoint.load(steps[-1])
-        if checkpoint.path.name != f"step-{checkpoint.state.step!r:0>7}":
-            raise CheckpointError(
-                f"{checkpoint.path} holds step {checkpoint.state.step!r}, not the step in its name; delete it"
-            )
         # After the checks of the file itself, so that damage is not reported as another option.
         self.identity.check(checkpoint.identity, checkpoint.path)
         return checkpoint

@@ -8,9 +8,9 @@ from redrafter.files.atomic_folder import check_output_folder
 RECORD_FILE = "training.json"
 
 
-def check_output(output: Path, overwrite: bool, flag: str = "--output") -> None:
+def check_output(output: Path, overwrite: bool) -> None:
     """Raise `ArgumentError` if `save_drafter` cannot write to `output`, or must not replace its content."""
-    check_output_folder(output, overwrite, flag=flag, kinds=("drafter",))
+    check_output_folder(output, overwrite, flag="--output", kinds=("drafter",))
 
 
 def checkpoints_folder(output: Path) -> Path:

@@ -44,7 +44,6 @@ from redrafter.train.output import (
     save_drafter,
     served_shape,
 )
-from redrafter.train.output_folder import check_no_checkpoints, check_output
 from redrafter.train.plan import (
     describe_plan,
     describe_recipe,
@@ -87,7 +86,6 @@ def train_from_files(config: TrainConfig, log: Callable[[str], object]) -> None:
         processes, windows = PartialState(cpu=stays_on_cpu(config)), load_windows(config, tokenizer)
         log("\n".join(describe_plan(config, windows, processes.num_processes)))
         return
-    check_output(Path(str(config.output)), config.overwrite)
     accelerator = new_accelerator(config)
     limit_threads(accelerator.device.type)
     main = accelerator.is_main_process
@@ -225,8 +223,6 @@ class TrainingSession:
         if accelerator.is_main_process:
             checkpoints.remove_partial()
         accelerator.wait_for_everyone()
-        if not config.resume and not config.overwrite:
-            check_no_checkpoints(Path(str(config.output)))
         resumed = checkpoints.newest() if config.resume else None
         # Before any process removes or writes checkpoints.
         check_same_start(accelerator, checkpoints, resumed)
