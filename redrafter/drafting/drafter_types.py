@@ -9,7 +9,7 @@ from transformers import AutoModel, PretrainedConfig
 from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.errors import CheckpointError, UnsupportedError
-from redrafter.files.checkpoint_kind import check_drafter, check_removed, load_error
+from redrafter.files.checkpoint_kind import check_drafter, load_error
 from redrafter.files.drafter_kinds import DrafterKind, define_kind, drafter_kinds
 
 DrafterClass = TypeVar("DrafterClass", bound=type[DrafterModel])
@@ -64,7 +64,6 @@ def drafter_class(name: str | Path, **hub_options: Any) -> type[DrafterModel]:
         config, _ = PretrainedConfig.get_config_dict(str(name), **hub_options)
     except OSError as error:
         raise load_error("drafter", source, error) from error
-    check_removed(config, source)
     kind = drafter_kinds().get(str(config.get("model_type")))
     if kind is None:
         raise CheckpointError(f"{name} is of the type {config.get('model_type')}, and no drafter of it is registered")

@@ -14,7 +14,6 @@ from redrafter.files.gguf_file import SUFFIX, find_gguf, gguf_error
 from redrafter.files.hub import check_hub, is_offline
 from redrafter.files.regular_file import read_regular
 
-REMOVED_TYPE = "redrafter_parallel"  # `model_type` of drafters of a form that was removed
 APPLE_MODEL_TYPE = "recurrent_drafting_drafter"  # `model_type` in the config.json of Apple's drafters
 SPECULATORS_KEY = "speculators_model_type"  # in the config.json of vllm-project/speculators' checkpoints
 FOREIGN_DRAFTERS = ("Apple drafter", "EAGLE-3 head", "DFlash drafter")  # checkpoints of other projects
@@ -58,7 +57,6 @@ def kind_of(directory: Path) -> str:
     check_config(directory)
     config = read_json(directory / "config.json")
     # The order matters: formats share keys, so the ones with the most specific keys are tried first.
-    check_removed(config, directory)
     if str(config.get("model_type")) in drafter_kinds():
         return "drafter"
     if config.get("model_type") == APPLE_MODEL_TYPE or ("num_draft_layers" in config and "model_type" not in config):
@@ -78,14 +76,6 @@ def kind_of(directory: Path) -> str:
     if isinstance(config.get("architecture"), str):  # Hugging Face has `architectures`
         return "TensorRT-LLM ReDrafter checkpoint" if "redrafter_num_layers" in config else "TensorRT-LLM checkpoint"
     return "merged checkpoint" if (directory / SHAPE_FILE).is_file() else "model"
-
-
-def check_removed(config: dict[str, Any], name: str | Path) -> None:
-    """Raise `CheckpointError` for a drafter of a form that earlier versions had."""
-    if config.get("model_type") == REMOVED_TYPE:
-        raise CheckpointError(
-            f"{name} is a parallel drafter, a form that this version no longer has: train another with redrafter train"
-        )
 
 
 def check_path(name: str) -> None:

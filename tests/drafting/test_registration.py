@@ -90,14 +90,6 @@ def test_what_a_drafter_of_another_package_lacks_is_refused_by_its_kind(place):
         require(open_drafter_model(place), "train")
 
 
-def test_a_drafter_of_a_removed_form_is_refused_by_name(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "redrafter_parallel"}))
-    with pytest.raises(CheckpointError, match="is a parallel drafter, a form that this version no longer has"):
-        open_drafter_model(tmp_path)
-    assert command(["info", str(tmp_path)]) == 2
-    assert "is a parallel drafter" in capsys.readouterr().err
-
-
 def test_the_table_has_all_drafters_of_this_package():
     ours = {kind for kind in declared_kinds().values() if kind.module.startswith("redrafter.")}
     sources = [path.read_text(encoding="utf-8") for path in Path(drafting.__file__).parent.glob("*.py")]

@@ -1,7 +1,6 @@
 """Options of `redrafter regenerate`, each with its default and its help text."""
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,8 +105,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `redrafter regenerate`. Returns its exit code."""
 
     def command() -> int:
-        if list(sys.argv[1:] if argv is None else argv)[:1] == ["merge"]:
-            raise ArgumentError("regenerate merge is gone: type cat SHARD... > OUTPUT")
         config = parse(argv)
         check_paths(config)
         # Before torch is imported and a model is loaded.
