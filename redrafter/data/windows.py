@@ -60,9 +60,8 @@ class Windows:
     def __init__(self, documents: Iterable[Document], length: int, bos: int | None = None, pack: bool = True):
         tokens, masks, offsets = array("i"), bytearray(), array("q", [0])
         self.origins: list[str] = []  # file and line of each window's document
-        self.missed = self.longest_cut = (
-            0  # tokens to learn that no window holds, and length of the longest such document
-        )
+        # Tokens to learn that no window holds, and length of the longest such document.
+        self.missed = self.longest_cut = 0
         for document in documents:
             # Each window of a split document begins with BOS, as every text does in generation.
             opening = [bos] if bos is not None and document.ids[:1] == [bos] else []
@@ -136,14 +135,6 @@ class Windows:
             multiple: Number that the batches of an epoch are a multiple of; `processes` when None. With the same
                 number, all counts of processes share the same batches.
         """
-        for width, rows in self._batch_rows(size, seed, process, processes, start, multiple):
-            built = [self._build_row(windows, width) for windows in rows]
-            yield Batch(*(torch.stack(parts) for parts in zip(*built, strict=True)))
-
-    def _batch_rows(
-        self, size: int, seed: int, process: int = 0, processes: int = 1, start: int = 0, multiple: int | None = None
-    ) -> Iterator[tuple[int, list[Tensor]]]:
-        """Yield the width of each batch, and the indices of the windows in each of its rows."""
         multiple = multiple or processes
         batches_per_epoch = self.steps_per_epoch(size, multiple) * multiple
         epoch, first = divmod(start * processes + process, batches_per_epoch)
@@ -151,7 +142,9 @@ class Windows:
             windows, batches = self._epoch(number, size, seed, multiple)
             for rows in batches[first::processes]:
                 spans = zip(self._row_starts[rows].tolist(), self._row_starts[rows + 1].tolist(), strict=True)
-                yield int(self.row_widths[rows].max()), [windows[first:last] for first, last in spans]
+                width = int(self.row_widths[rows].max())
+                built = [self._build_row(windows[begin:end], width) for begin, end in spans]
+                yield Batch(*(torch.stack(parts) for parts in zip(*built, strict=True)))
             first = (first - batches_per_epoch) % processes  # this process's first batch of the next epoch
 
     def _epoch(self, epoch: int, size: int, seed: int, multiple: int) -> tuple[Tensor, list[Tensor]]:

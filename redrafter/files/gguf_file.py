@@ -8,7 +8,7 @@ import re
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib import import_module
@@ -133,16 +133,11 @@ def reading(
         if weights is not None:
             load = partial(weights.load_checkpoint, loader.load_gguf_checkpoint)
             replaced += [(loader, "load_gguf_checkpoint", load), (gguf, "dequantize", weights.dequantize)]
-        before = [(module, attribute, getattr(module, attribute)) for module, attribute, _ in replaced]
-        try:
+        with ExitStack() as undo, TemporaryDirectory(prefix="redrafter-") as empty:
             for module, attribute, value in replaced:
+                undo.callback(setattr, module, attribute, getattr(module, attribute))
                 setattr(module, attribute, value)
-            # An empty directory, so that transformers finds no other file than the GGUF file itself.
-            with TemporaryDirectory(prefix="redrafter-") as empty:
-                yield empty, {"gguf_file": str(file.absolute())}
-        finally:
-            for module, attribute, value in before:
-                setattr(module, attribute, value)
+            yield empty, {"gguf_file": str(file.absolute())}
 
 
 def _archs_of_one_file() -> Sequence[str]:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from redrafter.errors import ArgumentError, MismatchError, UnsupportedError
 from redrafter.features import ADAPTERS, ENCODER_ADAPTER, IMAGES, FeatureSet
 from redrafter.model.patch import ModelPatch, Running
 from redrafter.parallel.local_shards import SplitLinear, find_shard
+
+if TYPE_CHECKING:  # it imports this module
+    from redrafter.model.tree_forward import BoundModel
 
 TRIAL_ROWS, TRIAL_TOKENS = 2, 16  # size of the forward in which the layers of an adapter are watched
 
@@ -234,27 +237,10 @@ class AdapterSlots:
         stacks: The weights.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        device: torch.device,
-        dtype: torch.dtype,
-        try_tokens: Callable[[Tensor], object],
-        features: FeatureSet,
-        model_lock: Any,
-    ):
-        """Begin without adapters.
-
-        Args:
-            model: The model.
-            device: Device of its hidden states.
-            dtype: Their dtype.
-            try_tokens: Runs tokens `[B, M]` int64 through the model.
-            features: The model's features.
-            model_lock: Held by every forward of the model.
-        """
-        self._model, self.stacks = model, LoraStacks(model, device, dtype)
-        self._try_tokens, self._features, self._model_lock = try_tokens, features, model_lock
+    def __init__(self, bound: "BoundModel", try_tokens: Callable[[Tensor], object]):
+        """Begin without adapters of a model, through which `try_tokens` runs tokens `[B, M]` int64."""
+        self._model, self.stacks = bound.model, LoraStacks(bound.model, bound.device, bound.dtype)
+        self._try_tokens, self._features, self._model_lock = try_tokens, bound.features, bound.lock
         self._by_name: dict[str, Adapter] = {}
         self._holds: Counter[int] = Counter()  # number of sequences by slot
         self._numbers = itertools.count(1)

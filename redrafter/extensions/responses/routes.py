@@ -27,6 +27,11 @@ from redrafter.serve.routes.translated import Event, Kind, PartWriter, chat_requ
 if TYPE_CHECKING:
     from redrafter.serve.server import Server
 
+# Fields of a request that its response repeats.
+_ECHOED = (
+    *("instructions", "max_output_tokens", "prompt_cache_key", "safety_identifier", "temperature", "top_p", "user"),
+)
+
 
 def responses_routes(server: "Server", respond: Respond) -> list[BaseRoute]:
     """Return the route. `respond` is the argument of `Extension.routes`."""
@@ -125,6 +130,7 @@ def _head(body: ResponsesRequest, model: str) -> dict[str, Any]:
         return part if isinstance(part, str) else part.model_dump(exclude_none=True, by_alias=True)
 
     return {
+        **{name: getattr(body, name) for name in _ECHOED},
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
         "created_at": int(time.time()),
@@ -132,27 +138,20 @@ def _head(body: ResponsesRequest, model: str) -> dict[str, Any]:
         "background": False,
         "error": None,
         "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
         "model": model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
-        "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
-        "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": False,
-        "temperature": body.temperature,
         "text": {"format": as_dict(format) if format is not None else {"type": "text"}},
         "tool_choice": as_dict(body.tool_choice) if body.tool_choice is not None else "auto",
         "tools": [as_dict(tool) | {"parameters": tool.parameters, "strict": tool.strict} for tool in body.tools or ()],
         "top_logprobs": 0,
-        "top_p": body.top_p,
         "truncation": "disabled",
         "usage": None,
-        "user": body.user,
     }
 
 
