@@ -112,9 +112,8 @@ class PackedQuantizer(HfQuantizer):
         text = model.config.get_text_config(decoder=True)
         if hasattr(text, "quantization_config"):  # in a config of several parts
             del text.quantization_config
-        vars(model).pop(
-            "_weight_conversions", None
-        )  # by which transformers would pack dequantised weights to save them
+        # By which transformers would pack dequantised weights to save them.
+        vars(model).pop("_weight_conversions", None)
         if self.one.wrong:
             name, reason = self.one.wrong[0]
             folder, layer = Path(str(model.name_or_path)), name.removesuffix("weight")

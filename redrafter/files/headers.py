@@ -49,9 +49,8 @@ def weight_files(directory: Path) -> tuple[list[Path], set[str]]:
     index = directory / INDEX_FILE
     if not index.exists():
         whole = directory / WEIGHTS_FILE
-        return [
-            whole
-        ] if whole.exists() else [], set()  # also a path that is no regular file, which is refused by name later
+        # Also a path that is no regular file, which is refused by name later.
+        return [whole] if whole.exists() else [], set()
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map")

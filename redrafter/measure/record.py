@@ -52,9 +52,8 @@ class Record:
     accepted_length: float | None = None  # 1 + accepted drafts / steps that had drafts
     accepted_length_of_texts: float | None = None  # the mean of that over texts
     accepted_by_depth: list[int] | None = None  # entry d counts the steps that accepted at least d + 1 drafts
-    acceptance: list[float | None] | None = (
-        None  # entry d: of the steps that accepted d drafts, the share with one more
-    )
+    # Entry d: of the steps that accepted d drafts, the share with one more.
+    acceptance: list[float | None] | None = None
     # The tokens of undrafted decoding, where the mode promises them.
     same: int | None = None  # texts that are equal
     near_ties: int | None = None  # of the others, those that rounding explains

@@ -223,9 +223,8 @@ _MASK_NAMES = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"
 
 def _by_name(by_layer: tuple[AttentionKind, ...] | None, config: object) -> dict[str, AttentionKind]:
     """Return the kinds of the layers by the names of masks; see `LayerKinds`."""
-    if (
-        by_layer is None
-    ):  # the kind of each named kind of layer, by the rule that transformers uses to choose its caches
+    if by_layer is None:
+        # The kind of each named kind of layer, by the rule that transformers uses to choose its caches.
         window = getattr(config, "sliding_window", None)
         chunk = getattr(config, "attention_chunk_size", None)
         of_config = {

@@ -130,9 +130,8 @@ class NewWeights:
             if place.dtype.itemsize == 1 and place.is_floating_point():
                 place.view(torch.uint8).copy_(numbers.view(torch.uint8))
             else:
-                place.copy_(
-                    numbers.to(place.dtype)
-                )  # rounded on their device; a failure after this leaves weights half written
+                # Rounded on their device. A failure after this leaves weights half written.
+                place.copy_(numbers.to(place.dtype))
 
 
 def _part(key: str, name: str) -> str:

@@ -215,11 +215,8 @@ def _copy_end(drafter: EagleDrafter | DFlashDrafter, model: PreTrainedModel, dra
     norm = getattr(getattr(model.get_decoder(), "norm", None), "weight", None)  # the final norm, if it has this name
     if isinstance(norm, Tensor) and norm.shape == (width,):
         drafter.norm.weight.copy_(gather_tensor(norm))
-    if drafter.lm_head is None:
-        return
-    if (
-        head.shape == (drafter.config.vocab_size, width) and head.dtype.itemsize > 1
-    ):  # another library's would need its scale
+    fits = head.shape == (drafter.config.vocab_size, width) and head.dtype.itemsize > 1  # others need their scales
+    if drafter.lm_head is not None and fits:
         ids = slice(None) if draft_ids is None else draft_ids.to(head.device)
         drafter.lm_head.weight.copy_(head[ids])
 
