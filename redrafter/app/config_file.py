@@ -1,4 +1,4 @@
-"""Read options of a command from files that `--config FILE` names, and convert them to the fields' types.
+"""Read options of a command from files that `--config FILE` names, and convert them as flags are.
 
 A file holds one object, in JSON or JSON5, that maps option names, with dashes or underscores, to their values:
 
@@ -9,49 +9,15 @@ The command line overrides every file, and a later file overrides an earlier one
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any
 
-from redrafter.app.flags import flag, metavar_of, union_arms
 from redrafter.app.parser import Parser
 from redrafter.errors import ArgumentError, did_you_mean, first_line
 
-# How a message describes the value that an option of each type expects.
-_EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", Mapping: "an object"}
 _JSON_NAMES = {list: "list", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
-
-
-class Option(NamedTuple):
-    """A field of a dataclass of options, and its resolved type."""
-
-    field: Field[object]
-    hint: object
-
-    @property
-    def arms(self) -> tuple[object, ...]:
-        """The types of a union; of another type, that alone."""
-        return union_arms(self.hint)
-
-    @property
-    def element(self) -> object:
-        """The type of the elements of a tuple, also of an optional one; None where the option holds one value."""
-        return next((get_args(arm)[0] for arm in self.arms if get_origin(arm) is tuple), None)
-
-    @property
-    def parser(self) -> Callable[[str], Iterable[object]] | None:
-        """The function that parses all elements from one word; None if the flag takes one word per element."""
-        return None if self.field.metadata.get("action") == "append" else self.field.metadata.get("type")
-
-
-def options_by_name(options: Iterable[type]) -> dict[str, Option]:
-    """Return the fields of dataclasses of options, with their resolved types, by name."""
-    return {
-        field.name: Option(field, get_type_hints(dataclass)[field.name])
-        for dataclass in options
-        for field in fields(dataclass)
-    }
 
 
 class ConfigParser(Parser):
@@ -103,15 +69,44 @@ class ConfigParser(Parser):
         Raises:
             ArgumentError: The file cannot be read, or a key is unknown, given twice or has a value of another type.
         """
-        flags = {action.dest for action in self._actions}
-        known = {name: option for name, option in options_by_name(self.option_types).items() if name in flags}
+        actions = {action.dest: action for action in self._actions}
+        known = {item.name: item for options in self.option_types for item in fields(options) if item.name in actions}
         config: dict[str, object] = {}
         for key, value in self._translate_content(file, read_object(file)).items():
             name = key.replace("-", "_")
             if name in config:
                 raise ArgumentError(f"{file}: {key} is given twice")
-            config[name] = convert_value(file, key, value, known)
+            if name not in known:
+                # Flags of options that default to true are spelled --no-X, but a file gives X itself.
+                positive = known.get(name.removeprefix("no_"))
+                negated = positive is not None and positive.default is True
+                hint = f'; write "{name[3:]}": false' if negated else did_you_mean(name, known)
+                raise ArgumentError(f"{file}: {key} is not an option of this command{hint}")
+            try:
+                config[name] = self._convert(value, actions[name], known[name])
+            except argparse.ArgumentError as error:
+                raise ArgumentError(f"{file}: {key}: {error.message}, got {json.dumps(value)}") from None
         return config
+
+    def _convert(self, value: object, action: argparse.Action, item: Field[Any]) -> object:
+        """Convert the JSON value of an option as its flag converts the words that spell it."""
+        repeated, values = item.metadata.get("action") == "append", value if isinstance(value, list) else [value]
+        if value is None and item.default is None:
+            return None
+        if action.nargs == 0:
+            if isinstance(value, bool):
+                return value
+            raise argparse.ArgumentError(None, "write true or false")
+        if action.type in (None, str):
+            texts = values if repeated or action.nargs else [value]
+            if not all(isinstance(text, str) for text in texts) or (action.required and not texts):
+                raise argparse.ArgumentError(None, "write text")
+        words = [each if isinstance(each, str) else json.dumps(each) for each in values]
+        if repeated:
+            return tuple(self._get_values(action, [word]) for word in words)
+        if not words and isinstance(item.default, tuple):
+            return ()
+        return self._get_values(action, words if action.nargs else [",".join(words)])
 
 
 def _without_duplicates(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
@@ -155,76 +150,3 @@ def check_object(file: str, document: object) -> dict[str, object]:
     if not isinstance(document, dict):
         raise ArgumentError(f"{file} must hold a JSON object, got a {_JSON_NAMES[type(document)]}")
     return document
-
-
-def convert_value(file: str, key: str, value: object, known: Mapping[str, Option]) -> object:
-    """Convert the JSON value of a key to the type of its option.
-
-    Args:
-        file: The file, as errors name it.
-        key: The key: an option's name with dashes or underscores.
-        value: The value.
-        known: The options by name.
-
-    Raises:
-        ArgumentError: The key is unknown or the value has another type; the message suggests a correction.
-    """
-    name = key.replace("-", "_")
-    option = known.get(name)
-    if option is None:
-        # Flags of options that default to true are spelled --no-X, but a file gives X itself.
-        positive = name.removeprefix("no_")
-        if name != positive and positive in known and known[positive].hint is bool:
-            hint = f'; write "{positive}": false'
-        else:
-            hint = did_you_mean(name, known)
-        raise ArgumentError(f"{file}: {key} is not an option of this command{hint}")
-    try:
-        return _convert(value, option)
-    except (ValueError, OverflowError, argparse.ArgumentTypeError):
-        raise ArgumentError(f"{file}: {key} must be {_expected(option)}, got {json.dumps(value)}") from None
-
-
-def _convert(value: object, option: Option) -> object:
-    """Convert a JSON value to the type of its option. Raises `ValueError` if the types do not match."""
-    metadata, read = option.field.metadata, option.parser
-    if metadata.get("required") and value in (None, []):
-        raise ValueError
-    if value is None and type(None) in option.arms:
-        return None
-    if choices := metadata.get("choices"):
-        value = metadata.get("type", str)(value) if isinstance(value, str) else value
-        if value not in choices:
-            raise ValueError
-    if option.element is None:
-        return _convert_scalar(value, option.arms)
-    # A flag that takes all elements as one word, such as `--target-layers 8,16,24`, accepts that word in a file too.
-    if read is not None and isinstance(value, str):
-        return tuple(read(value))
-    if not isinstance(value, list):
-        raise ValueError
-    if option.element in _EXPECTED:
-        return tuple(_convert_scalar(item, (option.element,)) for item in value)
-    assert read is not None, "a tuple of another type declares its parser"
-    return tuple(read(",".join(str(_convert_scalar(item, (str,))) for item in value))) if value else ()
-
-
-def _convert_scalar(value: object, arms: tuple[object, ...]) -> object:
-    if type(value) in arms or (isinstance(value, dict) and Mapping in map(get_origin, arms)):
-        return value
-    # JSON writes 1 for 1.0; `type` rather than isinstance, since bool is an int.
-    if float in arms and type(value) is int:
-        return float(value)
-    raise ValueError
-
-
-def _expected(option: Option) -> str:
-    """Describe the values that an option takes, for a message."""
-    metadata = option.field.metadata
-    if choices := metadata.get("choices"):
-        return f"one of {', '.join(choices)}"
-    if option.element is not None:
-        plural = "whole numbers" if option.element is int else "numbers" if option.element is float else "strings"
-        example = metavar_of(metadata) if option.parser else None
-        return f"a list of {plural}" + (f", as for {flag(option.field.name)} {example}" if example else "")
-    return " or ".join(_EXPECTED[kind] for arm in option.arms if (kind := get_origin(arm) or arm) in _EXPECTED)
