@@ -149,9 +149,7 @@ _SEARCH = ("num_beams", "node_budget")
 _CHAIN = ("draft_len", "acceptance", "adaptive", "draft_device")
 METHODS = {
     DRAFTER: DraftingMethod(
-        "drafter",
-        ("drafter", "draft_len_per_beam", "base_embedding", "draft_quantization", *_SEARCH),
-        _load_drafter,
+        "drafter", ("drafter", "draft_len_per_beam", "base_embedding", "draft_quantization", *_SEARCH), _load_drafter
     ),
     RECYCLED: DraftingMethod(None, ("draft_len_per_beam", *_SEARCH), _load_recycled),
     DRAFT_MODEL: DraftingMethod(

@@ -154,10 +154,7 @@ def _template_tool(tool: dict[str, Any]) -> dict[str, Any]:
     function = tool.get("function", tool)
     function = function | {"parameters": read_parameters(function.get("parameters"))}
     fields = dict.fromkeys((*_FUNCTION_FIELDS, *function))
-    return {
-        "type": "function",
-        "function": {name: function[name] for name in fields if function.get(name) is not None},
-    }
+    return {"type": "function", "function": {name: function[name] for name in fields if function.get(name) is not None}}
 
 
 def _template_message(message: dict[str, Any], template: ChatTemplate) -> dict[str, Any]:

@@ -31,12 +31,7 @@ from redrafter.checkpoints.packed_loading import packed_arguments
 from redrafter.checkpoints.quantization import feature_of, quantize_model, refuse_saving, settle_groups
 from redrafter.drafting.step_times import LARGE_BYTES
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, did_you_mean, first_line, warn
-from redrafter.features import (
-    GGUF_FILE,
-    QUANTISED_WEIGHTS,
-    TENSOR_PARALLELISM,
-    FeatureSet,
-)
+from redrafter.features import GGUF_FILE, QUANTISED_WEIGHTS, TENSOR_PARALLELISM, FeatureSet
 from redrafter.files.checkpoint_kind import check_config, check_path, check_source, load_error, wrong_kind_error
 from redrafter.files.dtype_names import dtype_name, known_dtype
 from redrafter.files.gguf_file import SUFFIX, find_gguf, part_names, read_gguf, reading
@@ -204,7 +199,7 @@ def _recommend_dtype(model: PreTrainedModel, name: str) -> None:
         faster_name = dtype_name(faster)
         warn(
             f"{name} is decoded in {dtype_name(model.dtype)}, as it was saved, and this CPU verifies drafts faster in "
-            f"{faster_name}: give dtype='{faster_name}' (--dtype {faster_name}), or the dtype that you want",
+            f"{faster_name}: give dtype='{faster_name}' (--dtype {faster_name}), or the dtype that you want"
         )
 
 

@@ -26,15 +26,7 @@ from redrafter.errors import ArgumentError, CheckpointError, MismatchError, ReDr
 from redrafter.files.checkpoint_kind import check_path, kind_of
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.hub import find_snapshot
-from redrafter.formats.sources import (
-    FORMATS,
-    SourceBase,
-    SourceDrafter,
-    is_pair,
-    open_base,
-    open_drafter,
-    read_own,
-)
+from redrafter.formats.sources import FORMATS, SourceBase, SourceDrafter, is_pair, open_base, open_drafter, read_own
 from redrafter.formats.tensors import StoredTensor
 from redrafter.measure.record import versions
 from redrafter.model.recurrent_layers import layer_tensors

@@ -22,14 +22,7 @@ from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import config_errors, read_json
 from redrafter.files.headers import read_file_headers
 from redrafter.formats.apple import UNUSED_NORM
-from redrafter.formats.tensors import (
-    StoredTensor,
-    Tensors,
-    check_tensors,
-    concat,
-    pad_rows,
-    stored_tensors,
-)
+from redrafter.formats.tensors import StoredTensor, Tensors, check_tensors, concat, pad_rows, stored_tensors
 from redrafter.tree.sizes import TreeShape
 
 MAX_RANKS = 4096

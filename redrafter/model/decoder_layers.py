@@ -30,10 +30,7 @@ from redrafter.model.linear_layers import is_unmodified_linear
 from redrafter.model.patch import MODEL_ERRORS, ModelPatch
 from redrafter.model.quantized_layers import GroupedLinear
 
-LINEARS = (
-    *(f"self_attn.{name}_proj" for name in "qkvo"),
-    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
-)
+LINEARS = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down")))
 NORMS = "input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"  # the last two may miss
 HOOKS = "_forward_hooks", "_forward_pre_hooks"
 TRIED_LENGTH, TRIED_TOKENS = 21, 3

@@ -240,7 +240,7 @@ def warn_of_rounding(config: PretrainedConfig, name: str, rounding: float) -> No
     if reason is not None:
         warn(
             f"{name} {reason}. With drafts its output is as exact as in bfloat16: it may differ from undrafted "
-            "decoding where two tokens are nearly tied (docs/quantization.md)",
+            "decoding where two tokens are nearly tied (docs/quantization.md)"
         )
 
 

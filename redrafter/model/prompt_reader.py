@@ -113,12 +113,7 @@ class PromptReader:
             here = ((last >= 0) & (last < size))[:, None]  # [B, 1]
             end = last.clamp(0, size - 1)
             batch = ForwardBatch(
-                tokens,
-                read,
-                cache,
-                logits_index=end if show is None else None,
-                inputs=inputs,
-                pieces=pieces,
+                tokens, read, cache, logits_index=end if show is None else None, inputs=inputs, pieces=pieces
             )
             new_logits, new_hidden, _ = forward(batch)
             if show is not None:

@@ -209,11 +209,7 @@ HEAD_SCHEMES = {"fp8": None, "int4": "int8", "int8": "int8"}  # of the head of a
 
 
 def quantize_linears(
-    model: nn.Module,
-    scheme: str,
-    *,
-    keep: tuple[nn.Module | None, ...] = (),
-    device: torch.device | str | None = None,
+    model: nn.Module, scheme: str, *, keep: tuple[nn.Module | None, ...] = (), device: torch.device | str | None = None
 ) -> int:
     """Replace the linear layers of a model by quantised ones, permanently, and return the number of their weights.
 

@@ -247,13 +247,7 @@ class SelfTest:
             out = target.model(input_ids=_paths(nodes), position_ids=positions, **given)
             self._far_logits[key] = _at_nodes(out.logits.to(target.device))[None]
         lengths = torch.tensor([length], device=target.device)
-        return CacheTrial(
-            nodes=nodes,
-            length=lengths,
-            prompts=None,
-            states=states,
-            expected=self._far_logits[key],
-        )
+        return CacheTrial(nodes=nodes, length=lengths, prompts=None, states=states, expected=self._far_logits[key])
 
     def _ids(self, count: int) -> Tensor:
         return (torch.arange(count, device=self._target.device) * 7919 + 11) % self._target.config.vocab_size

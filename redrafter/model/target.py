@@ -30,13 +30,7 @@ from redrafter.features import (
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.home import keep_kernels
 from redrafter.model.batch_invariance import RowByRow, check_products, check_rows, small_pool, support_of
-from redrafter.model.forward_batch import (
-    DrafterLayer,
-    ForwardBatch,
-    ForwardOutput,
-    Prompts,
-    decoder_layers,
-)
+from redrafter.model.forward_batch import DrafterLayer, ForwardBatch, ForwardOutput, Prompts, decoder_layers
 from redrafter.model.images import ImageReader, image_arguments, token_type_arguments
 from redrafter.model.linear_layers import is_quantized, warn_of_rounding
 from redrafter.model.lora import AdapterSlots

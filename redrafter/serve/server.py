@@ -419,11 +419,7 @@ class Server:
 
 
 def load_server(
-    process: EngineProcess,
-    options: ServeOptions,
-    load: LoadOptions,
-    keys: ApiKeys,
-    operators: ApiKeys | None = None,
+    process: EngineProcess, options: ServeOptions, load: LoadOptions, keys: ApiKeys, operators: ApiKeys | None = None
 ) -> Server:
     """Wait until an engine's process has loaded, and return its server, whose clients must send one of `keys`.
 

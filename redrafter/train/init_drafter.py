@@ -15,12 +15,7 @@ from redrafter.app.flags import flag
 from redrafter.drafting.dflash import DFlashDrafter
 from redrafter.drafting.dflash_config import DFlashConfig
 from redrafter.drafting.drafter import RecurrentDrafter
-from redrafter.drafting.drafter_config import (
-    DEFAULT_ROPE,
-    AnyDrafterConfig,
-    DrafterConfig,
-    EagleConfig,
-)
+from redrafter.drafting.drafter_config import DEFAULT_ROPE, AnyDrafterConfig, DrafterConfig, EagleConfig
 from redrafter.drafting.drafter_types import make_drafter
 from redrafter.drafting.eagle import EagleDrafter
 from redrafter.drafting.text_drafters import TrainableDrafter, require

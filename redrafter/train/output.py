@@ -32,12 +32,7 @@ from redrafter.tree.sizes import TreeShape
 
 
 def save_drafter(
-    drafter: DrafterModel,
-    output: Path,
-    card: str,
-    facts: dict[str, Any],
-    dtype: torch.dtype,
-    overwrite: bool = False,
+    drafter: DrafterModel, output: Path, card: str, facts: dict[str, Any], dtype: torch.dtype, overwrite: bool = False
 ) -> None:
     """Write a copy of a drafter in a dtype, with its model card and its training record.
 

@@ -9,12 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from redrafter.checkpoints.models import load_config
 from redrafter.data.documents import encode_documents, format_sample

@@ -36,13 +36,7 @@ RECIPES = {
     ),
     "large": Recipe(
         f"bases of {SMALL_BASE // 10**9}B parameters and more, on GPUs",
-        {
-            "dtype": "bfloat16",
-            "length": 2048,
-            "batch_size": 8,
-            "mixed_precision": "bf16",
-            "compile": True,
-        },
+        {"dtype": "bfloat16", "length": 2048, "batch_size": 8, "mixed_precision": "bf16", "compile": True},
         "on no base of this size; on SmolLM2-135M-Instruct the same form has accepted length 3.34 greedily and 2.43 at "
         "T=1 (MT-Bench) after six passes over 3.3M tokens of its own text, 2 minutes of an H200 with --lr 0.002",
     ),

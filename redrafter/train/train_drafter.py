@@ -55,11 +55,7 @@ from redrafter.train.plan import (
     trained_parameters,
     validation_prompts,
 )
-from redrafter.train.processes import (
-    broadcast_weights,
-    new_accelerator,
-    stays_on_cpu,
-)
+from redrafter.train.processes import broadcast_weights, new_accelerator, stays_on_cpu
 from redrafter.train.progress import TrainingState
 from redrafter.train.sharding import load_sharded
 from redrafter.train.tree_choice import choose_tree

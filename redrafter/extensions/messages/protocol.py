@@ -7,13 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, model_validator
 
-from redrafter.serve.protocol.fields import (
-    Count,
-    OneOf,
-    Parts,
-    StopList,
-    Strict,
-)
+from redrafter.serve.protocol.fields import Count, OneOf, Parts, StopList, Strict
 from redrafter.serve.protocol.requests import (
     MAX_TOOLS,
     TOO_LONG,
@@ -98,10 +92,7 @@ class ToolUseBlock(_Block):
     caller: dict[str, Any] | None = None
 
 
-_ResultBlock = Annotated[
-    TextBlock | ImageBlock,
-    OneOf("a block of text or an image"),
-]
+_ResultBlock = Annotated[TextBlock | ImageBlock, OneOf("a block of text or an image")]
 
 
 class ToolResultBlock(_Block):

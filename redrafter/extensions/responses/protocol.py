@@ -7,13 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool
 
-from redrafter.serve.protocol.fields import (
-    Count,
-    Labels,
-    OneOf,
-    Parts,
-    Strict,
-)
+from redrafter.serve.protocol.fields import Count, Labels, OneOf, Parts, Strict
 from redrafter.serve.protocol.requests import MAX_TOOLS, DataUrl, SharedFields
 
 _ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
@@ -41,10 +35,7 @@ class InputImage(Strict):
     detail: Literal["auto"] = "auto"
 
 
-_MessagePart = Annotated[
-    Part | InputImage,
-    OneOf("a part of text or an image"),
-]
+_MessagePart = Annotated[Part | InputImage, OneOf("a part of text or an image")]
 
 
 class _Item(Strict):
@@ -86,8 +77,7 @@ class CallOutputItem(_Item):
 
 
 Item = Annotated[
-    MessageItem | ReasoningItem | CallItem | CallOutputItem,
-    OneOf(f"an item of type {', '.join(_ITEM_TYPES)}"),
+    MessageItem | ReasoningItem | CallItem | CallOutputItem, OneOf(f"an item of type {', '.join(_ITEM_TYPES)}")
 ]
 
 

@@ -86,10 +86,7 @@ class OperatedEngine:
         """The last reported state of the engine."""
         load = self._server.engine.load
         return EngineState(
-            asleep=load.asleep,
-            drafter=self._drafter,
-            previous_drafter=self._previous,
-            drafter_number=load.drafter,
+            asleep=load.asleep, drafter=self._drafter, previous_drafter=self._previous, drafter_number=load.drafter
         )
 
     async def change(self, kind: str, path: str | None = None) -> ChangedEngine:

@@ -60,9 +60,7 @@ class ServerProcess:
         self._http.capture_signals = nullcontext  # type: ignore[assignment, method-assign]  # ours are set below
 
     def serve_until_signal(
-        self,
-        load: Callable[[], "tuple[Server, ASGIApp]"],
-        ready: Callable[["Server"], object],
+        self, load: Callable[[], "tuple[Server, ASGIApp]"], ready: Callable[["Server"], object]
     ) -> None:
         """Serve until SIGINT or SIGTERM.
 

@@ -143,10 +143,7 @@ class ToolCall(Strict):
     function: FunctionCall
 
 
-_Part = Annotated[
-    TextPart | ImagePart,
-    OneOf("a part of text or an image"),
-]
+_Part = Annotated[TextPart | ImagePart, OneOf("a part of text or an image")]
 
 
 class Message(Strict):

@@ -214,12 +214,7 @@ class AnswerWriter:
     """
 
     def __init__(
-        self,
-        pair: Pair,
-        config: RegenerateConfig,
-        file: AnswerFile,
-        log: Callable[[str], object],
-        total: int | None,
+        self, pair: Pair, config: RegenerateConfig, file: AnswerFile, log: Callable[[str], object], total: int | None
     ):
         self.pair, self.config, self.file, self.log, self.total = pair, config, file, log, total
         self.tokenizer, self.limits = fingerprint(pair.tokenizer), BaseLimits.from_pair(pair, config)
