@@ -36,9 +36,9 @@ def rows_below(heading: str) -> list[tuple[str, str]]:
 
 
 FLAGS = [
-    (re.fullmatch(r".+ as `redrafter (\w+)`", under)[1], first.strip("`"), outcome)
+    (re.fullmatch(r".+ as `redrafter (\w+)`", under)[1], typed, outcome)
     for under, first, outcome in rows()
-    if first.startswith("`-")
+    for typed in re.findall("`(-[^`]+)`", first)
 ]
 
 
