@@ -72,12 +72,13 @@ class _FusedGroup:
 class _FirstStandIn(nn.Module):
     """A stand-in for the first layer of a group, which computes the product of all.
 
-    It has the layer's weight, bias and mode, which the model's code may read.
+    It has the layer's weight, bias, widths and mode, which the model's code and adapters may read.
     """
 
     def __init__(self, module: nn.Linear, group: _FusedGroup, index: int):
         super().__init__()
         self.weight, self.bias, self.group, self.index = module.weight, module.bias, group, index
+        self.in_features, self.out_features = module.in_features, module.out_features
         self.train(module.training)
 
     def forward(self, x: Tensor) -> Tensor:
