@@ -4,6 +4,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from redrafter.chat.control_tokens import choose_marker, control_tokens_of, remove_markers
@@ -127,27 +128,22 @@ def _tokenize(texts: list[tuple[Row, str]], tokenizer: "PreTrainedTokenizerBase"
 def sample_prompts(
     rows: Iterable[Row],
     tokenizer: "PreTrainedTokenizerBase",
-    count: int,
+    count: int | None,
     max_tokens: int,
     seed: int,
     *,
-    text_share: float = 1.0,
-    max_text_tokens: int | None = None,
+    least: int = 1,
+    **cut: Any,
 ) -> list[list[int]]:
-    """Return up to `count` prompts of randomly chosen rows.
+    """Return up to `count` prompts of randomly chosen rows, or all; `cut` is for `encode_prompt`.
 
-    Rows whose prompts are empty, or have more than `max_tokens` tokens, are passed over.
+    Rows whose prompts have fewer than `least` or more than `max_tokens` tokens are passed over.
     """
     shuffled = list(rows)
     random.Random(seed).shuffle(shuffled)
-    prompts: list[list[int]] = []
-    for row in shuffled:
-        if len(prompts) == count:
-            break
-        ids = encode_prompt(row, tokenizer, text_share=text_share, max_text_tokens=max_text_tokens)
-        if 0 < len(ids) <= max_tokens:
-            prompts.append(ids)
-    return prompts
+    # One by one until there are enough, since long texts take time to encode.
+    encoded = (encode_prompt(row, tokenizer, **cut) for row in shuffled)
+    return list(islice((ids for ids in encoded if least <= len(ids) <= max_tokens), count))
 
 
 def turns_before_answer(row: Row) -> list[dict[str, Any]]:

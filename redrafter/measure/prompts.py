@@ -5,11 +5,10 @@ pair was not trained on. docs/prompts.md documents the fields of a row.
 """
 
 import os
-import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,11 +89,7 @@ class PromptSource:
         """
         chosen: dict[str, list[list[int]]] = {}
         for category, members in self._rows_by_category():
-            limit = self.count or len(members)
-            encoded = sample_prompts(
-                members, self.tokenizer, limit, max_tokens, self.seed, text_share=self.share, max_text_tokens=self.most
-            )
-            chosen.setdefault(category, []).extend(encoded)
+            chosen.setdefault(category, []).extend(self._sample(members, 1, max_tokens, self.most))
         chosen = {category: encoded[: self.count] for category, encoded in chosen.items() if encoded}
         if not chosen:
             raise ArgumentError(f"{self._names()}: no prompt of 1 to {max_tokens} tokens")
@@ -109,11 +104,7 @@ class PromptSource:
         longest, bos = max(lengths), self.tokenizer.bos_token_id
         whole: dict[str, list[list[int]]] = {}
         for category, rows in self._rows_by_category():
-            random.Random(self.seed).shuffle(rows)
-            # Rows are encoded one by one until there are enough, since long texts take time to tokenize.
-            encoded = (self._encode(row, longest if self.most is None else self.most) for row in rows)
-            kept = list(islice((ids for ids in encoded if len(ids) >= longest), self.count))
-            if kept:
+            if kept := self._sample(rows, longest, sys.maxsize, longest if self.most is None else self.most):
                 whole[category] = kept
         if not whole:
             raise ArgumentError(
@@ -125,8 +116,9 @@ class PromptSource:
             for length in sorted({*lengths})
         }
 
-    def _encode(self, row: Row, most: int | None) -> list[int]:
-        return encode_prompt(row, self.tokenizer, text_share=self.share, max_text_tokens=most)
+    def _sample(self, rows: list[Row], least: int, longest: int, most: int | None) -> list[list[int]]:
+        cut = {"text_share": self.share, "max_text_tokens": most}
+        return sample_prompts(rows, self.tokenizer, self.count, longest, self.seed, least=least, **cut)
 
     def _rows(self) -> Iterator[tuple[str, list[Row]]]:
         """Yield the name of each file and its rows."""

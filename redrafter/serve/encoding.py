@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from tokenizers import Tokenizer
@@ -27,11 +27,8 @@ class TextEncoder:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | Tokenizer):
-        self._backend: Tokenizer | None = None
-        if isinstance(tokenizer, Tokenizer):
-            self._backend = tokenizer
-        else:
-            self._tokenizer = tokenizer
+        self._tokenizer: Any = tokenizer
+        self._backend: Tokenizer | None = tokenizer if isinstance(tokenizer, Tokenizer) else None
         if isinstance(tokenizer, PreTrainedTokenizerFast):
             derived = takewhile(lambda kind: kind is not PreTrainedTokenizerFast, type(tokenizer).__mro__)
             # A subclass that overrides encoding must be called; otherwise its Rust tokenizer gives the same ids faster.
@@ -40,10 +37,10 @@ class TextEncoder:
                 if self._backend.encode_special_tokens != tokenizer.split_special_tokens:
                     self._backend.encode_special_tokens = tokenizer.split_special_tokens
         # Changed only if need be: a tokenizer that encodes in another thread refuses changes.
-        if self._backend is not None and self._backend.truncation is not None:
-            self._backend.no_truncation()
-        if self._backend is not None and self._backend.padding is not None:
-            self._backend.no_padding()
+        if (backend := self._backend) is not None and backend.truncation is not None:
+            backend.no_truncation()
+        if backend is not None and backend.padding is not None:
+            backend.no_padding()
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of a text."""
