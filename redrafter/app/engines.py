@@ -146,7 +146,7 @@ class DraftingMethod(NamedTuple):
 
 
 _SEARCH = ("num_beams", "node_budget")
-_CHAIN = ("draft_len", "acceptance", "adaptive", "draft_device")
+_CHAIN = ("draft_len", "acceptance", "adaptive")
 METHODS = {
     DRAFTER: DraftingMethod(
         "drafter", ("drafter", "draft_len_per_beam", "base_embedding", "draft_quantization", *_SEARCH), _load_drafter

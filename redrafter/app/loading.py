@@ -48,11 +48,13 @@ def check_options(options: LoadOptions, draft: DraftOptions) -> tuple[str, LoadO
         Directory or hub id of the model, the load options with a device, and the draft options.
     """
     shared, default = launched_processes() > 1, "cuda" if torch.cuda.is_available() else "cpu"
-    for flag, device in (("device", options.device), ("draft-device", draft.draft_device)):
-        if shared and device is not None:
-            raise ArgumentError(f"--{flag} {device}: each of several processes has a device of its own; leave it out")
-        if device is not None:
-            _check_device(flag, device)
+    if (device := options.device) is not None:
+        if shared:
+            raise ArgumentError(f"--device {device}: each of several processes has a device of its own; leave it out")
+        try:
+            torch.empty(1, device=device).item()
+        except (RuntimeError, AssertionError) as error:
+            raise device_error(f"--device {device}", device, error) from error
     limit_threads(torch.device(options.device or default).type)
     if not shared:
         options = replace(options, device=options.device or default)
@@ -165,10 +167,3 @@ class ChatEncoder:
     def encode(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Return the token ids of a chat, ending where the model's next answer starts."""
         return encode_chat(chat_template_of(self._tokenizer), messages)
-
-
-def _check_device(flag: str, device: str) -> None:
-    try:
-        torch.empty(1, device=device).item()
-    except (RuntimeError, AssertionError) as error:
-        raise device_error(f"--{flag} {device}", device, error) from error

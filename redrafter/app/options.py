@@ -124,7 +124,6 @@ class DraftOptions:
         choices=("match", "rejection"),
     )
     adaptive: bool = option(False, "draft fewer tokens when few were accepted lately")
-    draft_device: str | None = option(None, "device of the draft model (default: the model's)")
 
 
 class PromptCut(TypedDict):

@@ -71,21 +71,15 @@ class DraftModelProposer:
     def propose(
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
     ) -> Tree:
-        """Draft a tree by beam search, on the draft model's device; see `Proposer.propose`."""
+        """Draft a tree by beam search; see `Proposer.propose`."""
         assert draft_cache is not None, "a draft model has a cache"
-        home, away = state.length.device, self.model.device
-        if home != away:  # logits stay on their device: only tokens, lengths and flags are moved
-            ids = {name: getattr(state, name).to(away) for name in ("tokens", "length", "active")}
-            state, sampler = replace(state, **ids), sampler.to(away)
         if self.sampled and noise is not None:
             # Separate noise: a draft and its acceptance must be independent, or the result is biased.
             noise = sampler.stream(DRAFT).noise(state.length + 1, self.depth)  # [B, K, V]
-        elif home != away:
-            noise = sampler.noise(state.length + 1, self.depth)
         tree, sampled_from = self._search(state, sampler, noise, draft_cache)
         if self.sampled and noise is not None and sampled_from:
-            tree = replace(tree, sampled_from=torch.cat(sampled_from, dim=1))
-        return tree if home == away else tree.to(home)
+            return replace(tree, sampled_from=torch.cat(sampled_from, dim=1))
+        return tree
 
     def _search(
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-import torch
 from transformers import PreTrainedModel
 
 from redrafter.checkpoints.models import bind, check_quantization, locate_gguf
@@ -77,6 +76,10 @@ class DraftTarget(Engine):
             features.check(REJECTION_SAMPLING)
         self._check_bound(target, Target)
         self._check_bound(draft_model, Target)
+        if draft_model.device != target.device:
+            raise ArgumentError(
+                f"the draft model is on {draft_model.device} and the target on {target.device}: move one"
+            )
         if vocabulary is not None:
             draft_model.features.check(OTHER_TOKENIZER)
             vocabulary = vocabulary.fit(target.vocab_size, draft_model.vocab_size).to(draft_model.device)
@@ -88,8 +91,7 @@ class DraftTarget(Engine):
         self.draft_vocabulary = vocabulary
         self.rejection_sampling = acceptance == "rejection"
         self.acceptance, self.adaptive, self.draft_len = acceptance, adaptive, draft_len
-        captured = target.device.type == draft_model.device.type == "cuda"
-        shorter = CAPTURED_LENGTHS if captured else range(1, draft_len)
+        shorter = CAPTURED_LENGTHS if target.device.type == "cuda" else range(1, draft_len)
         # Captured lengths are few, as each has its own graphs; a CPU can use any length.
         lengths = {draft_len, *(length for length in shorter if adaptive and length < draft_len)}
         self._by_length = {
@@ -128,7 +130,6 @@ class DraftTarget(Engine):
         adaptive: bool = False,
         tokenizer: Tokenizer | None = None,
         draft_tokenizer: Tokenizer | None = None,
-        draft_device: str | torch.device | None = None,
         draft_quantization: str | None = None,
         draft_model_kwargs: Mapping[str, object] | None = None,
         **keywords: object,
@@ -150,7 +151,6 @@ class DraftTarget(Engine):
             tokenizer: The target's tokenizer, or its path; None for the one in the target's directory, which is found
                 by its name for a loaded model.
             draft_tokenizer: The same for the draft model.
-            draft_device: The draft model's device; None for the target's.
             draft_quantization: As `quantization`, for the draft model.
             draft_model_kwargs: Arguments of `AutoModelForCausalLM` for the draft model.
             keywords: `dtype`, `device`, `tp_size` (each process has the whole draft model), `trust_remote_code`,
@@ -173,12 +173,11 @@ class DraftTarget(Engine):
         # Before any weights are loaded: vocabularies that cannot be mapped are refused in seconds.
         vocabulary = map_unlike_vocabularies(model, draft_model, tokenizer, draft_tokenizer, trusted)
         target = drafting = bind(model, **load)
-        if draft_device is None and isinstance(draft_model, str | Path):
-            draft_device = target.device
         # A model that drafts for itself is bound once, so that its weights are not loaded twice.
-        if base_of(draft_model) is not target.model or draft_device is not None:
+        if base_of(draft_model) is not target.model:
             draft_load = {name: load[name] for name in ("dtype", "trust_remote_code", "caller")}
-            draft_load |= {"device": draft_device, "quantization": draft_quantization}
+            device = target.device if isinstance(draft_model, str | Path) else None
+            draft_load |= {"device": device, "quantization": draft_quantization}
             drafting = bind(draft_model, **draft_load | draft_keywords)
         engine = cls(
             target,

@@ -262,8 +262,6 @@ class Engine(Changeable):
         """Reason why the draft model alone cannot run in captured steps; None if it can, or if the target cannot."""
         if self.draft_model is None or not self.target.varlen.ok:
             return None
-        if self.draft_model.device != self.target.device:
-            return f"the draft model is on {self.draft_model.device} and the target on {self.target.device}"
         reason = self.draft_model.varlen.reason
         return reason and f"the draft model: {reason}"
 

@@ -44,17 +44,12 @@ def make_batch_invariant(target: Target, draft_model: Target | None, *, compile:
         FeatureSet(target.name, EAGER_FORWARD).check(BATCH_INVARIANCE)
     target.make_batch_invariant()
     if draft_model is not None and draft_model is not target:
-        _decode_paged("batch_invariant=True", "without --batch-invariant", target, draft_model)
+        _decode_paged("batch_invariant=True", "without --batch-invariant", draft_model)
 
 
-def _decode_paged(mode: str, instead: str, target: Target, *models: Target) -> None:
+def _decode_paged(mode: str, instead: str, *models: Target) -> None:
     # Also on a CPU, where steps are not captured and a dense cache is the default.
     for model in models:
-        if model.device != target.device:
-            raise UnsupportedError(
-                f"{mode} needs both models on one device: the draft model is on {model.device} and the target on "
-                f"{target.device}"
-            )
         if reason := model.paged.reason:
             raise UnsupportedError(
                 f"{mode} needs the paged cache, and {model.name} has none: {reason}; leave it out ({instead})"
@@ -91,4 +86,4 @@ def use_kv_cache_dtype(target: Target, draft_model: Target | None, options: Cach
                 f"kv_cache_dtype={name!r} needs a GPU of compute capability 8.9 or more, and this one has "
                 f"{'.'.join(map(str, capability))}: take 'fp8_e5m2' (--kv-cache-dtype fp8_e5m2)"
             )
-    _decode_paged(f"kv_cache_dtype={name!r}", "--kv-cache-dtype auto", target, target, draft_model or target)
+    _decode_paged(f"kv_cache_dtype={name!r}", "--kv-cache-dtype auto", target, draft_model or target)

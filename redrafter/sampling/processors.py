@@ -174,10 +174,6 @@ class OfSomeRows:
             part = processor.at(self.rows)(part, prefixes)
         return scores.index_copy(0, self.rows, part)
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "OfSomeRows":
-        """Return the processors with every tensor replaced by what `change` gives for it."""
-        return OfSomeRows(change(self.rows), tuple(each.map(change) for each in self.processors))
-
 
 OwnProcessor = RowProcessor | HostProcessor[Any]
 ProcessorOfRows = OwnProcessor | OfSomeRows

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,12 +93,6 @@ class Sampler:
     def stream(self, which: int) -> "Sampler":
         """Return the sampler with noise of another stream."""
         return self if self.seeds is None else replace(self, seeds=branch(self.seeds, which))
-
-    def to(self, device: torch.device) -> "Sampler":
-        """Return the sampler on another device."""
-        tensors: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
-        processors = tuple(processor.map(lambda x: x.to(device)) for processor in self.processors)
-        return replace(self, processors=processors, **tensors)
 
     def noise(self, position: Tensor, count: int, known: Tensor | None = None) -> Tensor | None:
         """Return the noise of `count` tokens from `position` `[B]` on, `[B, count, V]` float32; None if greedy.

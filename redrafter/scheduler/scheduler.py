@@ -88,8 +88,7 @@ class Scheduler:
             batch: An empty running batch; None for one of sequences of any kind.
 
         Raises:
-            UnsupportedError: Sequences of any kind need a paged cache, and a model cannot run on one, or the two are on
-                different devices.
+            UnsupportedError: Sequences of any kind need a paged cache, and a model cannot run on one.
         """
         self.engine, self._memory, self.limits = engine, memory, limits
         draft_model = engine.draft_model if speculate else None
@@ -388,13 +387,8 @@ class Scheduler:
 
 
 def check_paged(models: Models) -> None:
-    """Raise `UnsupportedError` if the models cannot run on a paged cache of one device."""
+    """Raise `UnsupportedError` if the models cannot run on a paged cache."""
     target, draft_model = models.target, models.draft_model
-    if draft_model is not None and draft_model.device != target.device:
-        raise UnsupportedError(
-            f"the draft model is on {draft_model.device} and the target on {target.device}; a server needs both on one "
-            "device"
-        )
     reason = target.paged.reason or (draft_model and draft_model.paged.reason)
     if reason:
         raise UnsupportedError(f"{target.name} cannot be served on a paged cache: {reason}")

@@ -112,18 +112,10 @@ class Tree:
         if ranks.size == 1 or not self.levels:
             return self
         # Distributions are as large as the vocabulary, and only rank 0's tokens must be equal on all ranks.
-        own = {name: x for name, x in self._tensors().items() if name != "sampled_from"}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "sampled_from"}
+        own = {name: x for name, x in values.items() if isinstance(x, Tensor)}
         drafted: dict[str, Any] = dict(zip(own, ranks.of_first(*own.values()), strict=True))
         return replace(self, **drafted)
-
-    def to(self, device: torch.device) -> "Tree":
-        """Return the tree on another device."""
-        moved: dict[str, Any] = {name: x.to(device) for name, x in self._tensors().items()}
-        return replace(self, **moved)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: x for name, x in values.items() if isinstance(x, Tensor)}
 
 
 def tree_of(tokens: Tensor, parents: Tensor, depth: Tensor, max_depth: int, width: int | None = None) -> Tree:

@@ -22,7 +22,7 @@ SAMPLED = ("--temperature", "1", "--seed", "3")
         ("--draft-model small --num-beams 2 --node-budget 5", SMALL | {"num_beams": 2}),
         ("--draft-model small --num-beams 5 --draft-len 8", SMALL | {"num_beams": 5, "draft_len": 8, "nodes": 12}),
         ("--draft-model small --adaptive", ADAPTIVE),
-        ("--draft-model small --draft-device cpu --acceptance match", SMALL),
+        ("--draft-model small --acceptance match", SMALL),
         ("--prompt-lookup --draft-len 5 --ngram 3", {"ngram": 3, "draft_len": 5}),
     ],
 )

@@ -1,6 +1,7 @@
 """Draft models that are refused, those that know the same texts in other tokens, and how far they draft."""
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -11,6 +12,7 @@ from redrafter.drafting.draft_model import DraftModelProposer
 from redrafter.drafting.policy import CostPolicy, DraftedStep, StepRows
 from redrafter.drafting.proposer import UndraftedProposer
 from redrafter.drafting.step_times import StepCosts, StepTimes
+from redrafter.model.target import Target
 
 IDS, MASK = uneven_batch()
 
@@ -22,6 +24,13 @@ def save(path, tokens, **changes):
     PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(path)
     tiny_model("llama", **changes).save_pretrained(path)
     return str(path)
+
+
+def test_a_draft_model_on_another_device_is_refused(llama):
+    target, draft_model = Target(llama), Target(tiny_model("qwen2", num_hidden_layers=1))
+    draft_model.device = torch.device("meta")
+    with pytest.raises(ArgumentError, match="the draft model is on meta and the target on cpu: move one"):
+        DraftTarget(target, draft_model)
 
 
 def test_models_that_write_with_other_tokens_are_refused(tmp_path):

@@ -1,6 +1,7 @@
 """Drafts of a draft model that lose time are omitted, call after call, and gain again once they pay."""
 
 from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 
@@ -70,7 +71,7 @@ def test_drafts_that_lose_are_stopped_and_stay_so_in_later_calls(
 @pytest.mark.parametrize("rows", [1, 3])
 @ON_BOTH_CACHES
 def test_a_draft_model_reads_what_undrafted_steps_have_written(llama, on, rows, how, monkeypatch):
-    engine = on(DraftTarget.from_pretrained(llama, llama, draft_device="cpu"))  # it guesses all that it has read
+    engine = on(DraftTarget.from_pretrained(llama, deepcopy(llama)))  # it guesses all that it has read
     monkeypatch.setattr(Engine, "pauses", True)
     made = engine.draft_policy
 
@@ -90,7 +91,7 @@ def test_a_draft_model_reads_what_undrafted_steps_have_written(llama, on, rows, 
 
 
 def test_drafts_that_pay_are_made_in_every_call(llama, monkeypatch):
-    engine = DraftTarget.from_pretrained(llama, llama, draft_device="cpu")
+    engine = DraftTarget.from_pretrained(llama, deepcopy(llama))
     work = Work(monkeypatch, engine.draft_model, drafted=1.5)
     for _ in range(2):
         work.steps.clear()

@@ -155,21 +155,6 @@ def test_a_model_without_a_paged_cache_is_refused():
 
 
 @pytest.mark.parametrize(
-    "use",
-    [
-        lambda target, draft: make_batch_invariant(target, draft, compile=True),
-        lambda target, draft: DraftTarget(target, draft, options=FP8),
-    ],
-    ids=["invariant", "fp8"],
-)
-def test_a_draft_model_on_another_device_is_refused(monkeypatch, use):
-    draft = Target(tiny_model("qwen2", num_hidden_layers=1))
-    monkeypatch.setattr(draft, "device", torch.device("meta"))
-    with pytest.raises(UnsupportedError, match="the draft model is on meta"):
-        use(tiny_target(dtype=torch.float32), draft)
-
-
-@pytest.mark.parametrize(
     ("name", "capability", "fits"), [("fp8", (8, 0), False), ("fp8", (8, 9), True), ("fp8_e5m2", (8, 0), True)]
 )
 def test_an_older_gpu_has_e5m2_alone(monkeypatch, name, capability, fits):

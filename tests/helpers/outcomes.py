@@ -43,6 +43,11 @@ def random_outcome(rows: int, nodes: int, *, shared: bool, limited: bool) -> dic
     }
 
 
+def on_device(tree: Tree, device: str) -> Tree:
+    """Return a tree on another device."""
+    return replace(tree, **{name: x.to(device) for name, x in vars(tree).items() if isinstance(x, torch.Tensor)})
+
+
 def random_scores(tree: Tree) -> torch.Tensor:
     """Return scores of a tree's nodes, lower the deeper they are."""
     return (

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from helpers.attention import DEVICE, HALF
-from helpers.outcomes import random_outcome, random_scores
+from helpers.outcomes import on_device, random_outcome, random_scores
 from redrafter import kernels
 from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.paged import KVCachePool, PagedCache
@@ -238,7 +238,7 @@ def test_drafts_are_accepted_and_reported_as_by_the_reference(rows, nodes, limit
     tree, texts, limits = outcome["tree"], outcome["texts"].clone().to(DEVICE), outcome["limits"]
     path, report, after = accept_drafts(**outcome)
     drawn, finite = torch.stack([outcome["drawn"], outcome["finite"]], dim=2).to(DEVICE).unbind(2)
-    tree = tree.to(torch.device(DEVICE))
+    tree = on_device(tree, DEVICE)
     found = kernels.accept.accept_drafts(
         tree.tokens, tree.parents, tree.depth, drawn, finite, texts, outcome["length"].to(DEVICE),
         outcome["active"].to(DEVICE), levels=tree.levels, width=outcome["max_depth"] + 1, grafted=tree.grafted,

@@ -27,6 +27,7 @@ from helpers.hf_processors import (
     reference,
     text,
 )
+from helpers.outcomes import on_device
 from helpers.processors import EndOfThought, TokenPenalties
 from redrafter.sampling.hf_processors import read_processors
 from redrafter.sampling.host_processors import PerNode
@@ -239,7 +240,7 @@ def test_processors_of_one_kind_differ_in_settings_alone() -> None:
 def test_no_processor_reads_a_value_on_the_host(name: str) -> None:
     """Tensors on the meta device have shapes and no values: reading one, or a shape that depends on one, raises."""
     prefixes, scores = random_inputs(0)
-    tree = prefixes.tree.to(torch.device("meta"))
+    tree = on_device(prefixes.tree, "meta")
     fields = {key: getattr(prefixes, key).to("meta") for key in ("tokens", "length", "prompt", "limit")}
     for processor in [ROW_CASES[name][0]] if name in ROW_CASES else read([CASES[name](WIDTH)])[0]:
         assert not isinstance(processor, PerNode)

@@ -27,11 +27,9 @@ from helpers.scheduling import (
     until_stepping,
 )
 from helpers.waits import Waits
-from redrafter import DraftTarget
 from redrafter.attention import tree_attention
-from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.errors import ArgumentError
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
 from redrafter.sampling.processors import RowProcessor, ThinkingBudget
 from redrafter.scheduler.captured_step import CapturedStep, HostCopy
@@ -115,13 +113,6 @@ def test_rows_come_and_go_without_a_wait_for_a_gpu(engine, monkeypatch):
     same_alone(engine, sequences)
     for sequence in sequences:
         check_logprobs(engine, sequence)
-
-
-def test_a_draft_model_elsewhere_is_refused(monkeypatch):
-    engine = DraftTarget(Target(tiny_model("llama")), Target(tiny_model("qwen2", num_hidden_layers=1)), draft_len=3)
-    monkeypatch.setattr(engine.draft_model, "device", torch.device("meta"))
-    with pytest.raises(UnsupportedError, match="both on one device"):
-        scheduler(engine)
 
 
 def test_nobody_is_put_back_where_that_is_promised(engine):
