@@ -33,16 +33,11 @@ def score_prompt(logits: Tensor, following: Sequence[int], count: int) -> Iterat
         following: Tokens that follow these, n or fewer.
         count: How many of the likeliest tokens to report at each position.
     """
-    # In parts, as the float32 scores of a long prompt would take gigabytes.
-    size = max(MAX_LOGITS_AT_ONCE // logits.shape[1], 1)
-    for begin in range(0, len(following), size):
-        tokens = to_device(following[begin : begin + size], logits.device)[:, None]  # [n, 1]
-        scores = logits[begin : begin + len(tokens)].float().log_softmax(dim=-1)  # [n, V]
-        logprobs = scores.gather(1, tokens)  # [n, 1]
-        top = scores.topk(count)  # [n, count]
-        columns = (logprobs[:, 0].clamp(min=MIN_LOGPROB), top.indices, top.values.clamp(min=MIN_LOGPROB))
-        for logprob, ids, values in zip(*(column.tolist() for column in columns), strict=True):
-            yield PromptScore(logprob, dict(zip(ids, values, strict=True)))
+    tokens = to_device(following, logits.device, torch.long)
+    nodes = torch.arange(len(tokens), device=tokens.device)
+    values, ids = score_drawn(logits[None], torch.zeros_like(nodes), nodes, tokens, count)
+    for (logprob, *likeliest), names in zip(values.tolist(), ids.tolist(), strict=True):
+        yield PromptScore(logprob, dict(zip(names, likeliest, strict=True)))
 
 
 def score_drawn(logits: Tensor, rows: Tensor, nodes: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
