@@ -88,6 +88,8 @@ def test_the_bits_of_a_token_depend_neither_on_other_tokens_nor_on_threads(bits)
     alone = torch.cat([multiply_grouped(token[None], *parts(weight), None) for token in x])
     for tokens in (2, 3, 4, 5, 6, 7, 8, 11, 13, 32, 64):
         assert torch.equal(multiply_grouped(x[:tokens], *parts(weight), None), alone[:tokens])
+    wide, many = make_weight(bits, 8, 16384), torch.randn(40, 16384)  # whose inputs a thread reads in parts
+    assert torch.equal(multiply_grouped(many, *parts(wide), None)[-1:], multiply_grouped(many[-1:], *parts(wide), None))
     torch.set_num_threads(2)
     try:
         assert torch.equal(multiply_grouped(x, *parts(weight), None), alone)

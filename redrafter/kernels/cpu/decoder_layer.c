@@ -4,6 +4,7 @@
 // of a token do not depend on the other tokens, except for those that it sees, nor on the number of threads.
 #include "grouped_product.c"
 
+#define MOST_AHEAD (1 << 18) // bytes of keys, and of values, half of a core's cache
 #define PART 4 // vectors of a value whose sums stay in registers
 
 extern void GOMP_barrier(void) __attribute__((weak));
@@ -50,9 +51,10 @@ INLINE vec exponential(vec x) {
     return choose(x < -87.0f, (vec){0}, (vec)((ints)y + power));
 }
 
-static void multiply_linear(const struct linear *w, const float *x, float *out, size_t tokens, size_t index, size_t count) {
-    struct product p = {x, w->bias, w->codes, w->scale, w->minimum, out, tokens, w->features, w->inner, w->group, w->bits,
-                        w->wide_scale, w->wide_minimum, 0};
+static void multiply_linear(const struct linear *w, const float *x, float *out, size_t tokens, size_t index, size_t count,
+                            const float *ahead, size_t size_ahead) {
+    struct product p = {x, w->bias, w->codes, w->scale, w->minimum, (const char *)ahead, out, tokens, w->features, w->inner,
+                        w->group, size_ahead, w->bits, w->wide_scale, w->wide_minimum, 0};
     multiply_part(&p, index, count);
 }
 
@@ -237,24 +239,26 @@ static void compute_layer(const struct forward *f, size_t index, size_t count) {
     float *stacked = value + keys, *gate = stacked + queries, *up = gate + tokens * wide;
     norm_share(f->x, l->before_attention, normed, f, index, count);
     WAIT;
-    multiply_linear(&l->query, normed, query, tokens, index, count);
-    multiply_linear(&l->key, normed, key, tokens, index, count);
-    multiply_linear(&l->value, normed, value, tokens, index, count);
+    // Attention waits for memory and products do not, so keys and values are fetched during these.
+    const size_t stored = 4 * seen_slots(f, 0) * l->key.features, ahead = stored < MOST_AHEAD ? stored : MOST_AHEAD;
+    multiply_linear(&l->query, normed, query, tokens, index, count, f->keys, ahead);
+    multiply_linear(&l->key, normed, key, tokens, index, count, f->values, ahead / 2);
+    multiply_linear(&l->value, normed, value, tokens, index, count, f->values + ahead / 8, ahead / 2);
     WAIT;
     rotate_share(f, query, key, value, stacked, index, count);
     WAIT;
     attend_share(f, stacked, query, index, count);
     WAIT;
-    multiply_linear(&l->output, query, normed, tokens, index, count);
+    multiply_linear(&l->output, query, normed, tokens, index, count, NULL, 0);
     add_share(f->x, normed, f->out, tokens, size, index, count);
     WAIT;
     norm_share(f->out, l->before_mlp, normed, f, index, count);
     WAIT;
-    multiply_linear(&l->gate, normed, gate, tokens, index, count);
-    multiply_linear(&l->up, normed, up, tokens, index, count);
+    multiply_linear(&l->gate, normed, gate, tokens, index, count, NULL, 0);
+    multiply_linear(&l->up, normed, up, tokens, index, count, NULL, 0);
     gate_share(gate, up, tokens, wide, index, count);
     WAIT;
-    multiply_linear(&l->down, gate, normed, tokens, index, count);
+    multiply_linear(&l->down, gate, normed, tokens, index, count, NULL, 0);
     add_share(f->out, normed, f->out, tokens, size, index, count);
     WAIT;
 }

@@ -28,7 +28,7 @@
 #define AT_ONCE(tokens) ((tokens) < 5 ? 4 : 2)
 #else
 #define BLOCK 3
-#define DIRECT 4
+#define DIRECT 6
 #define AT_ONCE(tokens) ((tokens) < 3 ? 4 : 2)
 #endif
 #define MOST (BLOCK > DIRECT ? BLOCK : DIRECT)
@@ -37,6 +37,8 @@
 #define PACKED 64 // added to the bits of a weight that is dequantised already, four rows of which the vectors alternate
 #define GROUPS 4112 // more than a row has, and no power of two, so that the rows' scales are in different sets of the cache
 #define INLINE static inline __attribute__((always_inline))
+#define LINE 64                // bytes of a line of the cache
+#define MOST_INPUTS (1 << 18) // numbers of inputs that a thread has on its stack
 #define UNROLL _Pragma("GCC unroll 16")
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
@@ -51,8 +53,9 @@ extern int omp_get_num_threads(void) __attribute__((weak));
 struct product {
     const float *x, *bias; // without `x`, the weight is dequantised to `out`
     const char *codes, *scale, *minimum;
+    const char *ahead; // `size_ahead` bytes that are read after the product, and fetched to the cache during it
     float *out;
-    size_t tokens, features, inner, group;
+    size_t tokens, features, inner, group, size_ahead;
     int bits, wide_scale, wide_minimum, parallel; // `wide` numbers are float32, others float16
 };
 
@@ -145,11 +148,11 @@ INLINE void sum_products(size_t tokens, size_t rows, int bits, int has_minimum, 
     UNROLL for (size_t t = 0; t < tokens; t++) UNROLL for (size_t r = 0; r < rows; r++) total[t][r] = (vec){0};
     if (bits >= WIDE) {
         const size_t row = 4 * (bits >= PACKED ? LANES : w.inner), step = 4 * LANES * (bits >= PACKED ? ROWS : 1);
-        for (const float *end = x + w.inner; x != end; x += unit)
+        for (const float *end = x + w.inner * tokens; x != end; x += unit * tokens)
             UNROLL for (size_t k = 0; k < vectors; k++, codes += step) {
                 vec v[MOST];
                 UNROLL for (size_t t = 0; t < tokens; t++)
-                    v[t] = *(const loose_vec *)(x + t * w.inner + in_order(bits, k) * LANES);
+                    v[t] = *(const loose_vec *)(x + (in_order(bits, k) * tokens + t) * LANES);
                 UNROLL for (size_t r = 0; r < rows; r++) {
                     vec number = *(const loose_vec *)(codes + r * row);
                     UNROLL for (size_t t = 0; t < tokens; t++) ADD(total[t][r], number, v[t]);
@@ -157,17 +160,21 @@ INLINE void sum_products(size_t tokens, size_t rows, int bits, int has_minimum, 
             }
     } else
         for (size_t g = 0; g < w.inner / w.group; g++)
-            for (const float *end = x + w.group; x != end; x += unit, codes += unit * bits / 8, next += 16 * rows) {
-                vec scale[ROWS], minimum[ROWS];
-                UNROLL for (size_t r = 0; r < rows; r++) read_scale(bits, has_minimum, &w, r, g, &scale[r], &minimum[r]);
+            for (const float *end = x + w.group * tokens; x != end; x += unit * tokens, codes += unit * bits / 8) {
                 __builtin_prefetch(next);
-                UNROLL for (size_t first = 0; first < vectors; first += 2) UNROLL for (size_t r = 0; r < rows; r++)
-                    UNROLL for (size_t k = first; k < vectors && k < first + 2; k++) {
+                next += 16 * rows;
+                // The scales of all rows stay in registers for one token, and for more those of a row at a time.
+                const size_t step = tokens == 1 ? 2 : vectors;
+                UNROLL for (size_t first = 0; first < vectors; first += step) UNROLL for (size_t r = 0; r < rows; r++) {
+                    vec scale, minimum;
+                    read_scale(bits, has_minimum, &w, r, g, &scale, &minimum);
+                    UNROLL for (size_t k = first; k < vectors && k < first + step; k++) {
                         const size_t at = in_order(bits, k);
-                        vec number = dequantize(bits, at, codes + r * stride, scale[r], minimum[r]);
+                        vec number = dequantize(bits, at, codes + r * stride, scale, minimum);
                         UNROLL for (size_t t = 0; t < tokens; t++)
-                            ADD_READ(total[t][r], number, x + t * w.inner + at * LANES);
+                            ADD_READ(total[t][r], number, x + (at * tokens + t) * LANES);
                     }
+                }
             }
     UNROLL for (size_t t = 0; t < tokens; t++) UNROLL for (size_t r = 0; r < rows; r++) sum[t][r] = total[t][r];
 }
@@ -241,6 +248,19 @@ static void to_float32(const char *numbers, int is_wide, size_t first, size_t gr
     }
 }
 
+// Let the vectors of the same features follow each other in each block of `size` tokens: all are then at constant distances.
+static void interleave(const float *x, float *out, size_t tokens, size_t inner, size_t size) {
+    for (size_t first = 0; first < tokens; first += size) {
+        const size_t count = tokens - first < size ? tokens - first : size;
+        for (size_t i = 0; i < inner; i += LANES)
+            for (size_t t = first; t < first + count; t++, out += LANES)
+                *(loose_vec *)out = *(const loose_vec *)(x + t * inner + i);
+    }
+}
+
+// Return the first line of the memory ahead that is fetched with a feature: all features fetch equally many.
+INLINE size_t first_line(const struct product *p, size_t f) { return p->size_ahead / LINE * f / p->features; }
+
 INLINE void multiply_features(int bits, int has_minimum, summing *const *direct, summing *const *packed,
                               const struct product *p, size_t first, size_t end) {
     const size_t inner = p->inner, groups = inner / p->group, is_direct = bits != WIDE && p->tokens <= DIRECT;
@@ -249,6 +269,10 @@ INLINE void multiply_features(int bits, int has_minimum, summing *const *direct,
     float wide[is_packed ? ROWS * inner + LANES : LANES] ;
     float *aligned = (float *)(((uintptr_t)wide + 4 * LANES - 1) / (4 * LANES) * (4 * LANES));
     const size_t blocks = p->x ? (p->tokens + most - 1) / most : 1, size = (p->tokens + blocks - 1) / blocks;
+    float inputs[p->tokens > 1 ? p->tokens * inner + LANES : LANES];
+    const float *x = p->tokens > 1 ? (float *)(((uintptr_t)inputs + 4 * LANES - 1) / (4 * LANES) * (4 * LANES)) : p->x;
+    if (p->tokens > 1)
+        interleave(p->x, (float *)x, p->tokens, inner, size);
     for (size_t f = first; f < end; f += ROWS) {
         if (f + ROWS > p->features) // the last rows, some of them a second time
             f = p->features - ROWS;
@@ -256,6 +280,7 @@ INLINE void multiply_features(int bits, int has_minimum, summing *const *direct,
         to_float32(p->scale, p->wide_scale, f * groups, groups, scale);
         to_float32(p->minimum, p->wide_minimum, f * groups, groups, minimum);
         struct rows rows = {p->codes + f * inner * bits / 8, scale, minimum, inner, p->group};
+        for (size_t at = first_line(p, f); at < first_line(p, f + ROWS); at++) __builtin_prefetch(p->ahead + at * LINE, 0, 2);
         if (!p->x) {
             widen_rows(bits, has_minimum, &rows, p->out + f * inner, 0);
             continue;
@@ -266,7 +291,7 @@ INLINE void multiply_features(int bits, int has_minimum, summing *const *direct,
         }
         for (size_t t = 0; t < p->tokens; t += size) {
             const size_t count = p->tokens - t < size ? p->tokens - t : size;
-            multiply(is_packed ? packed : direct, count, is_direct ? AT_ONCE(count) : ROWS, bits, rows, p->x + t * inner,
+            multiply(is_packed ? packed : direct, count, is_direct ? AT_ONCE(count) : ROWS, bits, rows, x + t * inner,
                      bias, p->out + t * p->features + f, p->features);
         }
     }
@@ -278,18 +303,23 @@ static size_t first_of(size_t features, size_t index, size_t count) {
     return first < features ? first : features;
 }
 
-static void multiply_part(const struct product *p, size_t index, size_t count) {
-    size_t first = first_of(p->features, index, count), end = first_of(p->features, index + 1, count);
-    if (p->bits == WIDE)
-        multiply_features(WIDE, 0, sum_wide, NULL, p, first, end);
-    else if (p->bits == 4 && p->minimum)
-        multiply_features(4, 1, sum_4_minimum, sum_packed_4, p, first, end);
-    else if (p->bits == 4)
-        multiply_features(4, 0, sum_4, sum_packed_4, p, first, end);
-    else if (p->minimum)
-        multiply_features(8, 1, sum_8_minimum, sum_packed_8, p, first, end);
-    else
-        multiply_features(8, 0, sum_8, sum_packed_8, p, first, end);
+static void multiply_part(const struct product *whole, size_t index, size_t count) {
+    const size_t first = first_of(whole->features, index, count), end = first_of(whole->features, index + 1, count);
+    const size_t most = whole->inner < MOST_INPUTS ? MOST_INPUTS / whole->inner : 1;
+    struct product p = *whole;
+    for (size_t done = 0; done == 0 || done < whole->tokens; done += most, p.x += most * p.inner, p.out += most * p.features) {
+        p.tokens = whole->tokens - done < most ? whole->tokens - done : most;
+        if (p.bits == WIDE)
+            multiply_features(WIDE, 0, sum_wide, NULL, &p, first, end);
+        else if (p.bits == 4 && p.minimum)
+            multiply_features(4, 1, sum_4_minimum, sum_packed_4, &p, first, end);
+        else if (p.bits == 4)
+            multiply_features(4, 0, sum_4, sum_packed_4, &p, first, end);
+        else if (p.minimum)
+            multiply_features(8, 1, sum_8_minimum, sum_packed_8, &p, first, end);
+        else
+            multiply_features(8, 0, sum_8, sum_packed_8, &p, first, end);
+    }
 }
 
 static void multiply_share(void *argument) {
@@ -300,8 +330,8 @@ static void multiply_share(void *argument) {
 void grouped_product(const float *x, const char *codes, const char *scale, const char *minimum, const float *bias,
                      float *out, size_t tokens, size_t features, size_t inner, size_t group, int bits, int wide_scale,
                      int wide_minimum, int threads) {
-    struct product p = {x, bias, codes, scale, minimum, out, tokens, features, inner, group, bits, wide_scale, wide_minimum,
-                        threads > 1 && GOMP_parallel && omp_get_thread_num && omp_get_num_threads};
+    struct product p = {x, bias, codes, scale, minimum, NULL, out, tokens, features, inner, group, 0, bits, wide_scale,
+                        wide_minimum, threads > 1 && GOMP_parallel && omp_get_thread_num && omp_get_num_threads};
     if (p.parallel)
         GOMP_parallel(multiply_share, &p, threads, 0);
     else
