@@ -22,15 +22,13 @@ FORWARD: Mapping[str, Curve] = {
     "cpu": ((1, 1.0), (12, 1.06), (32, 1.2), (64, 1.48), (128, 2.0), (256, 3.2)),
 }
 # The same on a CPU for weights of `LARGE_BYTES` or more, by the bytes of a weight: SmolLM2-135M on one core. In
-# float32, matrix products of two and three tokens take longer than those of four.
+# float32, matrix products of two and three tokens take longer than those of four. 1 is for groups of 4 and 8 bits, of
+# any size: with AVX2 they are computed for longer than they are read, and in all as long as so many bytes in float32.
 LARGE_FORWARD: Mapping[int, Curve] = {
     4: ((1, 1.0), (2, 1.4), (4, 1.4), (6, 1.6), (12, 1.8), (26, 2.6), (64, 5.0), (256, 18.0)),
     2: ((1, 1.0), (2, 1.02), (4, 1.18), (6, 1.2), (12, 1.45), (26, 2.2), (64, 4.5), (256, 16.0)),
-    1: ((1, 1.0), (2, 1.2), (4, 1.6), (6, 2.0), (12, 3.1), (26, 6.2), (64, 15.0), (256, 50.0)),
+    1: ((1, 1.0), (2, 1.27), (3, 1.45), (4, 1.77), (6, 2.5), (12, 4.0), (26, 7.7), (64, 19.0), (256, 65.0)),
 }
-# Weights in groups of 4 or 8 bits are computed for longer than they are read, even for one token: a forward of SmolLM2
-# takes as long as one that reads so many times its bytes in float32, on a core with AVX2, whose curve is above.
-GROUPED = 2.5
 LARGE_BYTES = 2e8
 # The time that a level of a search adds on a CPU, by the beams of all rows: the boxed pair on one core.
 LEVEL: Curve = ((1, 0.06), (40, 0.19), (160, 0.53))
@@ -87,10 +85,10 @@ class StepCosts:
         share = draft / forward / depth
         if device != "cpu":
             return cls(FORWARD["cuda"], ((1, share),))
-        large = drafter = LARGE_FORWARD[min(itemsize, 4)]
-        if itemsize == 1:  # drafters and draft models are in float32 then
-            drafter, forward, share = LARGE_FORWARD[4], forward * GROUPED, share / GROUPED
-        much, level = min(forward / LARGE_BYTES, 1.0), tuple((n, share * time) for n, time in drafter)
+        large, grouped = LARGE_FORWARD[min(itemsize, 4)], itemsize == 1
+        much = 1.0 if grouped else min(forward / LARGE_BYTES, 1.0)
+        drafter = LARGE_FORWARD[4] if grouped else large  # drafters and draft models are in float32 then
+        level = tuple((n, share * time) for n, time in drafter)
         return cls(_between(FORWARD["cpu"], large, much), _between(LEVEL, level, much))
 
     def time_of(self, proposer: Proposer, rows: int, more: int = 0, cached: int = 0) -> float:

@@ -169,6 +169,12 @@ def test_drafts_lose_a_bounded_part_of_the_time_whatever_they_cost():
         assert lost <= ALLOWED + ALLOWED_SHARE * 400 + cost + 0.5, (trial, cost, right, rows)
 
 
+def test_a_drafter_in_float32_is_not_taken_to_be_cheap_next_to_a_base_of_4_bits():
+    """SmolLM2's takes twice the time of a step without it, for one draft, and gives 1.54 tokens."""
+    costs = StepCosts.assumed("cpu", draft=57e6, forward=97e6, depth=1, itemsize=1)
+    assert 1.6 < costs.time_of(search(1), 1) / costs.time_of(PLAIN, 1) < 2.2
+
+
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("cost", [1.3, 2.0])  # of a drafted step, in undrafted ones; less or more than is assumed
 def test_a_first_call_whose_drafts_are_all_rejected_is_hardly_slower_than_without_drafts(cost, rows):
@@ -213,4 +219,3 @@ def test_steps_of_a_base_in_groups_on_a_cpu_grow_with_their_nodes_more_than_thos
     for few, many in ((1, 4), (4, 12), (12, 64)):
         growths = [time_at(costs.forward, many) / time_at(costs.forward, few) for costs in (wide, grouped)]
         assert growths[0] < growths[1]
-    assert time_at(wide.level, 1) < time_at(grouped.level, 1) < 3 * time_at(wide.level, 1)  # 5.6 by their bytes
