@@ -21,10 +21,10 @@ from redrafter.attention.mask import additive_mask
 from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.decoder_parts import of_beams
 from redrafter.drafting.drafter_config import AnyDrafterConfig
-from redrafter.drafting.drafter_model import DrafterModel
+from redrafter.drafting.drafter_model import DrafterModel, refuse_differences
 from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.proposer import SearchProposer, State
-from redrafter.errors import CheckpointError, MismatchError, UnsupportedError
+from redrafter.errors import MismatchError, UnsupportedError
 from redrafter.features import ASSISTANT
 from redrafter.files.atomic_file import share_weights
 from redrafter.files.checkpoint_kind import load_error
@@ -137,11 +137,7 @@ class AssistantDrafter(DrafterModel):
                 )
         except Exception as error:
             raise load_error("drafter", source, error) from error
-        for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            if info[what]:
-                raise CheckpointError(
-                    f"{source} does not hold this drafter: {what.replace('_', ' ')} {', '.join(map(str, info[what]))}"
-                )
+        refuse_differences(info, source)
         return cls(AssistantConfig.from_dict(config), assistant.eval().requires_grad_(False))
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: object, **kwargs: object) -> None:

@@ -210,7 +210,9 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         """
         source = Path(name) / kwargs.get("subfolder", "") if os.path.isdir(name) else name
         check_drafter(source)
-        cls._check_type(source)
+        wanted = cls.config_class.model_type
+        if isinstance(source, Path) and (found := read_json(source / "config.json").get("model_type")) != wanted:
+            raise CheckpointError(f"{source} is a drafter of the type {found}, and this needs one of the type {wanted}")
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs["ignore_mismatched_sizes"] = True  # reported below with other differences
         place = name
@@ -226,24 +228,22 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
             raise load_error("drafter", source, error) from error
         model, info = loaded
         model.config.name_or_path = model.name_or_path = str(name)
-        wrong = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys")}
-        unexpected = wrong["unexpected_keys"]
-        wrong["unexpected_keys"] = [key for key in unexpected if not key.startswith(UNUSED_TENSORS)]
-        wrong["mismatched_keys"] = [
-            f"{key} of shape {tuple(saved)} instead of {tuple(expected)}"
-            for key, saved, expected in sorted(info["mismatched_keys"])
-        ]
-        for key, names in wrong.items():
-            if names:
-                raise CheckpointError(f"{name} does not hold this drafter: {key.replace('_', ' ')} {', '.join(names)}")
+        refuse_differences(info, name)
         return (model, info) if wants_info else model
 
-    @classmethod
-    def _check_type(cls, source: str | Path) -> None:
-        """Raise `CheckpointError` for a directory that holds a drafter of another type."""
-        wanted = cls.config_class.model_type
-        if isinstance(source, Path) and (found := read_json(source / "config.json").get("model_type")) != wanted:
-            raise CheckpointError(f"{source} is a drafter of the type {found}, and this needs one of the type {wanted}")
+
+def refuse_differences(info: Mapping[str, Any], name: object) -> None:
+    """Raise `CheckpointError` for tensors that transformers has not found, not expected or not been able to load."""
+    wrong = {
+        "missing keys": info["missing_keys"],
+        "unexpected keys": [key for key in info["unexpected_keys"] if not key.startswith(UNUSED_TENSORS)],
+        "mismatched keys": [
+            f"{key} of shape {tuple(x)} instead of {tuple(y)}" for key, x, y in info["mismatched_keys"]
+        ],
+    }
+    for what, names in wrong.items():
+        if names:
+            raise CheckpointError(f"{name} does not hold this drafter: {what} {', '.join(sorted(names))}")
 
 
 def round_head(head: nn.Module | None) -> GroupedWeight | None:

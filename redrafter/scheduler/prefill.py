@@ -199,11 +199,6 @@ def least_backlog(room: int) -> int:
     return 2 * room * TOKENS_PER_CHUNK if room > USUAL_ROOM else 0
 
 
-def choose_room(prompts: int, tokens: int, rooms: Sequence[int]) -> int:
-    """Return how many chunks a step needs room for, to read `tokens` tokens of `prompts` prompts or as many as fit."""
-    return next((room for room in rooms if prompts <= room and tokens <= room * TOKENS_PER_CHUNK), rooms[-1])
-
-
 def rope_length(target: Target, sequence: TokenSequence) -> int:
     """Return a lower bound on the length that selects RoPE frequencies of a prompt that may be read in chunks."""
     prompt = len(sequence.request.prompt)
@@ -417,7 +412,8 @@ class Prefiller:
             sequences = [each for each in sequences if each.admission.round == first][:MAX_GROUP]
         # However many tokens the trees have, some of a prompt are read, or it would wait for rows to end.
         most = max(self._limits.max_num_tokens - max(step_nodes), BLOCK_SIZE)
-        room = choose_room(len(sequences), min(_left(sequences), most), rooms)
+        chunks_left = -(-min(_left(sequences), most) // TOKENS_PER_CHUNK)
+        room = next((room for room in rooms if max(len(sequences), chunks_left) <= room), rooms[-1])
         budget = min(room * TOKENS_PER_CHUNK, most)
         if together:
             chunks = chunks_that_end_together(sequences, budget)
