@@ -132,7 +132,7 @@ def noisy_scores(logits: Tensor, temperature: Tensor, noise: Tensor, ids: Tensor
     rows, beams, vocab = logits.shape
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     _noisy_kernel[(rows * beams, triton.cdiv(vocab, CHUNK))](
-        logits.contiguous(), temperature, noise, None if ids is None else ids.contiguous(), out,
+        logits.contiguous(), temperature, noise, ids, out,
         beams, vocab, noise.stride(0), 0 if ids is None or ids.dim() == 1 else vocab,
         CHUNK=CHUNK, NAMED=ids is not None, num_warps=8,
     )  # fmt: skip

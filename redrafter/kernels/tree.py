@@ -233,10 +233,7 @@ def _hold_kernel(
 def hold_best(
     tokens: Tensor, parents: Tensor, depth: Tensor, score: Tensor, total: int, *, by_row: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Move nodes as `redrafter.tree.token_tree.hold_best` does, with the same arguments and results.
-
-    With `by_row`, the best `total` nodes of each row are kept, as `keep_best` there does, and no others.
-    """
+    """Move nodes as `redrafter.tree.token_tree.hold_best` does, with the same arguments and results."""
     rows, nodes = score.shape
     score, width = score.contiguous(), total if by_row else nodes
     moved_to, counts = score.new_empty(rows, nodes, dtype=torch.int32), tokens.new_empty(rows)

@@ -28,7 +28,7 @@ from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.sequence import Stats
 from redrafter.tree.accept import accept
 from redrafter.tree.sizes import TreeShape
-from redrafter.tree.token_tree import Tree, keep_best
+from redrafter.tree.token_tree import Tree, hold_best
 
 MAX_BATCH_TEXTS = 16  # texts in one forward of the base
 MAX_BATCH_POSITIONS = 1024  # positions in one call of the drafter
@@ -94,7 +94,7 @@ def _kept(lattice: Tree, score: Tensor, shape: TreeShape) -> Tensor:
     if shape.beams == 1:  # rounding may put a node of a chain above its parent
         return (torch.arange(count, device=score.device) < shape.node_budget).expand(len(score), -1)
     tokens, parents, depth, score = (x[:, :count] for x in (lattice.tokens, lattice.parents, lattice.depth, score))
-    *_, best = keep_best(tokens, parents, depth, score, min(shape.node_budget, count))
+    *_, best, _ = hold_best(tokens, parents, depth, score, min(shape.node_budget, count), by_row=True)
     return torch.zeros_like(score, dtype=torch.bool).scatter(1, best, True)
 
 

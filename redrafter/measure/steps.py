@@ -96,13 +96,8 @@ class OneProposer:
 
     def __init__(self, engine: Engine, proposer: Proposer, sized_for: int = SHARING_ROWS):
         """Create the models; `sized_for` is the batch size that the proposer's shared nodes are meant for."""
-        self._sized_for = sized_for
-        self.target, self.undrafted, self.proposer, self.draft_model = (
-            engine.target,
-            engine.undrafted,
-            proposer,
-            proposer.model,
-        )
+        self._sized_for, self.target, self.undrafted = sized_for, engine.target, engine.undrafted
+        self.proposer, self.draft_model = proposer, proposer.model
         self.draft_vocabulary = None if proposer.model is None else engine.draft_vocabulary
         self.rejection_sampling, self.logits_reader = engine.rejection_sampling, engine.logits_reader
 

@@ -80,31 +80,6 @@ class PrefillPace:
         self.tokens = min(max(round(fitting), MIN_FORWARD_TOKENS), self._max_num_tokens)
 
 
-class _ForwardPlan:
-    """The chunks of the next forward, while they are being chosen."""
-
-    def __init__(self, padded: bool):
-        self._padded = padded
-        self.counts: dict[TokenSequence, int] = {}
-        self._total = self._longest = 0
-
-    def add(self, sequence: TokenSequence, budget: int, whole: bool) -> None:
-        """Add as many tokens of a prompt as a forward of `budget` tokens has room for. whole: all tokens or none."""
-        before = self.counts.get(sequence, 0)
-        free = budget - self._total + before
-        # Every row of a padded forward costs as many tokens as the longest one.
-        if self._padded:
-            free = budget // (len(self.counts) + (sequence not in self.counts))
-            if self._longest > free:
-                return
-        left = sequence.prefill_length - sequence.prefilled
-        count = min(left, free)
-        if count > before and not (whole and count < left):
-            self.counts[sequence] = count
-            self._total += count - before
-            self._longest = max(self._longest, count)
-
-
 def choose_chunks(prefilling: Sequence[TokenSequence], budget: int, padded: bool, chunked: bool) -> list[list[Chunk]]:
     """Choose which prompts are read next, and how many tokens of each.
 
@@ -115,20 +90,36 @@ def choose_chunks(prefilling: Sequence[TokenSequence], budget: int, padded: bool
     With `padded`, each sequence costs as many tokens as the longest one. Without `chunked`, prompts are read
     whole, the one that was admitted first however long it is: in a second forward where it is longer than `budget`.
     """
-    plan = _ForwardPlan(padded)
-    prefilling = sorted(
-        prefilling, key=lambda sequence: sequence.request.priority
-    )  # else in the order of their admission
+    counts = dict[TokenSequence, int]()
+    total = longest = 0
+
+    def add(sequence: TokenSequence, budget: int) -> None:
+        """Add as many tokens of a prompt as a forward of `budget` has room for; without `chunked`, all or none."""
+        nonlocal total, longest
+        before = counts.get(sequence, 0)
+        free = budget - total + before
+        # Every row of a padded forward costs as many tokens as the longest one.
+        if padded:
+            free = budget // (len(counts) + (sequence not in counts))
+            if longest > free:
+                return
+        left = sequence.prefill_length - sequence.prefilled
+        count = min(left, free)
+        if count > before and (chunked or count == left):
+            counts[sequence], total, longest = count, total + count - before, max(longest, count)
+
+    # Those of a priority are in the order of their admission.
+    prefilling = sorted(prefilling, key=lambda sequence: sequence.request.priority)
     # The first half of the budget goes to the shortest prompts.
     for sequence in sorted(prefilling, key=lambda s: (s.request.priority, s.prefill_length - s.prefilled)):
-        plan.add(sequence, max(budget // 2, 1), whole=not chunked)
+        add(sequence, max(budget // 2, 1))
     for sequence in prefilling:
         # The second pass may also enlarge chunks of the first one, with tokens that short prompts left over.
-        plan.add(sequence, budget, whole=not chunked)
-    forwards = [sorted(plan.counts.items(), key=lambda chunk: chunk[0].admission.arrival)] if plan.counts else []
+        add(sequence, budget)
+    forwards = [sorted(counts.items(), key=lambda chunk: chunk[0].admission.arrival)] if counts else []
     oldest = prefilling[0]
     # Without chunks, a prompt longer than the budget would never fit, so the oldest one gets a separate forward.
-    if oldest not in plan.counts and not chunked:
+    if oldest not in counts and not chunked:
         forwards.append([(oldest, oldest.prefill_length - oldest.prefilled)])
     return forwards
 

@@ -311,16 +311,15 @@ class Scheduler:
         # Other schedulers share the graphs' memory, so outputs are copied before the lock is released.
         with self._ending(lambda: [s for s in (*rows, *reading) if not s.ended]), lock:
             prompts = self.prefiller.choose_mixed(mixed, len(rows), self.batch.step_nodes)
-            chunks = prompts.chunks
             # After the choice: only the chosen sequences are affected by an error.
-            reading = [sequence for sequence, _ in chunks]
+            reading = [sequence for sequence, _ in prompts.chunks]
             step, output = self.batch.step(prompts)
             self._launch(step)
-            if not chunks:
+            if not reading:
                 return
             # Prompts that the step has read to their ends take part in the next one.
             assert output.chunk_ends is not None
-            read = self.prefiller.finish_mixed(chunks, output.chunk_ends, self.batch.caches)
+            read = self.prefiller.finish_mixed(prompts.chunks, output.chunk_ends, self.batch.caches)
             if read is not None and (first := self._start_decoding(read)):
                 self._launch(LaunchedForward(first))
 

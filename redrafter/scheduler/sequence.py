@@ -236,8 +236,7 @@ class TokenSequence:
     @property
     def may_end(self) -> bool:
         """Return whether the launched forwards end it, if they draw as many tokens as its steps before, or one each."""
-        drawn = self.launched * max(self.stats.tokens_per_step, 1)
-        return self.written + drawn >= self.request.max_new_tokens
+        return self.written + self.launched * max(self.stats.tokens_per_step, 1) >= self.request.max_new_tokens
 
     @property
     def inputs(self) -> dict[Feature, int]:

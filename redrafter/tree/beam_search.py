@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from redrafter import kernels
 from redrafter.parallel.ranks import Ranks
-from redrafter.tree.token_tree import Tree, chain, eligible_scores, keep_best, share_nodes, tree_of
+from redrafter.tree.token_tree import Tree, chain, eligible_scores, hold_best, share_nodes, tree_of
 
 CPU_NODE_BUDGET = 12  # nodes; on a CPU each costs arithmetic. Best or nearly for the boxed pair, see docs/benchmarks.md
 
@@ -143,11 +143,10 @@ def beam_search(
     elif nodes >= count:
         tree = tree_of(*lattice, max_depth=len(tokens) - 1, width=beams)
     else:
-        kept_tokens, parents, depths, slots = keep_best(*lattice, score, nodes)
+        kept_tokens, parents, depths, slots, _ = hold_best(*lattice, score, nodes, by_row=True)
         score = score.gather(1, slots)
-        kept = tree_of(kept_tokens, parents, depths, max_depth=len(tokens) - 1, width=beams)
         # The draft model has stored the whole lattice, where a kept node keeps its slot.
-        tree = replace(kept, slots=slots)
+        tree = replace(tree_of(kept_tokens, parents, depths, len(tokens) - 1, width=beams), slots=slots)
     if shared is not None and shared < score.numel():
         tree = share_nodes(tree, score, shared)
     return tree

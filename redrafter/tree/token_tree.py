@@ -169,37 +169,6 @@ def chain(tokens: Tensor) -> Tree:
     )
 
 
-def keep_best(
-    tokens: Tensor, parents: Tensor, depth: Tensor, score: Tensor, nodes: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Select the nodes of highest score, in depth-major order, with parents renumbered.
-
-    Args:
-        tokens: Token of each node, `[B, N]` int64.
-        parents: Index of each node's parent, `[B, N]` int64.
-        depth: Depth of each node, `[B, N]` int64.
-        score: Score of each node, `[B, N]`; highest at the root and never higher than the parent's.
-        nodes: How many to keep.
-
-    Returns:
-        Tokens, parents and depths of the kept nodes, and their indices before, `[B, nodes]` int64 each.
-    """
-    if kernels.TRITON and score.is_cuda:
-        return kernels.tree.hold_best(tokens, parents, depth, score, nodes, by_row=True)[:4]
-    # Stable: on an exact tie the parent, which comes first, is kept, so the result is a tree.
-    order = score.sort(dim=1, descending=True, stable=True).indices[:, :nodes]
-    kept = order.sort(dim=1).values  # [B, nodes], depth-major again
-    return *_take(tokens, parents, depth, kept), kept
-
-
-def _take(tokens: Tensor, parents: Tensor, depth: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens, parents and depths of the nodes `kept`, `[B, M]` int64, in that order, with parents renumbered."""
-    renumber = torch.zeros_like(parents).scatter_(
-        1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
-    )
-    return tokens.gather(1, kept), renumber.gather(1, parents.gather(1, kept)), depth.gather(1, kept)
-
-
 def eligible_scores(score: Tensor, eligible: Tensor) -> Tensor:
     """Return scores `[B, N]` with -inf in place of NaN, and at nodes that are not `eligible`, `[B, N]` bool."""
     # A sort in descending order would put NaN first.
@@ -220,20 +189,19 @@ def share_nodes(tree: Tree, score: Tensor, total: int) -> Tree:
     Returns:
         The ragged tree, whose verified nodes come first in each row.
     """
-    hold = kernels.tree.hold_best if kernels.TRITON and score.is_cuda else hold_best
-    tokens, parents, depth, _, counts = hold(tree.tokens, tree.parents, tree.depth, score, total)
-    if not tree.branches:  # a chain: the nodes that are held are the first ones already
-        return replace(tree, counts=counts, total=total)
-    shared = tree_of(tokens, parents, depth, max_depth=tree.levels, width=tree.width)
-    return replace(shared, counts=counts, total=total)
+    tokens, parents, depth, _, counts = hold_best(tree.tokens, tree.parents, tree.depth, score, total)
+    if tree.branches:  # the nodes of a chain that are held are the first ones already
+        tree = tree_of(tokens, parents, depth, max_depth=tree.levels, width=tree.width)
+    return replace(tree, counts=counts, total=total)
 
 
 def hold_best(
-    tokens: Tensor, parents: Tensor, depth: Tensor, score: Tensor, total: int
+    tokens: Tensor, parents: Tensor, depth: Tensor, score: Tensor, total: int, *, by_row: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Move the best `total` nodes of all rows to the front of their rows, where they keep their order.
 
-    They are the root of each row, and then those of highest score. This is the reference of a kernel for GPUs.
+    They are the root of each row, and then those of highest score. With `by_row`, they are those of each row, and no
+    others are returned.
 
     Args:
         tokens: Token of each node, `[B, N]` int64.
@@ -241,21 +209,25 @@ def hold_best(
         depth: Depth of each node, `[B, N]` int64.
         score: Score of each node, `[B, N]`; never higher than the parent's, and no NaN.
         total: Nodes to hold.
+        by_row: Whether each row holds so many.
 
     Returns:
         Tokens, parents and depths of the moved nodes, their indices before, and how many of each row are held, `[B]`
         int64.
     """
+    if kernels.TRITON and score.is_cuda:
+        return kernels.tree.hold_best(tokens, parents, depth, score, total, by_row=by_row)
     rows, nodes = score.shape
-    first = torch.arange(nodes, device=score.device) == 0
+    index = torch.arange(nodes, device=score.device)
     # A root is kept for any score, as its logits give the row's next token.
-    ranked = score.masked_fill(first, torch.inf).flatten()
-    best = ranked.sort(descending=True, stable=True).indices[:total]  # on a tie, a parent before its child
-    held = torch.zeros(rows * nodes, dtype=torch.long, device=score.device).index_fill_(0, best, 1).view(rows, nodes)
-    counts = held.sum(dim=1)
+    ranked = score.masked_fill(index == 0, torch.inf).view((rows, nodes) if by_row else (1, rows * nodes))
+    best = ranked.sort(dim=1, descending=True, stable=True).indices[:, :total]  # on a tie, a parent before its child
+    held = torch.zeros_like(ranked, dtype=torch.long).scatter_(1, best, 1).view(rows, nodes)
     # Stable, so that parents stay before their children.
-    order = held.sort(dim=1, descending=True, stable=True).indices
-    return *_take(tokens, parents, depth, order), order, counts
+    order = held.sort(dim=1, descending=True, stable=True).indices[:, : total if by_row else nodes]
+    renumber = torch.zeros_like(parents).scatter_(1, order, index[: order.shape[1]].expand_as(order))
+    moved = tokens.gather(1, order), renumber.gather(1, parents.gather(1, order)), depth.gather(1, order)
+    return *moved, order, held.sum(dim=1)
 
 
 def token_order(counts: Tensor, nodes: int, total: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ from redrafter.tree.token_tree import (
     Tree,
     chain,
     eligible_scores,
-    keep_best,
+    hold_best,
     nodes_by_level,
     share_nodes,
     tree_of,
@@ -43,8 +43,9 @@ def test_keeping_the_best_nodes_renumbers_parents():
     tokens = torch.tensor([[9, 1, 2, 3, 4]])
     parents, depth = torch.tensor([[0, 0, 0, 1, 2]]), torch.tensor([[0, 1, 1, 2, 2]])
     score = torch.tensor([[0.0, -3.0, -1.0, -4.0, -2.0]])
-    kept = keep_best(tokens, parents, depth, score, 3)
+    *kept, counts = hold_best(tokens, parents, depth, score, 3, by_row=True)
     assert [x.tolist() for x in kept] == [[[9, 2, 4]], [[0, 0, 1]], [[0, 1, 2]], [[0, 2, 4]]]
+    assert counts.tolist() == [3]
 
 
 def random_trees(rows: int, nodes: int) -> tuple[Tree, torch.Tensor]:

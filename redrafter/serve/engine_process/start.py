@@ -28,9 +28,6 @@ PROGRAM = (
     "from redrafter.app.program import import_libraries; "
     "import_libraries('redrafter.serve.engine_process.process').main(int(sys.argv[1]))"
 )
-# For which a thread waits for another that computes, before it is given Python's lock. By default it is 5 ms, which a
-# first token waited for while the next step was prepared.
-SWITCH_SECONDS = 0.5e-3
 END_SECONDS = 5.0  # time for the process to end once the connection is closed
 
 
@@ -73,7 +70,8 @@ class Channel:
     """
 
     def __init__(self, connection: Connection):
-        sys.setswitchinterval(SWITCH_SECONDS)
+        # By default a thread waits 5 ms for Python's lock while another computes: so long first tokens were not sent.
+        sys.setswitchinterval(0.5e-3)
         self._connection = connection
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="redrafter-channel", daemon=True)
