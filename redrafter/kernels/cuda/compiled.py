@@ -13,7 +13,7 @@ from redrafter.kernels.launch import capability, shared_memory, supports_depende
 
 DRIVER = "libcuda.so.1"
 MAX_SHARED_MEMORY, SHARED_MEMORY_SHARE = 8, 9  # attributes of functions, by the numbers of CUDA's headers
-OTHER_CONTEXT = (201, 400)  # errors of a launch where no context is current in the thread, or that of another GPU
+INVALID_CONTEXT = 201
 DEPENDENT_LAUNCH = 6  # attribute of launches
 
 
@@ -104,9 +104,9 @@ class Kernel:
             self._follows,
         )
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        status = _driver().cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None)
-        if status in OTHER_CONTEXT:
-            with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device):  # another one may be current
+            status = _driver().cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None)
+            if status == INVALID_CONTEXT:
                 _enter(self.device)
                 status = _driver().cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None)
         _check(status, "launch a kernel")
