@@ -108,14 +108,13 @@ def sample_tokens(logits: Tensor, temperature: Tensor, noise: Tensor | None, dep
 
 @triton.jit(do_not_specialize=["beams"])
 def _noisy_kernel(
-    LOGITS, TEMPERATURE, NOISE, IDS, OUT, beams, vocab, noise_stride, ids_stride,
-    CHUNK: tl.constexpr, NAMED: tl.constexpr,
-):  # fmt: skip
+    LOGITS, TEMPERATURE, NOISE, IDS, OUT, beams, vocab, noise_row, ids_row, CHUNK: tl.constexpr, NAMED: tl.constexpr
+):
     """Write the scores of one chunk of ids of one beam."""
     beam, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     row, inside = beam // beams, at < vocab
-    ids = tl.load(IDS + beam * ids_stride + at, inside, 0) if NAMED else at
-    noise = tl.load(NOISE + row * noise_stride + ids, inside, 0.0)
+    ids = tl.load(IDS + beam * ids_row + at, inside, 0) if NAMED else at
+    noise = tl.load(NOISE + row * noise_row + ids, inside, 0.0)
     x = tl.load(LOGITS + beam * vocab + at, inside, 0.0).to(tl.float32)
     tl.store(OUT + beam * vocab + at, x / tl.load(TEMPERATURE + row) + noise, inside)
 
@@ -132,8 +131,7 @@ def noisy_scores(logits: Tensor, temperature: Tensor, noise: Tensor, ids: Tensor
     rows, beams, vocab = logits.shape
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     _noisy_kernel[(rows * beams, triton.cdiv(vocab, CHUNK))](
-        logits.contiguous(), temperature, noise, ids, out,
-        beams, vocab, noise.stride(0), 0 if ids is None or ids.dim() == 1 else vocab,
-        CHUNK=CHUNK, NAMED=ids is not None, num_warps=8,
+        logits.contiguous(), temperature, noise, ids, out, beams, vocab, noise.stride(0),
+        0 if ids is None or ids.dim() == 1 else vocab, CHUNK=CHUNK, NAMED=ids is not None, num_warps=8,
     )  # fmt: skip
     return out
