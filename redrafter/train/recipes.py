@@ -7,7 +7,7 @@ follow the base (`init_drafter.new_config`).
 from dataclasses import dataclass
 from typing import Any
 
-SMALL_BASE = 1_000_000_000  # parameters; the recipes were measured at 135M, so the border between them is a judgement
+SMALL_BASE = 3_000_000_000  # parameters; small was measured at 135M and 1.5B, large at 135M alone
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ RECIPES = {
             "save_dtype": "bfloat16",
         },
         "on SmolLM2-135M-Instruct, accepted length 3.84 greedily and 2.67 at T=1 (MT-Bench) after two passes over 30M "
-        "tokens of its own text, 6.3 minutes of a shared H200 with --compile --mixed-precision bf16",
+        "tokens of its own text, 6.3 minutes of a shared H200 with --compile --mixed-precision bf16; on "
+        "Qwen2.5-Coder-1.5B-Instruct 5.12 and 4.55 (HumanEval) after 2.2 passes over 23M tokens, 9 minutes of an H200",
     ),
     "large": Recipe(
         f"bases of {SMALL_BASE // 10**9}B parameters and more, on GPUs",
