@@ -101,6 +101,8 @@ class Pair:
         # Before `load_engine`: an invalid template is reported without waiting for weights.
         tokenizer = load_chat_tokenizer(name, options, trust_remote_code=options.trust_remote_code)
         engine = load_engine(method, name, options, draft)
+        if (device := engine.target.device).type == "cuda":
+            torch.cuda.set_device(device)  # for what a command computes outside calls of the engine
         return cls(name, method, drafting_model_name(method, name, options, draft), tokenizer, engine)
 
     def trial(self, options: GenerationOptions, **more: Any) -> Trial:

@@ -17,6 +17,11 @@ def made_on_host() -> AbstractContextManager[object]:
     return nullcontext() if host else torch.device("cpu")  # a device context slows each call of torch a little
 
 
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which a GPU is this thread's current one: Triton and CUDA graphs use no other."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def to_device(values: Tensor | Sequence[object], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Return a copy of `values` on a device, in order with the work that was launched there before.
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from redrafter.cache.to_device import on_device
 from redrafter.engine.arguments import OwnArguments, PreparedCall
 from redrafter.engine.call import GenerateCall, GenerateOutput
 from redrafter.engine.request import CallRequest
@@ -161,10 +162,13 @@ class AsyncCalls:
             self._scheduler.submit(*pending.sequences)
             self._calls.append(pending)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run_rounds, name="redrafter-async", daemon=True)
+                self._thread = threading.Thread(target=self._run_thread, name="redrafter-async", daemon=True)
                 self._thread.start()
 
-    @torch.inference_mode()
+    def _run_thread(self) -> None:
+        with torch.inference_mode(), on_device(self._scheduler.engine.target.device):
+            self._run_rounds()
+
     def _run_rounds(self) -> None:
         scheduler = self._scheduler
         while True:

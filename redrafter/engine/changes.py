@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from redrafter.cache.to_device import on_device
 from redrafter.checkpoints.adapters import read_adapter
 from redrafter.checkpoints.drafters import check_fits_target
 from redrafter.checkpoints.weights import read_weights
@@ -286,7 +287,8 @@ class Changeable:
             raise ArgumentError(f"the name of an adapter must be a non-empty string, got {name!r}")
         weights = path if isinstance(path, LoraWeights) else self.target.ranks.together(lambda: read_adapter(path))
         memory = (self.lender or self).memory
-        with nullcontext() if memory is None else memory.lock:  # so that no step is captured in the meantime
+        # The lock keeps steps from being captured in the meantime.
+        with nullcontext() if memory is None else memory.lock, on_device(self.target.device):
             self.target.adapters.load(name, weights, self.options.max_loras, self.options.max_lora_rank)
 
     def load_adapters(self, adapters: Mapping[str, str | Path] | None) -> None:
@@ -359,7 +361,7 @@ class Changeable:
     @contextmanager
     def calling(self, *, speculate: bool) -> Iterator[None]:
         """Enter a context in which a call is decoded with the models' current weights, and no change is made."""
-        with self._gates() as shared:
+        with self._gates() as shared, on_device(self.target.device):
             if self.asleep:
                 raise ArgumentError("the engine is asleep and decodes nothing: call wake() first")
             self.follow_changes(speculate=speculate)
@@ -367,7 +369,8 @@ class Changeable:
             for each in shared:
                 each.calls += 1
         try:
-            yield
+            with on_device(self.target.device):
+                yield
         finally:
             with self._gates() as shared:
                 for each in shared:

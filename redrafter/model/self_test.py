@@ -26,6 +26,7 @@ from redrafter import kernels
 from redrafter.cache.dense import CACHE_NAME, DenseCache, cache_argument
 from redrafter.cache.kv_cache import KVCache, LayerShape, states_of
 from redrafter.cache.paged import KVCachePool, PagedCache
+from redrafter.cache.to_device import on_device
 from redrafter.errors import CheckpointError, UnsupportedError, first_line
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.float32_mode import HALF, InFloat32
@@ -477,7 +478,7 @@ class CacheSupport:
         if self._passed.find("paged") is not None:
             return Support()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), on_device(bound.device):
                 stored = [replace(shape, source=None) for shape in self.paged_shapes]
                 self._self_test.run_trials(self.paged_shapes, self._new_paged, far=stored == self.shapes)
         except UnsupportedError as error:

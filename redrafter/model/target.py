@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from redrafter.cache.dense import DenseCache
 from redrafter.cache.kv_cache import KVCache, LayerShape
-from redrafter.cache.to_device import made_on_host
+from redrafter.cache.to_device import made_on_host, on_device
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, first_line
 from redrafter.features import (
     BATCH_INVARIANCE,
@@ -114,7 +114,7 @@ class Target(BoundModel):
         check_autocast(self.device)
         # Not in inference mode: some quantisers make the weights in the first forward, for good.
         self._state = ModelState.from_model(model)
-        with torch.no_grad(), made_on_host(), ModelPatch() as patch:
+        with torch.no_grad(), made_on_host(), on_device(self.device), ModelPatch() as patch:
             patch.run_uncompiled(self._state.compiled)
             self._bind(passed)
         warn_of_rounding(model.config, self.name, self.rounding)

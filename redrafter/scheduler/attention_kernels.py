@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.paged import KVCachePool, PagedCache
+from redrafter.cache.to_device import on_device
 from redrafter.drafting.proposer import SearchProposer
 from redrafter.drafting.tree_choice import WIDTHS
 from redrafter.errors import first_line
@@ -137,7 +138,7 @@ class AttentionKernels(TorchDispatchMode):
     @staticmethod
     @torch.inference_mode()  # which holds in one thread alone, as the device does
     def _launch(run: Callable[[], object], device: torch.device) -> None:
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with on_device(device):
             run()
 
     @staticmethod

@@ -289,3 +289,17 @@ def test_rows_that_share_nodes_draw_in_captured_steps_as_without_drafts(compile,
     how = {"max_new_tokens": 40, "eos_token_id": None} | setting
     drafted, plain = (engine.generate(ids, mask, speculate=speculate, **how) for speculate in (True, False))
     assert torch.equal(drafted, plain)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_an_engine_writes_the_same_on_a_gpu_that_is_not_current():
+    def texts(device: str) -> list[torch.Tensor]:
+        target, drafter = Target(tiny_model("llama").to(device)), tiny_drafter().to(device)
+        engine = ReDrafter(target, drafter, TreeShape(5, 5, 999), options=EngineOptions(**SHARE))
+        ids, mask = (x.to(device) for x in uneven_batch())
+        calls = engine.generate(ids, mask, **GREEDY), asyncio.run(engine.agenerate(ids, mask, **GREEDY))
+        return [text.cpu() for text in calls]
+
+    first, second = texts("cuda:0"), texts("cuda:1")
+    assert torch.cuda.current_device() == 0
+    assert all(map(torch.equal, first, second))

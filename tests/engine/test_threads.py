@@ -5,11 +5,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+import redrafter.engine.async_calls
+import redrafter.engine.changes
+import redrafter.model.self_test
+import redrafter.model.target
+from helpers.adapters import saved
 from helpers.dflash import random_block_drafter
 from helpers.drafters import random_drafter
 from helpers.features import sized
@@ -225,3 +231,34 @@ def test_a_call_whose_deadline_passes_while_it_waits_returns_its_prompts(waiting
     assert torch.equal(out, prompts(1, 9))
     assert waiting.is_set()
     assert not engine.memory.turns
+
+
+def test_all_that_runs_on_a_gpu_finds_it_current(monkeypatch, tmp_path):
+    current, found, forward = threading.local(), list[bool](), torch.nn.Embedding.forward
+
+    @contextmanager
+    def on_device(device: torch.device) -> Iterator[None]:
+        before, current.inside = getattr(current, "inside", False), True
+        yield
+        current.inside = before
+
+    def noted(self: torch.nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
+        found.append(getattr(current, "inside", False))
+        return forward(self, ids)
+
+    for module in (
+        redrafter.model.target,
+        redrafter.model.self_test,
+        redrafter.engine.changes,
+        redrafter.engine.async_calls,
+    ):
+        monkeypatch.setattr(module, "on_device", on_device)
+    model = tiny_model("llama")
+    _, adapter = saved(tmp_path)
+    monkeypatch.setattr(torch.nn.Embedding, "forward", noted)
+    engine = with_tree(model, tiny_drafter(), 3, 3)
+    engine.generate(uneven_batch()[0], max_new_tokens=4)
+    engine.load_adapter("it", adapter)
+    asyncio.run(engine.agenerate(uneven_batch()[0], max_new_tokens=4, adapter="it"))
+    assert found
+    assert all(found)

@@ -14,6 +14,7 @@ from typing import NoReturn, TypeAlias
 
 import psutil
 
+from redrafter.cache.to_device import on_device
 from redrafter.checkpoints.adapters import read_adapter
 from redrafter.engine.changes import ChangeDrafter, Sleep, UpdateWeights, Wake
 from redrafter.engine.engine import Engine
@@ -190,6 +191,10 @@ class Worker:
                 self.scheduler.engine.target.adapters.release(adapter)
 
     def _run(self) -> None:
+        with on_device(self.scheduler.engine.target.device):
+            self._run_rounds()
+
+    def _run_rounds(self) -> None:
         try:
             while self._continues():
                 if self._broken is not None:
