@@ -20,7 +20,7 @@ from redrafter.model.target import Target
         (random_head, {"_finish", "_carry"}),
         (random_block_drafter, {"_remember"}),
         (lambda: tiny_drafter(context_window=4), {"_remember"}),
-        (None, {"_remember"}),
+        (None, {"remember"}),
     ],
     ids=["EAGLE-3", "DFlash", "recurrent", "MTP"],
 )
