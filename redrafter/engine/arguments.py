@@ -180,8 +180,10 @@ def prepare_call(
             **images,
             **kwargs,
         )
-    except (ValueError, TypeError, ImportError) as error:
+    except (ValueError, ImportError) as error:
         raise ArgumentError(str(error)) from error
+    except TypeError as error:  # of transformers' own code, which names no argument
+        raise ArgumentError(f"one of {', '.join(generation_kwargs)} has a wrong type: {error}") from error
     except (RuntimeError, IndexError) as error:
         if not images or isinstance(error, torch.OutOfMemoryError):
             raise
