@@ -227,7 +227,8 @@ class Scheduler:
                 self.batch.update_block_tables(grown)
             # Processors on the host need all tokens. Where the step in flight will probably end all rows, the next one
             # would be wasted, and a new prompt would wait for it.
-            if self.batch.asks_host or all(sequence.may_end for sequence in self.batch.rows):
+            rows = self.batch.rows
+            if self.batch.asks_host or (rows and all(sequence.may_end for sequence in rows)):
                 self.settle()
             older = len(self._launched)
             mixed = self._mixed_sequences()
