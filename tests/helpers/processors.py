@@ -51,6 +51,8 @@ class TokenPenalties(LogitsProcessor):
 def in_their_terms(arguments: dict[str, Any], width: int) -> dict[str, Any]:
     """Return arguments of `generate` as `model.generate` takes them, after prompts of `width` tokens."""
     others, own = split_own(arguments)
+    if bias := own.pop("logit_bias", None):
+        others["sequence_bias"] = {(token,): value for token, value in bias.items()}
     if own:
         penalties = TokenPenalties(own.get("frequency_penalty", 0.0), own.get("presence_penalty", 0.0), width)
         others["logits_processor"] = [penalties]
