@@ -23,11 +23,11 @@ from redrafter.engine.prompt_lookup import PromptLookup
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.errors import ArgumentError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
-from redrafter.measure.record import UNDRAFTED
+from redrafter.measure.record import PROMPT_LOOKUP, UNDRAFTED
 from redrafter.model.target import Target
 from redrafter.parallel.launched import launched_processes, process_rank
 
-DRAFTER, RECYCLED, DRAFT_MODEL, PROMPT_LOOKUP = "drafter", "recycled tokens", "draft model", "prompt lookup"
+DRAFTER, RECYCLED, DRAFT_MODEL = "drafter", "recycled tokens", "draft model"
 # Modules of the compiler of models, and of the processes in which it compiles kernels.
 COMPILER, COMPILER_PROCESSES = "torch._inductor.compile_fx", "torch._inductor.async_compile"
 

@@ -12,7 +12,6 @@ from typing import Any
 from redrafter.app.engines import (
     DRAFT_MODEL,
     DRAFTER,
-    PROMPT_LOOKUP,
     RECYCLED,
     check_method_options,
     drafting_model_name,
@@ -41,7 +40,7 @@ from redrafter.measure.decode import DEFAULT_BATCH_SIZE as ANSWERED_AT_ONCE
 from redrafter.measure.decode import PromptIds, Texts, pad_token_of, repeated_share, write_texts
 from redrafter.measure.differences import ROUNDS_INSIDE
 from redrafter.measure.prompts import PromptSource, encode, read_prompts
-from redrafter.measure.record import UNDRAFTED, Record, Records, conditions
+from redrafter.measure.record import PROMPT_LOOKUP, UNDRAFTED, Record, Records, conditions
 from redrafter.measure.replay import ReplayStats, name_tree, replay
 from redrafter.measure.steps import StepWork, copy_bandwidth, measure_step
 from redrafter.measure.table import SPEED, draw, format_markdown, format_records, table_of, write_csv

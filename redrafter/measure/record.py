@@ -21,6 +21,7 @@ from redrafter.scheduler.sequence import Stats
 from redrafter.version import __version__
 
 UNDRAFTED = "undrafted"  # the mode without drafts
+PROMPT_LOOKUP = "prompt lookup"  # the mode whose drafts are copies from the text
 
 
 @dataclass
@@ -173,7 +174,5 @@ def drafts_left_out(stats: Stats, mode: str) -> str:
     if mode == UNDRAFTED or 2 * stats.undrafted_steps <= stats.steps:
         return ""
     gain = "" if stats.accepted_length is None else f": {stats.accepted_length:.2f} tokens per drafted step here"
-    return (
-        f"; {stats.undrafted_steps} of {stats.steps} steps left out drafts, which cost more time than they gain{gain} "
-        "(docs/acceptance.md)"
-    )
+    why = ", as the text repeats too little" if mode == PROMPT_LOOKUP else ", which cost more time than they gain"
+    return f"; {stats.undrafted_steps} of {stats.steps} steps left out drafts{why}{gain} (docs/acceptance.md)"
