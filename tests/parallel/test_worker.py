@@ -4,13 +4,15 @@ import threading
 from types import SimpleNamespace
 
 import psutil
+import torch
 
 from redrafter.serve.engine_process import worker as module
 from redrafter.serve.engine_process.worker import SharedWorker
 
 
 def worker_of(on_end, give_up=None, **ranks) -> SharedWorker:
-    engine = SimpleNamespace(target=SimpleNamespace(ranks=SimpleNamespace(rank=0, **ranks)))
+    target = SimpleNamespace(ranks=SimpleNamespace(rank=0, **ranks), device=torch.device("cpu"))
+    engine = SimpleNamespace(target=target)
     scheduler = SimpleNamespace(engine=engine, idle=True, asleep=False, later=())
     return SharedWorker(scheduler, lambda written: None, on_end, lambda *refused: None, give_up)
 
