@@ -183,7 +183,8 @@ def prepare_call(
     except (ValueError, ImportError) as error:
         raise ArgumentError(str(error)) from error
     except TypeError as error:  # of transformers' own code, which names no argument
-        raise ArgumentError(f"one of {', '.join(generation_kwargs)} has a wrong type: {error}") from error
+        names = ", ".join((*generation_kwargs, "generation_config"))
+        raise ArgumentError(f"one of {names} has a value of a wrong type: {error}") from error
     except (RuntimeError, IndexError) as error:
         if not images or isinstance(error, torch.OutOfMemoryError):
             raise

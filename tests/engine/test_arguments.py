@@ -21,6 +21,7 @@ def ids(*tokens: float) -> dict:
 WRONG = [  # besides a prompt, or in its place
     ({"logit_bias": {5: "x"}}, "logit_bias is a dict"),
     ({"logit_bias": {5: 1.0}, "sequence_bias": [7]}, "sequence_bias"),
+    ({"generation_config": GenerationConfig(sequence_bias=[7])}, "generation_config has a value of a wrong type"),
     ({"max_new_token": 5}, "max_new_tokens"),
     ({"max_new_tokens": 0}, "max_new_tokens"),
     ({"num_return_sequences": 2, "do_sample": False}, "num_return_sequences"),
