@@ -102,9 +102,9 @@ class TreeLevels:
 
 
 Snapshots: TypeAlias = Mapping[int, Mapping[int, int]]
-"""By row of a cache, the rows of the store that receive a copy of its states while its prompt is read.
+"""Maps a row of a cache, and then a number of tokens of its prompt, to a row of the store.
 
-These are keyed by the number of tokens read.
+The row of the store receives a copy of the states after these tokens, while the prompt is read.
 """
 
 NO_SNAPSHOTS: Snapshots = MappingProxyType({})

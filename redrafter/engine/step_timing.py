@@ -9,7 +9,7 @@ from math import isfinite
 import torch
 from torch import nn
 
-from redrafter.drafting.proposer import Proposer, SearchProposer, UndraftedProposer
+from redrafter.drafting.proposer import UNDRAFTED, Proposer, SearchProposer
 from redrafter.drafting.step_times import StepCosts, time_at
 from redrafter.files.home import KeptResults
 from redrafter.model.linear_layers import forward_bytes
@@ -100,7 +100,7 @@ def measure_step_costs(memory: PagedMemory, search: SearchProposer) -> StepCosts
     nodes = 1 + min(search.beams, 2)  # verified after all levels, so that little but the levels is measured
     few = replace(search, nodes=nodes, shared_nodes=None)
     with memory.lock, torch.inference_mode():
-        forward = tuple((rows, _seconds(memory, UndraftedProposer(), rows)) for rows in TOKENS if rows <= most)
+        forward = tuple((rows, _seconds(memory, UNDRAFTED, rows)) for rows in TOKENS if rows <= most)
         searched = tuple((rows, _seconds(memory, few, rows)) for rows in ROWS if rows * nodes <= max(most, nodes))
     # Many rows without drafts may take longer than the same tokens of fewer rows, which says nothing of levels.
     levels = ((rows, seconds - time_at(forward, rows * nodes)) for rows, seconds in searched)

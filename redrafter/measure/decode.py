@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.checkpoints.tokenizers import end_tokens
-from redrafter.drafting.proposer import UndraftedProposer
+from redrafter.drafting.proposer import UNDRAFTED
 from redrafter.engine.call import GenerateOutput, GenerateStats
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
@@ -236,7 +236,7 @@ def write_texts(
     called after each batch with the number of completed texts.
     """
     # Written without drafts, so that texts do not depend on the measured drafter.
-    engine = Engine(target, UndraftedProposer(), options)
+    engine = Engine(target, UNDRAFTED, options)
     ends = sorted(end_tokens(target.model) if end_ids is None else end_ids)
     # Sort by length to keep padding small; results are stored by the original index.
     tokens, order = list(map(list, prompts)), sorted(range(len(prompts)), key=lambda index: len(prompts[index]))

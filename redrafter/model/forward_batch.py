@@ -244,20 +244,10 @@ class DrafterLayer:
         for store, side in zip(stores[:2], self.remember(ids, positions, state), strict=True):
             store.index_copy_(0, slots, side.nan_to_num(0, 0, 0))
 
-    def write_later(
-        self,
-        cache: DenseCache,
-        slots: Tensor,
-        before: Callable[[], Tensor],
-        ids: Tensor,
-        positions: Tensor,
-        hidden: Tensor,
-    ) -> None:
-        """Do what `write` does before the entries are read, with the tokens of several forwards at once."""
+    def write_later(self, cache: DenseCache, slots: Tensor, before: Callable[[], Tensor], *tokens: Tensor) -> None:
+        """Do what `write` does, with its arguments, before the entries are read and for several forwards at once."""
         if cache.has_drafter_layer:
-            cache.write_later(
-                self._write_all, slots, before() if self.shape.extra_dim else slots, ids, positions, hidden
-            )
+            cache.write_later(self._write_all, slots, before() if self.shape.extra_dim else slots, *tokens)
 
     def _write_all(self, cache: KVCache, slots: Tensor, before: Tensor, *tokens: Tensor) -> None:
         self.write(cache, slots, lambda: before, *tokens)

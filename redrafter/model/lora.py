@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError
 from redrafter.features import ADAPTERS, ENCODER_ADAPTER, IMAGES, FeatureSet
 from redrafter.model.patch import ModelPatch, Running
-from redrafter.parallel.local_shards import SplitLinear, find_shard
+from redrafter.parallel.local_shards import SplitLinear, shards_of
 
 if TYPE_CHECKING:  # it imports this module
     from redrafter.model.tree_forward import BoundModel
@@ -101,7 +101,7 @@ def _for_layers(model: nn.Module, weights: LoraWeights) -> LoraWeights:
             raise adapter_refusal(weights.source, f"it changes {name}, the model's head")
         if not isinstance(layer, nn.Linear | Conv1D | SplitLinear):
             raise adapter_refusal(weights.source, f"{name} is not a linear layer but a {type(layer).__name__}")
-        shard = find_shard(model, f"{name}.weight")
+        shard = shards_of(model).get(f"{name}.weight")
         if (a.shape[1], len(b)) != (widths := _widths(layer) if shard is None else shard.shape[::-1]):
             raise MismatchError(
                 f"{weights.source} was made for another model: its {name} reads {a.shape[1]} numbers and writes "

@@ -245,11 +245,11 @@ class PaddedForward(TreeForward):
             layer = bound.drafter_layer
             (layer.write_later if nodes == 1 else layer.write)(
                 cache,
-                slots=cache.written[bound.device],
-                before=lambda: batch.slots()[1],
-                ids=tree.tokens[:, -new:].flatten(),
-                positions=places.flatten(),
-                hidden=hidden.flatten(0, 1),
+                cache.written[bound.device],
+                lambda: batch.slots()[1],
+                tree.tokens[:, -new:].flatten(),
+                places.flatten(),
+                hidden.flatten(0, 1),
             )
         if index is not None:
             hidden = hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[-1]))

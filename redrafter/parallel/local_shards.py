@@ -177,10 +177,10 @@ def use_local_shards(model: PreTrainedModel) -> Ranks:
     return ranks
 
 
-def find_shard(model: nn.Module, name: str) -> Shard | None:
-    """Return this rank's part of a weight by its name in the whole model; None if the rank has all of it."""
+def shards_of(model: nn.Module) -> Mapping[str, Shard]:
+    """Return this rank's parts of weights by their names in the whole model, without weights that it has whole."""
     shards: Mapping[str, Shard] = vars(model).get("shards_of_rank", {})
-    return shards.get(name)
+    return shards
 
 
 def cut_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -188,7 +188,7 @@ def cut_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Mapping[str,
 
     Weights of another shape, and those of a model that no ranks share, are returned as they are.
     """
-    shards: Mapping[str, Shard] = vars(model).get("shards_of_rank", {})
+    shards = shards_of(model)
     ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {}) if shards else {}
     # Rows of a table are a parameter of their own on a rank.
     tied = {name: weights[ties[name]] for name in shards if name not in weights and ties.get(name) in weights}
