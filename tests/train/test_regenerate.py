@@ -395,6 +395,32 @@ def test_a_torn_last_line_is_dropped_and_its_row_answered_again(pair, config, mo
         assert written(pair, ROWS, config) == whole
 
 
+@pytest.mark.parametrize("cut", [None, lambda answer: answer[:2], lambda answer: [EOS]])
+def test_minutes_end_a_run_with_whole_answers_only_and_the_same_command_continues(
+    pair, config, monkeypatch, tmp_path, cut
+):
+    whole = written(pair, ROWS, replace(config, batch_size=1, output=str(tmp_path / "whole.jsonl")))
+    decode, calls = AnswerWriter.decode, []
+
+    def late(self: AnswerWriter, batch: list[Task]) -> object:
+        calls.append(batch)
+        run = decode(self, batch) if cut else None
+        if len(calls) == 4:  # of the last answer of the second row
+            self.deadline = time.perf_counter()
+            if run is not None:
+                run.tokens[:] = map(cut, run.tokens)
+        return run or decode(self, batch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(AnswerWriter, "decode", late)
+        regenerate(pair, ROWS, replace(config, batch_size=1, minutes=60.0), log=quiet)
+    assert len(calls) == 4
+    found = lines(config.output)
+    assert 0 < len(found) < 4
+    assert all(row in whole for row in found)
+    assert written(pair, ROWS, replace(config, batch_size=1)) == whole
+
+
 def test_what_was_answered_is_not_answered_again(pair, config, monkeypatch):
     settled = {row["row"] for row in lines(stopped(pair, config, monkeypatch, 3))}
     seen, decode = set[int](), answer_writer.AnswerWriter.decode

@@ -8,6 +8,7 @@ not called in the same way.
 """
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -224,6 +225,7 @@ class AnswerWriter:
         self._limit_rows(config.batch_size)
         self.summary, self.first_error = Summary(), ""
         self.started = self.last_log = time.perf_counter()
+        self.deadline = math.inf if config.minutes is None else self.started + 60 * config.minutes
 
     def _limit_rows(self, slots: int) -> None:
         """Let the engine decode at most `slots` rows at once, and set the size of a batch."""
@@ -250,11 +252,14 @@ class AnswerWriter:
         with ThreadPoolExecutor(1, "redrafter-prompts") as thread:
             # A pool of several batches, so that rows of about the same length can be batched.
             self.open += self._make_tasks(coming, POOL_BATCHES * self.size)
-            while self.open:
+            while self.open and time.perf_counter() < self.deadline:
                 count = min((POOL_BATCHES + 1) * self.size - len(self.open), self.size)
                 made = thread.submit(self._make_tasks, coming, count)
                 self._answer_batch()
                 self.open += made.result()
+        if self.open:
+            self.summary.input -= len(self.open)
+            self.log("--minutes are over: the same command continues")
 
     def _make_tasks(self, coming: Iterator[tuple[int, Row, bool]], count: int) -> list[Task]:
         """Make `count` tasks of the next rows that the file does not hold, or as many as there are."""
@@ -306,8 +311,13 @@ class AnswerWriter:
         if run is None:  # outside of the handler, whose exception references the batch's tensors
             self._halve_batch(batch, reason)
             return
+        late = time.perf_counter() >= self.deadline
+        most = self._most_tokens(batch[0])
         for task, answer in zip(batch, run.tokens, strict=True):
-            task.add_answer(answer, self.limits)
+            # The deadline cuts answers short, and leaves one token of padding, which may end answers too, of a row that
+            # was not begun.
+            if not late or (len(answer) > 1 and (answer[-1] in self.limits.eos or len(answer) == most)):
+                task.add_answer(answer, self.limits)
         self.summary.steps += run.stats.steps
         self.summary.emitted += run.stats.emitted
         self.settle([task for task in batch if task.done])
@@ -318,10 +328,11 @@ class AnswerWriter:
         """Decode the next answer of each task."""
         config = self.config
         arguments: dict[str, Any] = {"eos_token_id": sorted(self.limits.eos)} if self.limits.eos else {}
-        options = GenerationOptions(max_new_tokens=config.max_new_tokens, temperature=0.0)
+        if self.deadline < math.inf:
+            arguments["max_time"] = max(self.deadline - time.perf_counter(), 0.0)
+        options = GenerationOptions(max_new_tokens=self._most_tokens(batch[0]), temperature=0.0)
         if batch[0].asking:
-            tokens = min(MAX_QUESTION_TOKENS, config.max_new_tokens)
-            options = GenerationOptions(max_new_tokens=tokens, temperature=QUESTION_TEMPERATURE)
+            options = replace(options, temperature=QUESTION_TEMPERATURE)
             arguments["seed"] = [task.seed for task in batch]
         elif batch[0].temperature > 0:
             # A temperature above 0 enables sampling; `arguments` then override it for each row.
@@ -329,6 +340,11 @@ class AnswerWriter:
             arguments["temperature"] = [task.temperature for task in batch]
             arguments["seed"] = [task.seed for task in batch]
         return self.pair.trial(options).run_batch([task.ids for task in batch], 0, **arguments)
+
+    def _most_tokens(self, task: Task) -> int:
+        """Return the maximum number of tokens that the base generates next for a task."""
+        most = self.config.max_new_tokens
+        return min(MAX_QUESTION_TOKENS, most) if task.asking else most
 
     def _halve_batch(self, batch: Sequence[Task], reason: str) -> None:
         """Halve the rows at once; a single row that does not fit into memory fails."""

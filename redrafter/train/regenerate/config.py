@@ -50,6 +50,9 @@ class RegenerateConfig(TemplateOptions):
         "them",
         metavar="I/N",
     )
+    minutes: float | None = option(
+        None, "minutes to answer for; then the rows in progress are dropped, and the same command continues"
+    )
     batch_size: int = option(64, "rows decoded at once; halved when memory is short")
     max_new_tokens: int = option(512, "maximum number of tokens of an answer")
     max_input_len: int | None = option(None, "maximum number of prompt tokens (default: the base's context)")
@@ -66,7 +69,7 @@ class RegenerateConfig(TemplateOptions):
 
     def __post_init__(self) -> None:
         check_numbers(self, "limit", "batch_size", "max_new_tokens", "max_input_len", most=math.inf)
-        check_numbers(self, "invent", "seed", least=0, most=math.inf)
+        check_numbers(self, "invent", "seed", "minutes", least=0, most=math.inf)
         if not self.temperatures or not all(0 <= value < math.inf for value in self.temperatures):
             raise ArgumentError(f"--temperatures must be 0 (greedy) or more, got {self.temperatures}")
         if (self.top_k is not None or self.top_p is not None) and not any(self.temperatures):
