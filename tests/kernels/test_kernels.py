@@ -138,7 +138,8 @@ def test_continuations_of_ids_that_ranks_divide_are_those_of_all_ids(vocab, size
         (score, *chosen), (expected_score, *expected_chosen) = find(part, lambda message: sum(messages)), expected
         assert all(torch.equal(*pair) for pair in zip(chosen, expected_chosen, strict=True))
         # A GPU adds the numbers of a chunk in another order where rows begin at other addresses.
-        torch.testing.assert_close(score, expected_score, rtol=1e-6 if DEVICE == "cuda" else 0, atol=0)
+        near = {"rtol": 1e-6, "atol": 2e-6} if DEVICE == "cuda" else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(score, expected_score, **near)
 
 
 def test_no_continuation_is_likelier_than_its_beam():
