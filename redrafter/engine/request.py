@@ -171,7 +171,9 @@ def read_request(
     if sampled and call.temperature is not None and config.temperature not in (None, 1.0):  # which the call's replace
         last = max((at for at, each in enumerate(given) if type(each) is TemperatureLogitsWarper), default=len(given))
         del given[last : last + 1]
-    functions, slow = read_processors(given, width=width, prompt=length, vocabulary=target.vocab_size)
+    functions, slow = read_processors(
+        given, width=width, prompt=length, vocabulary=target.vocab_size, min_new_tokens=config.min_new_tokens
+    )
     folded = fold_rows(functions, rows, eos, sampled=sampled)
     if call.temperature is not None:
         for row, temperature in zip(folded, row_temperatures(call.temperature, rows), strict=True):

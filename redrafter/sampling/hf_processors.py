@@ -52,12 +52,17 @@ SMALLEST_TEMPERATURE = 1e-30
 
 
 def read_processors(
-    processors: Iterable[LogitsProcessor], *, width: int, prompt: Tensor, vocabulary: int
+    processors: Iterable[LogitsProcessor],
+    *,
+    width: int,
+    prompt: Tensor,
+    vocabulary: int,
+    min_new_tokens: int | None = None,
 ) -> tuple[list[OwnProcessor], list[str]]:
     """Turn Hugging Face's logits processors, as `generate` prepared them, into processors over a tree.
 
     They were made for a padded prompt of `width` tokens, while rows have `prompt` `[B]` int64 tokens without padding,
-    on the target's device, and for scores of `vocabulary` ids.
+    on the target's device, and for scores of `vocabulary` ids. `min_new_tokens` is the call's, 0 too; None for none.
 
     Returns:
         The processors in the same order, and the names of those that run node by node in Python.
@@ -66,14 +71,13 @@ def read_processors(
         UnsupportedError: Naming a processor that cannot be exact on a tree.
     """
     call = CallPrompts(width, prompt, vocabulary)
-    given: list[Any] = list(processors)
     # With min_new_tokens, generate also sets min_length to the padded width + min_new_tokens: too much for a short row.
-    implied = {width + p.min_new_tokens for p in given if _known(p) == "MinNewTokensLengthLogitsProcessor"}
+    implied = None if min_new_tokens is None else width + min_new_tokens
     built, slow = list[OwnProcessor](), list[str]()
-    for processor in given:
+    for processor in list[Any](processors):
         _refuse(processor)
         name = _known(processor)
-        if name == "MinLengthLogitsProcessor" and processor.min_length in implied:
+        if name == "MinLengthLogitsProcessor" and processor.min_length == implied:
             continue
         read = READERS[name](processor, call) if name in READERS else PerNode([processor] * len(prompt))
         if isinstance(read, PerNode):

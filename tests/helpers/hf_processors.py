@@ -85,14 +85,14 @@ def called(processor: LogitsProcessor, ids: Tensor, scores: Tensor) -> Tensor:
     return processed
 
 
-def read(given: list, prompt: Tensor | None = None, vocabulary: int = VOCAB) -> tuple[list, list[str]]:
+def read(given: list, prompt: Tensor | None = None, vocabulary: int = VOCAB, **more: int) -> tuple[list, list[str]]:
     prompt = torch.tensor(PROMPTS) if prompt is None else prompt
-    return read_processors(given, width=WIDTH, prompt=prompt, vocabulary=vocabulary)
+    return read_processors(given, width=WIDTH, prompt=prompt, vocabulary=vocabulary, **more)
 
 
-def ours(given: list, scores: Tensor, prefixes: Prefixes) -> Tensor:
+def ours(given: list, scores: Tensor, prefixes: Prefixes, **more: int) -> Tensor:
     before = scores.clone()
-    for processor in read(given, prefixes.prompt, scores.shape[-1])[0]:
+    for processor in read(given, prefixes.prompt, scores.shape[-1], **more)[0]:
         scores_in, kept = scores, scores.clone()
         scores = processor(scores_in, prefixes)
         torch.testing.assert_close(scores_in, kept, rtol=0, atol=0, equal_nan=True)  # never in place

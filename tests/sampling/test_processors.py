@@ -294,9 +294,10 @@ def test_min_length_that_min_new_tokens_implies_is_dropped() -> None:
     """`generate` adds both; counted in padded tokens, the first would hold a short row for longer than asked."""
     minimum = hf.MinNewTokensLengthLogitsProcessor(WIDTH, 4, EOS)
     implied, own = hf.MinLengthLogitsProcessor(WIDTH + 4, EOS), hf.MinLengthLogitsProcessor(WIDTH + 5, EOS)
-    assert len(read([implied, minimum])[0]) == 1
-    assert len(read([own, minimum])[0]) == 2
+    assert len(read([implied, minimum], min_new_tokens=4)[0]) == 1
+    assert len(read([own, minimum], min_new_tokens=4)[0]) == 2
     assert len(read([implied])[0]) == 1
+    assert read([hf.MinLengthLogitsProcessor(WIDTH, EOS)], min_new_tokens=0)[0] == []
 
 
 @pytest.mark.parametrize("seed", range(len(STARTS)))
