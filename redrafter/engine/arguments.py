@@ -251,8 +251,8 @@ def split_own(arguments: Mapping[str, Any]) -> tuple[dict[str, object], dict[str
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise ArgumentError(f"{name} must be a finite number, got {value!r}")
     if bias := arguments.get("logit_bias"):
-        numbers = isinstance(bias, Mapping) and all(isinstance(each, int | float) for each in bias.values())
-        if not numbers or not all(isinstance(token, int) for token in bias):
+        numbers = isinstance(bias, Mapping) and all(isinstance(x, int | float) and x == x for x in bias.values())
+        if not numbers or not all(type(token) is int for token in bias):  # True would be a mask in place of an index
             raise ArgumentError(f"logit_bias is a dict from token ids to numbers, got {bias!r}")
         own["logit_bias"] = bias
     if isinstance(temperature := arguments.get("temperature"), list | tuple | Tensor):

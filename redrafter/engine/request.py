@@ -4,6 +4,7 @@ Hugging Face's own `generate` prepares the call (configs merged, processors and 
 that names and meanings are its own. This module reads the result, and refuses unsupported settings by name.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,7 +93,10 @@ def row_adapters(adapter: AdapterNames, prompts: int, rows: int) -> list[str | N
 
 def row_temperatures(given: Sequence[float] | Tensor, rows: int) -> list[float]:
     """Return the temperature of each output row; `ArgumentError` unless there is a positive one for each."""
-    values = torch.as_tensor(given, dtype=torch.float64)
+    try:
+        values = torch.as_tensor(given, dtype=torch.float64)
+    except (TypeError, ValueError):  # words in place of numbers, or lists of several lengths
+        values = torch.empty(0)
     if values.shape != (rows,) or not bool((values > 0).all()):
         raise ArgumentError(f"temperature must be positive, one value or one per output row ({rows}); got {given}")
     return values.clamp(min=SMALLEST_TEMPERATURE).tolist()
@@ -161,7 +165,8 @@ def read_request(
     max_length = min(lengths, default=config.max_length)
     counts = length.tolist()
     # `max_length` counts the padded prompt, and a row's own limit must not depend on the other rows.
-    asked = [min(max_length, MAX_TEXT_TOKENS) - (width - count) for count in counts]
+    # A limit that is no whole number, such as 1e3, ends a row with the first token past it, as in transformers.
+    asked = [math.ceil(min(max_length, MAX_TEXT_TOKENS)) - (width - count) for count in counts]
     most = min((x for x in (target.context, options.max_seq_len) if x is not None), default=MAX_TEXT_TOKENS)
     limits = [min(tokens, most) for tokens in asked]
 
@@ -176,6 +181,8 @@ def read_request(
     )
     folded = fold_rows(functions, rows, eos, sampled=sampled)
     if call.temperature is not None:
+        if not sampled:
+            raise ArgumentError("a temperature for each row is for sampling: add do_sample=True, or leave it out")
         for row, temperature in zip(folded, row_temperatures(call.temperature, rows), strict=True):
             row["temperature"] = row.get("temperature", 1.0) * temperature
     shared = dict(call.params)

@@ -20,6 +20,8 @@ def ids(*tokens: float) -> dict:
 
 WRONG = [  # besides a prompt, or in its place
     ({"logit_bias": {5: "x"}}, "logit_bias is a dict"),
+    ({"logit_bias": {5: float("nan")}}, "logit_bias is a dict"),
+    ({"logit_bias": {True: 1.0}}, "logit_bias is a dict"),
     ({"logit_bias": {5: 1.0}, "sequence_bias": [7]}, "sequence_bias"),
     ({"generation_config": GenerationConfig(sequence_bias=[7])}, "generation_config has a value of a wrong type"),
     ({"max_new_token": 5}, "max_new_tokens"),
@@ -46,6 +48,9 @@ WRONG = [  # besides a prompt, or in its place
     ({"temperature": -1.0, "do_sample": True}, "temperature"),
     ({"temperature": [1.0, 2.0], "do_sample": True}, "one per output row"),
     ({"temperature": [1.0, 1.0, 0.0, 1.0], "do_sample": True}, "must be positive"),
+    ({"temperature": [1.0, None, 1.0, 1.0], "do_sample": True}, "must be positive"),
+    ({"temperature": [1.0, "x", 1.0, 1.0], "do_sample": True}, "must be positive"),
+    ({"temperature": [0.5] * 4, "do_sample": False}, "is for sampling"),
     ({"seed": [1, 2], "do_sample": True}, "2 entries for 4 output rows"),
     ({"seed": "a", "do_sample": True}, "a seed is an int"),
     ({"seed": -1, "do_sample": True}, "a seed is an int"),
@@ -218,7 +223,7 @@ UNPADDED = torch.arange(24).view(3, 8) + 5
 SAMPLED = {"do_sample": True, "top_k": 0}
 HONOURED: dict[str, dict] = {
     "max_length": {"max_length": 13, "max_new_tokens": None},
-    "max_new_tokens": {"max_new_tokens": 3},
+    "max_new_tokens": {"max_new_tokens": 2.5},  # as numbers from a division are
     "min_length": {"min_length": 12, "eos_token_id": list(range(2, 60))},
     "min_new_tokens": {"min_new_tokens": 4, "eos_token_id": list(range(2, 60))},
     "max_time": {"max_time": 1e-9},
