@@ -1,9 +1,9 @@
 """Write a file atomically: its path holds the old content or the new content, never a part of it."""
 
-import os
 import stat
 from contextlib import suppress
 from pathlib import Path
+from secrets import token_hex
 
 from redrafter.errors import ArgumentError, first_line
 
@@ -58,5 +58,5 @@ def share_weights(folder: Path) -> None:
 
 
 def _temporary_path(target: Path) -> Path:
-    # The process id keeps concurrent writers apart.
-    return target.parent / f".{target.name}.{os.getpid()}"
+    # A number of its own for each writer: threads share a process id, and so may containers that share a folder.
+    return target.parent / f".{target.name}.{token_hex(4)}"

@@ -21,6 +21,21 @@ def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path):
     assert os.listdir(path.parent) == ["a.json"]
 
 
+def test_writers_of_one_process_id_do_not_write_into_each_others_file(tmp_path, monkeypatch):
+    """As threads are, and processes of containers that share a folder."""
+    path, replace, between = tmp_path / "a.json", Path.replace, ["two"]
+
+    def replaced(temporary, target):
+        if between:
+            write_atomically(path, between.pop())
+        return replace(temporary, target)
+
+    monkeypatch.setattr(Path, "replace", replaced)
+    write_atomically(path, "one")
+    assert path.read_text() == "one"
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
 def test_a_link_keeps_pointing(tmp_path):
     (tmp_path / "target").write_text("old")
     (tmp_path / "link").symlink_to(tmp_path / "target")
