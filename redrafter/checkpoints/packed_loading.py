@@ -18,10 +18,10 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from redrafter.checkpoints.merged import find_file
-from redrafter.checkpoints.packed_weights import Layout, find_layout
-from redrafter.errors import CheckpointError, first_line, warn
+from redrafter.errors import CheckpointError, warn
 from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE, read_headers
 from redrafter.model.linear_layers import quantization_of
+from redrafter.model.packed_weights import Layout, find_layout, reason_of
 from redrafter.model.quantized_layers import GroupedLinear
 
 METHOD = "redrafter"  # our quantizer's name in transformers
@@ -174,8 +174,7 @@ class GroupOne(ConversionOps):
                 self.wide += [full_layer_name] * fits
                 return {full_layer_name: weight.dequantize().to(meta.dtype)}
         except (KeyError, RuntimeError, ValueError) as error:  # transformers' own message would not name the weight
-            reason = f"it has no {error.args[0]}" if isinstance(error, KeyError) else first_line(error)
-            self.wrong.append((full_layer_name, reason))
+            self.wrong.append((full_layer_name, reason_of(error)))
             missing_keys.discard(full_layer_name)  # which transformers would report at length
             return {}
         new: Any = GroupedLinear(layer, grouped)

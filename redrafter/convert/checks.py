@@ -23,7 +23,7 @@ from redrafter.convert.plan import possible_formats
 from redrafter.drafting.drafter_types import drafter_class
 from redrafter.drafting.mtp import MTPConfig
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, ReDrafterError
-from redrafter.files.checkpoint_kind import check_path, kind_of
+from redrafter.files.checkpoint_kind import check_path, kind_of, read_json
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.hub import find_snapshot
 from redrafter.formats.sources import FORMATS, SourceBase, SourceDrafter, is_pair, open_base, open_drafter, read_own
@@ -147,6 +147,7 @@ def _describe_drafter(drafter: SourceDrafter) -> dict[str, object]:
     # Show the drafter's own fields only, not those that every transformers config has.
     theirs = {item.name for item in fields(PretrainedConfig)}
     own = {item.name: getattr(config, item.name) for item in fields(config) if item.name not in theirs}
+    own["quantization_config"] = read_json(drafter.directory / "config.json").get("quantization_config")
     return drafter_facts(config.kind, _stored(drafter.tensors), own)
 
 

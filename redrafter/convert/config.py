@@ -64,9 +64,9 @@ class ConvertConfig:
     )
     dtype: str | None = option(
         None,
-        "number format of the drafter, and with --to trtllm of the base too (default: as stored; with --to trtllm, "
-        "the base's)",
-        choices=("float32", "bfloat16", "float16"),
+        "number format of the drafter, and with --to trtllm of the base too; int8, with --to redrafter and drafter, "
+        "saves its matrices in 8 bits (default: as stored; with --to trtllm, the base's)",
+        choices=("float32", "bfloat16", "float16", "int8"),
         type=dtype_word,
     )
     tp_size: int | None = option(

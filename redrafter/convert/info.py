@@ -29,6 +29,7 @@ SIZES = ("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddi
 # Entries of config.json that are internal to transformers or programs, or are shown under another name.
 _NOT_SHOWN = {"architectures", "dtype", "model_type", "torch_dtype", "transformers_version", "rms_norm_eps"}
 _NOT_SHOWN |= {"vocab_size", "draft_vocab_size", "draft_beams", "base_embedding_norms", "source_config", "text_config"}
+_NOT_SHOWN |= {"quantization_config"}
 
 
 def describe_files(directory: Path) -> dict[str, object] | None:
@@ -90,8 +91,9 @@ def model_facts(architecture: str, sizes: Sequence[int | None], tensors: Stored,
 
 
 def stored_facts(tensors: Stored) -> dict[str, Any]:
-    """Return the number of parameters of a checkpoint and their formats; maps of ids (int64) are not counted."""
-    parameters = [(math.prod(shape), dtype) for shape, dtype in tensors.values() if dtype != "int64"]
+    """Return the number of parameters of a checkpoint and their formats, without maps of ids (int64) and scales."""
+    counted = (x for name, x in tensors.items() if x[1] != "int64" and not name.endswith(".weight_scale"))
+    parameters = [(math.prod(shape), dtype) for shape, dtype in counted]
     dtypes = ", ".join(sorted({dtype for _, dtype in parameters}))
     return {"parameters": sum(count for count, _ in parameters), "stored_as": dtypes}
 
@@ -111,6 +113,7 @@ def drafter_facts(kind: str, tensors: Stored, config: Mapping[str, object]) -> d
         "vocabulary": config.get("vocab_size"),
         "draft_vocabulary": config.get("draft_vocab_size") or config.get("vocab_size"),
         "num_beams": config.get("draft_beams"),
+        **({"quantised": scheme_name(x)} if isinstance(x := config.get("quantization_config"), dict) else {}),
         **{name: value for name, value in own.items() if value is not None and value != []},
     }
 

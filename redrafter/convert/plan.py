@@ -26,7 +26,8 @@ from redrafter.files.hub import CARD_FILE
 from redrafter.formats import apple, dflash, eagle, trtllm
 from redrafter.formats.model_card import make_header, make_introduction
 from redrafter.formats.sources import SourceBase, SourceDrafter
-from redrafter.formats.tensors import StoredTensor, cast, split_into_files, write_safetensors
+from redrafter.formats.tensors import StoredTensor, cast, memory_tensor, split_into_files, write_safetensors
+from redrafter.model.packed_weights import pack_matrices
 from redrafter.tree.sizes import TreeShape
 
 DRAFTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -107,8 +108,12 @@ def plan_drafter(
     written = _config_with_base(drafter.config, base)
     written.draft_beams = shape.num_beams or written.draft_beams
     written.draft_len_per_beam = shape.draft_len_per_beam or written.draft_len_per_beam
-    tensors = _cast_floats(drafter.tensors, config.dtype)
+    tensors = drafter.tensors if config.dtype == "int8" else _cast_floats(drafter.tensors, config.dtype)
     written.dtype = replace(drafter, tensors=tensors).dtype
+    if config.dtype == "int8":
+        packed, entries = pack_matrices({name: x.read() for name, x in tensors.items()})
+        tensors = {name: memory_tensor(name, x) for name, x in packed.items()}
+        written.quantization_config = entries
     written.architectures = [drafter_kinds()[written.model_type].class_name]
     # Model card and training record; those of other projects' drafters describe their own formats.
     ours = drafter.kind in ("drafter", "merged checkpoint")
@@ -310,7 +315,7 @@ def _cast_floats(tensors: Mapping[str, StoredTensor], dtype: str | None) -> dict
     if dtype is None:
         return dict(tensors)
     if dtype not in DRAFTER_DTYPES:
-        raise UnsupportedError(f"a drafter is float32, bfloat16 or float16, not {dtype}")
+        raise UnsupportedError(f"this output format has drafters of float32, bfloat16 or float16, not {dtype}")
     return {
         name: cast(tensor, DRAFTER_DTYPES[dtype]) if tensor.dtype.is_floating_point else tensor
         for name, tensor in tensors.items()

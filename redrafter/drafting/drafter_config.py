@@ -61,6 +61,7 @@ class AnyDrafterConfig(PretrainedConfig):
     base_embedding_norms: list[float] | None = None
 
     def __post_init__(self, **kwargs: object) -> None:
+        kwargs.pop("quantization_config", None)  # of the files; packed weights are widened when they are read
         for name, value in vars(self).items():
             if isinstance(value, tuple):
                 setattr(self, name, list(value))  # as a saved config has it

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
@@ -18,13 +19,14 @@ from redrafter.drafting.low_rank import LowRankLinear
 from redrafter.drafting.proposer import PricedDrafter, SearchProposer
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.atomic_file import share_weights
-from redrafter.files.checkpoint_kind import check_drafter, load_error, read_json
+from redrafter.files.checkpoint_kind import check_drafter, check_source, load_error, read_json
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.stored_tensors import read_directory
 from redrafter.kernels.grouped_linear import is_fast, multiply_grouped
 from redrafter.kernels.grouped_weight import BLOCK, GroupedWeight
 from redrafter.kernels.linear_operators import has_thin_kernel, thin_linear
 from redrafter.model.forward_batch import DrafterLayer, LogitsReader
+from redrafter.model.packed_weights import widen_packed
 from redrafter.model.quantized_layers import QuantizedLinear, check_saved, round_to_groups
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
@@ -34,6 +36,7 @@ from redrafter.tree.beam_search import PartOfScores
 UNUSED_TENSORS = ("emb_norm.weight", "shortlist.")
 MIN_ROUNDED_WEIGHTS = 1 << 22  # of a head that a CPU reads in 8 bits; smaller heads stay in its caches
 MAX_ROUNDED_INPUTS = 32  # of such a head at once; for more, arithmetic takes longer than reading the weight
+HUB_OPTIONS = {"cache_dir", "force_download", "local_files_only", "revision", "token"}
 
 
 class FusedParts(nn.Module):
@@ -208,20 +211,27 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         Raises:
             CheckpointError: Files are missing or truncated, or hold other tensors or another type of drafter.
         """
-        source = Path(name) / kwargs.get("subfolder", "") if os.path.isdir(name) else name
+        subfolder, hub = kwargs.pop("subfolder", ""), {key: kwargs.pop(key) for key in HUB_OPTIONS & kwargs.keys()}
+        source = Path(name)
+        if not source.is_dir():
+            check_source(str(name))
+            patterns = [os.path.join(subfolder, pattern) for pattern in ("*.json", "*.safetensors")]
+            try:
+                source = Path(snapshot_download(str(name), allow_patterns=patterns, **hub))
+            except Exception as error:  # of HTTP libraries too
+                raise load_error("drafter", name, error) from error
+        source /= subfolder
         check_drafter(source)
-        wanted = cls.config_class.model_type
-        if isinstance(source, Path) and (found := read_json(source / "config.json").get("model_type")) != wanted:
+        content, wanted = read_json(source / "config.json"), cls.config_class.model_type
+        if (found := content.get("model_type")) != wanted:
             raise CheckpointError(f"{source} is a drafter of the type {found}, and this needs one of the type {wanted}")
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs["ignore_mismatched_sizes"] = True  # reported below with other differences
-        place = name
-        if isinstance(source, Path):  # otherwise transformers would map its files, which may change while it runs
-            place, kwargs["state_dict"] = None, read_directory(source)
-            kwargs.setdefault("config", str(source))
-            kwargs.pop("subfolder", None)
+        # transformers would map files, which may change while it runs.
+        kwargs["state_dict"] = widen_packed(read_directory(source), content.get("quantization_config"), source)
+        kwargs.setdefault("config", str(source))
         try:
-            loaded: Any = super().from_pretrained(place, *args, output_loading_info=True, **kwargs)
+            loaded: Any = super().from_pretrained(None, *args, output_loading_info=True, **kwargs)
         except Exception as error:
             if isinstance(error, ArgumentError):
                 raise

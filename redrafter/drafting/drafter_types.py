@@ -56,7 +56,7 @@ def drafter_class(name: str | Path, **hub_options: Any) -> type[DrafterModel]:
 
     Raises:
         CheckpointError: It does not exist, or holds no drafter of a registered type.
-        UnsupportedError: Its weights are quantised.
+        UnsupportedError: Its weights are quantised, and its config alone does not make it.
     """
     source = Path(name) / hub_options.get("subfolder", "") if Path(name).is_dir() else name
     check_drafter(source)
@@ -67,12 +67,11 @@ def drafter_class(name: str | Path, **hub_options: Any) -> type[DrafterModel]:
     kind = drafter_kinds().get(str(config.get("model_type")))
     if kind is None:
         raise CheckpointError(f"{name} is of the type {config.get('model_type')}, and no drafter of it is registered")
-    if config.get("quantization_config") is not None:
-        raise UnsupportedError(
-            f"{source} has a quantization_config, and the weights of a drafter in this library's format are not "
-            "quantised: give the drafter that was quantised, with --draft-quantization fp8 to compute in 8 bits"
-        )
     loaded: type[DrafterModel] = kind.load()
+    if config.get("quantization_config") is not None and not loaded.made_from_config:
+        raise UnsupportedError(
+            f"{source} is a quantised {kind.name}, which is not read: give the one that was quantised"
+        )
     return loaded
 
 

@@ -1,9 +1,10 @@
-"""Weights of drafters that were quantised to FP8, read as the products of 8-bit numbers and their scales.
+"""Weights of quantised drafters, read as the products of small numbers and their scales.
 
-They are in the formats of compressed-tensors (`float-quantized`), of transformers' `fp8` and of ModelOpt. Each weight
-`NAME.weight` in float8_e4m3fn has `NAME.weight_scale` or `NAME.weight_scale_inv`: one scale for all of it, one for each
-row, or one for each block. A drafter computes in the dtype that the rest of it has, and inputs are not rounded, so that
-scales of inputs are not read. Other quantised weights are refused by name.
+`redrafter.model.packed_weights` reads integers of 4 and 8 bits. FP8 weights are in the formats of compressed-tensors
+(`float-quantized`), of transformers' `fp8` and of ModelOpt. Each weight `NAME.weight` in float8_e4m3fn has
+`NAME.weight_scale` or `NAME.weight_scale_inv`: one scale for all of it, one for each row, or one for each block. A
+drafter computes in the dtype that the rest of it has, and inputs are not rounded, so that scales of inputs are not
+read. Other quantised weights are refused by name.
 """
 
 import math
@@ -17,7 +18,8 @@ from torch import Tensor
 from redrafter.errors import CheckpointError, UnsupportedError, first_line
 from redrafter.files.checkpoint_kind import read_json, scheme_name
 from redrafter.files.dtype_names import dtype_name
-from redrafter.formats.tensors import StoredTensor, Tensors, empty
+from redrafter.formats.tensors import StoredTensor, Tensors, empty, memory_tensor
+from redrafter.model.packed_weights import find_layout, widen_packed
 from redrafter.model.quantized_layers import multiply_blocks
 
 _KEYS = ("quantization_config", "compression_config")  # of config.json; the second is older
@@ -30,7 +32,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 def read_quantized(
     config: Mapping[str, Any], tensors: Tensors, directory: Path
 ) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """Return the config without its quantisation, and the tensors with FP8 weights as numbers of the drafter's dtype.
+    """Return the config without its quantisation, and the tensors with such weights as numbers of the drafter's dtype.
 
     Both are the same where nothing is quantised.
 
@@ -52,6 +54,9 @@ def read_quantized(
         raise CheckpointError(
             f"{directory} has settings of a quantisation that cannot be read ({first_line(error)}): {settings!r:.200}"
         ) from error
+    if find_layout(settings) is not None:  # which is read whole, as several tensors become one
+        wide = widen_packed({name: x.read() for name, x in tensors.items()}, settings, directory)
+        return unquantized, {name: memory_tensor(name, x) for name, x in wide.items()}
     for name, tensor in tensors.items():
         layer, _, kind = name.rpartition(".")
         scale = next((tensors[f"{layer}.{scale}"] for scale in _SCALES if f"{layer}.{scale}" in tensors), None)
@@ -64,7 +69,7 @@ def read_quantized(
         elif scale is not None or tensor.dtype not in (*_FLOATS, torch.int64, torch.bool):
             raise UnsupportedError(
                 f"{directory} is quantised ({scheme_name(settings)}: {name} is {dtype_name(tensor.dtype)}), and of "
-                "quantised drafters only FP8 weights are read: give the drafter that it was made from; "
+                "quantised drafters only FP8 and packed weights are read: give the drafter that it was made from; "
                 "--draft-quantization fp8 rounds its weights to 8 bits when it is loaded"
             )
         else:

@@ -247,7 +247,9 @@ def read_own(directory: Path) -> SourceDrafter:
     """Read the config of a drafter of a registered type and the headers of its weights, which are not checked."""
     with config_errors(directory, "drafter"):
         config = drafter_class(directory).config_class.from_pretrained(directory)
-    return SourceDrafter(directory, "drafter", config, stored_tensors(read_headers(directory)))
+    stored = stored_tensors(read_headers(directory))
+    _, tensors = read_quantized(read_json(directory / "config.json"), stored, directory)
+    return SourceDrafter(directory, "drafter", config, tensors)
 
 
 def load_drafter_model(name: str | Path) -> DrafterModel:

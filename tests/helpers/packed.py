@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from redrafter.checkpoints.packed_weights import PackedWeight
+from redrafter.model.packed_weights import PackedWeight
 
 GROUP = 32
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}

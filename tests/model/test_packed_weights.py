@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from helpers.packed import AWQ, GPTQ, as_awq, as_gptq, pack
-from redrafter.checkpoints.packed_weights import PackedWeight, find_layout
+from redrafter.model.packed_weights import PackedWeight, find_layout
 
 F, D = 16, 128
 

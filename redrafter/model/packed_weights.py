@@ -7,13 +7,17 @@ fit `GroupedWeight` without a change; others are dequantised. Both have the valu
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
+from redrafter.errors import CheckpointError, UnsupportedError, first_line
+from redrafter.files.checkpoint_kind import scheme_name
 from redrafter.kernels.grouped_weight import BLOCK, HALF, GroupedWeight, narrowest, pack_codes
+from redrafter.model.quantized_layers import round_to_groups
 
 MIDDLE = {4: 8, 8: 128}  # by bits, the unsigned code of the signed code 0
 
@@ -112,6 +116,65 @@ def find_layout(entries: Mapping[str, Any]) -> Layout | None:
         return None if find is None else find(entries)
     except (AttributeError, TypeError):  # entries of other types, whose faults the package names
         return None
+
+
+def reason_of(error: Exception) -> str:
+    """Return why a weight cannot be read, of the error that `Layout.read` raised."""
+    return f"it has no {error.args[0]}" if isinstance(error, KeyError) else first_line(error)
+
+
+def pack_matrices(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return a drafter's tensors with its matrices in 8 bits, and the `quantization_config` that describes them.
+
+    The format is compressed-tensors' `int-quantized`. Matrices whose rows are no multiple of `BLOCK` stay as they are.
+    """
+    whole = [x for x in tensors if x.endswith(".weight") and tensors[x].dim() == 2 and not tensors[x].shape[1] % BLOCK]
+    packed = dict(tensors)
+    for name in whole:
+        weight = round_to_groups(tensors[name], 8)
+        packed |= {name: weight.codes, f"{name}_scale": weight.scale}
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "group", "group_size": BLOCK}
+    groups = {"group_0": {"targets": [name.removesuffix(".weight") for name in whole], "weights": weights}}
+    return packed, {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
+
+
+def widen_packed(tensors: Mapping[str, Tensor], entries: Any, directory: Path) -> dict[str, Tensor]:
+    """Return a drafter's tensors with its packed weights as ordinary ones, in the dtype of its other numbers.
+
+    Args:
+        tensors: The tensors of its checkpoint.
+        entries: The `quantization_config` there; None for a drafter that is not quantised.
+        directory: The checkpoint.
+
+    Raises:
+        CheckpointError: A packed weight lacks a part, or has one of another shape.
+        UnsupportedError: The layout is not read here.
+    """
+    if entries is None:
+        return dict(tensors)
+    settings = entries if isinstance(entries, Mapping) else {"quant_method": entries}
+    scheme = scheme_name(settings)
+    if (layout := find_layout(settings)) is None:
+        raise UnsupportedError(
+            f"{directory} is quantised ({scheme}), which is not read of drafters: give the drafter that was quantised; "
+            "redrafter convert --dtype int8 saves it in 8 bits"
+        )
+    wide, packed = dict[str, Tensor](), dict[str, dict[str, Tensor]]()
+    for name, x in tensors.items():
+        layer, _, part = name.rpartition(".")
+        if part not in layout.names or (part == "weight" and x.is_floating_point()):
+            wide[name] = x
+        else:
+            packed.setdefault(layer, {})[part] = x
+    dtype = next((x.dtype for x in wide.values() if x.is_floating_point()), torch.bfloat16)
+    for layer, parts in packed.items():
+        try:
+            wide[f"{layer}.weight"] = layout.read(parts).dequantize().to(dtype)
+        except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:
+            raise CheckpointError(
+                f"{directory} cannot be read: the {scheme} weight of {layer}: {reason_of(error)}"
+            ) from error
+    return wide
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
