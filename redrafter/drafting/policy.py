@@ -162,7 +162,11 @@ class DraftPolicy:
 
     def first(self, size: int, *, sampled: bool = False) -> Proposer:
         """Return the proposer that the policy prefers for a batch size before any step."""
-        return self._proposers[size]
+        return self.choices(size, sampled=sampled)[0]
+
+    def choices(self, size: int, *, sampled: bool = False) -> Sequence[Proposer]:
+        """Return the proposers that the policy may choose for a batch size to draft with, the preferred one first."""
+        return [self._proposers[size]]
 
     def choose(self, step: StepRows) -> Proposer:
         """Return the proposer of the next step. Call this exactly once per step."""
@@ -223,9 +227,10 @@ class CostPolicy(DraftPolicy):
         candidates = (each for kind in self._candidates.values() for of in kind.values() for each in of)
         return [self._undrafted, *self._copying.values(), *dict.fromkeys(candidates)]
 
-    def first(self, size: int, *, sampled: bool = False) -> Proposer:
-        """Return the first candidate of a batch size; without candidates, the proposer that copies."""
-        return (*self._candidates[sampled].get(size, ()), self._copying.get(size, self._undrafted))[0]
+    def choices(self, size: int, *, sampled: bool = False) -> Sequence[Proposer]:
+        """Return the candidates of a batch size, then the proposer that copies; without any, undrafted steps."""
+        copies = [self._copying[size]] if size in self._copying else []
+        return [*self._candidates[sampled].get(size, ()), *copies] or [self._undrafted]
 
     def choose(self, step: StepRows) -> Proposer:
         """Return the proposer of the next step. Call this exactly once per step."""

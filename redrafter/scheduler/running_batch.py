@@ -48,8 +48,8 @@ from redrafter.step import StepOutput, draw_first_tokens
 
 # Positions that the buffers of each row and the window of a step have at least, by type of device.
 MIN_POSITIONS = {"cpu": 256, "cuda": 2048}
-# Captured steps of one batch; the least recently used are dropped. Seven batch sizes, eight kinds of
-# sampling and up to six sizes of chunks make some 300 for one window and one proposer.
+# Captured steps of one batch; the least recently used are dropped. Seven batch sizes, eight kinds of sampling, up to
+# eight sizes of chunks and four kinds of drafts make some 600 for one window.
 MAX_CAPTURED_STEPS = 1024
 # One row in this many may be empty before those of a bulk call are moved, which takes some 40 launches.
 ROWS_PER_EMPTY_ROW = 32

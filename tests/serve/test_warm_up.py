@@ -1,6 +1,7 @@
 """The engine's thread captures the remaining steps while it has no sequences, and serves clients in between."""
 
 import asyncio
+import itertools
 
 import pytest
 
@@ -9,9 +10,13 @@ pytest.importorskip("fastapi")
 from helpers.engine_in_thread import begun, written
 from helpers.models import tiny_drafter, tiny_model, with_tree
 from helpers.processes import soon
-from helpers.scheduling import alone, make_sequence, nothing_is_held, scheduler
-from redrafter import ArgumentError
+from helpers.scheduling import alone, launch_ahead, make_sequence, nothing_is_held, scheduler
+from redrafter import ArgumentError, ReDrafter
+from redrafter.drafting.recycled import RecycledConfig, RecycledTokens
+from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
+from redrafter.scheduler.prefill import rooms_of
+from redrafter.serve.engine_process import warm_up as warm_up_module
 from redrafter.serve.engine_process.warm_up import warm_up
 
 SETTINGS = [SamplingParams(temperature=0), SamplingParams(temperature=0.9, seed=5)]
@@ -64,3 +69,27 @@ async def test_clients_of_an_engine_that_warms_up_get_their_own_tokens(served):
         client.stop()
     assert texts == [alone(served.engine, make_sequence(*case)) for case in cases]
     nothing_is_held(served)
+
+
+def test_steps_of_all_that_the_policy_may_choose_are_captured_while_idle(monkeypatch):
+    # A step that is first captured while clients wait takes as long as dozens of others.
+    launch_ahead(monkeypatch)
+    monkeypatch.setattr(ReDrafter, "pauses", True)
+    monkeypatch.setattr(warm_up_module, "RARE", ())
+    target = Target(tiny_model("llama", max_position_embeddings=512))
+    table = RecycledTokens(RecycledConfig(hidden_size=8, vocab_size=target.vocab_size, entries=16))
+    served = scheduler(ReDrafter(target, table), max_batch_size=4)
+    warm_up(served, SETTINGS[0])
+    for piece in served.later:
+        piece()
+    batch = served.batch
+    captured = {
+        (key.rows, key.sampling.greedy, key.proposer, key.chunks) for key in batch.captured_steps if key.sampling
+    }
+    wanted = set()
+    for size, sampled in itertools.product(batch.sizes, (False, True)):
+        choices = [*batch.policy.choices(size, sampled=sampled), served.engine.undrafted]
+        nodes = [each.nodes * size for each in (choices[0], choices[-1])]
+        wanted |= {(size, not sampled, id(each), room) for each in choices for room in (0, *rooms_of(size, nodes))}
+    assert len({key[2] for key in wanted}) > 6, "trees with and without copies, copies alone, and undrafted steps"
+    assert captured >= wanted

@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from redrafter.drafting.policy import MANY_ROWS, DraftPolicy
+from redrafter.drafting.policy import DraftPolicy, StepRows
+from redrafter.drafting.proposer import Proposer
 from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.prefill import ROOMS_ALONE, least_backlog, rooms_of
@@ -27,6 +28,23 @@ Kind = tuple[SamplingParams, SamplingParams]
 """Sampling of the first row, and of the others."""
 
 
+class OneChoice(DraftPolicy):
+    """Takes the same one of another policy's choices in every step, the last one where it has fewer."""
+
+    def __init__(self, policy: DraftPolicy, number: int):
+        """Take choice `number`, from 0."""
+        self._policy, self._number = policy, number
+
+    def choices(self, size: int, *, sampled: bool = False) -> Sequence[Proposer]:
+        """Return the choices of the other policy."""
+        return self._policy.choices(size, sampled=sampled)
+
+    def choose(self, step: StepRows) -> Proposer:
+        """Return the proposer of the next step."""
+        choices = self.choices(step.size, sampled=step.sampled)
+        return choices[min(self._number, len(choices) - 1)]
+
+
 @dataclass(frozen=True)
 class WarmUpRun:
     """Decodes sequences without a client; sequences of clients that arrive meanwhile take part.
@@ -38,6 +56,7 @@ class WarmUpRun:
         length: Tokens of each prompt.
         mixed: Whether to read a prompt for each size of buffers, one after the other, in steps of the rows.
         adapted: Whether the sequences have an adapter; a step that is captured with one serves all.
+        choice: Number of the policy's choice that drafts.
     """
 
     scheduler: Scheduler
@@ -46,6 +65,7 @@ class WarmUpRun:
     length: int = 1
     mixed: bool = False
     adapted: bool = False
+    choice: int = 0
 
     def __call__(self) -> None:
         """Decode two tokens after each prompt, one by prefill and one by a step; with `mixed`, until all are read."""
@@ -54,8 +74,7 @@ class WarmUpRun:
         batch.reserve(scheduler.longest)  # a later growth of buffers would discard captured steps
         policy = batch.policy
         # A policy that never pauses, so that all drafted steps are captured.
-        sampled = not all(params.greedy for params in self.kind)
-        always = batch.policy = DraftPolicy({size: policy.first(size, sampled=sampled) for size in batch.sizes})
+        always = batch.policy = OneChoice(policy, self.choice)
 
         def submit(prompt: list[int], count: int, params: SamplingParams, salt: str = SALT) -> TokenSequence:
             request = GenerationRequest(prompt, count, params, cache_salt=salt, adapter=adapter)
@@ -74,7 +93,7 @@ class WarmUpRun:
                 rooms = rooms_of(self.rows, batch.step_nodes) if self.mixed else ()
                 for length in map(max, shortest_prompts(rooms), map(least_backlog, rooms)):
                     # A unique salt keeps the cache from shortening the prefill.
-                    salt = f"{SALT} {self.rows} {length} {self.kind}"
+                    salt = f"{SALT} {self.rows} {length} {self.kind} {self.choice}"
                     read = submit([1] * min(length, longest_prompt(scheduler)), 1, self.kind[0], salt)
                     while not read.ended and batch.rows:
                         scheduler.round()
@@ -105,7 +124,8 @@ def longest_prompt(scheduler: Scheduler) -> int:
 def all_runs(scheduler: Scheduler, usual: SamplingParams, *, adapted: bool) -> Iterator[WarmUpRun]:
     """Yield the runs of a warm-up: prompts of many lengths, and steps of every batch size, the smallest first.
 
-    For each batch size, these take the likeliest token, sample, or draw with the model's `usual` parameters.
+    For each batch size, these take the likeliest token, sample, or draw with the model's `usual` parameters, and draft
+    with each choice of the policy and not at all.
     """
     most = scheduler.limits.max_batch_size
     frequent: list[Kind] = [(GREEDY, GREEDY), (SAMPLED, SAMPLED)]
@@ -120,12 +140,13 @@ def all_runs(scheduler: Scheduler, usual: SamplingParams, *, adapted: bool) -> I
     sizes = itertools.product(scheduler.batch.sizes, frequent)
     for rows, kind in [*sizes, *((1, (params, params)) for params in RARE)]:
         decoding = min(rows, most - 1)
-        for limit in (None, 0):
+        choices = scheduler.batch.policy.choices(rows, sampled=not all(params.greedy for params in kind))
+        count = 1 if adapted else len(choices)  # few rows with adapters copy, and captured steps are bounded
+        for choice, limit in [*((number, None) for number in range(count)), (0, 0)]:
             first, others = (replace(params, num_speculative_tokens=limit) for params in kind)
-            yield WarmUpRun(scheduler, min(rows, most), (first, others), adapted=adapted)
-            # While a large batch reads prompts, drafts may cost more than they gain: without drafts it also reads them.
-            if decoding and scheduler.mixed_prefill and (limit is None or rows >= MANY_ROWS):
-                yield WarmUpRun(scheduler, decoding, (first, others), mixed=True, adapted=adapted)
+            yield WarmUpRun(scheduler, min(rows, most), (first, others), adapted=adapted, choice=choice)
+            if decoding and scheduler.mixed_prefill:
+                yield WarmUpRun(scheduler, decoding, (first, others), mixed=True, adapted=adapted, choice=choice)
 
 
 def warm_up(scheduler: Scheduler, usual: SamplingParams) -> None:
@@ -141,7 +162,7 @@ def warm_up(scheduler: Scheduler, usual: SamplingParams) -> None:
         runs += all_runs(scheduler, usual, adapted=True)
     sizes = {1, scheduler.limits.max_batch_size}
     kinds = [replace(params, num_speculative_tokens=n) for params in (GREEDY, SAMPLED, usual) for n in (None, 0)]
-    steps = [run for run in runs if run.length == 1 and not (run.mixed or run.adapted)]
+    steps = [run for run in runs if run.length == 1 and not (run.mixed or run.adapted or run.choice)]
     first = [run for run in steps if run.rows in sizes and run.kind[0] in kinds]
     for run in first:
         run()
