@@ -233,6 +233,20 @@ def test_a_gpu_verifies_fewer_nodes_in_larger_batches():
     assert nodes[-1] < 2
 
 
+def test_trees_fill_the_tiles_of_products_whose_time_has_steps():
+    def milliseconds(tokens: int) -> float:  # of an 8B in 4 bits on an H200
+        tiles = {8: 3.2, 16: 3.6, 32: 4.1, 64: 5.6}
+        return next((time for size, time in tiles.items() if tokens <= size), 10.2 + tokens / 200)
+
+    measured, true = (
+        StepCosts(tuple((tokens, milliseconds(tokens)) for tokens in each), ((1, 0.16),))
+        for each in (step_timing.TOKENS, range(1, 2049))
+    )
+    for rows in (1, 2, 4, 8, 16, 32, 64):
+        measured_tree, best = (best_tree(costs, search(5, 5, 26), rows, share=rows >= 32) for costs in (measured, true))
+        assert measured_tree == best
+
+
 @pytest.fixture
 def often(monkeypatch):
     """Let steps look at other kinds each time, and take any that promises as much."""
