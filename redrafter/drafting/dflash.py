@@ -14,11 +14,7 @@ from torch.nn.functional import pad
 from redrafter.drafting.block_drafter import BlockContext, BlockDrafter, BlockProposer
 from redrafter.drafting.decoder_parts import RMSNorm, of_beams
 from redrafter.drafting.dflash_config import DFlashConfig
-from redrafter.drafting.dflash_layers import (
-    BlockLayer,
-    MarkovHead,
-    Selector,
-)
+from redrafter.drafting.dflash_layers import BlockLayer, MarkovHead, Selector
 from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.proposer import State
 from redrafter.drafting.text_drafters import GivenTexts

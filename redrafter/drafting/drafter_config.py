@@ -7,12 +7,7 @@ from typing import Any, ClassVar
 from transformers import AutoConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 
-from redrafter.drafting.recurrent_form import (
-    CONTEXT_HEAD_DIM,
-    CONTEXT_HEADS,
-    CONTEXT_KV_HEADS,
-    RECURRENCES,
-)
+from redrafter.drafting.recurrent_form import CONTEXT_HEAD_DIM, CONTEXT_HEADS, CONTEXT_KV_HEADS, RECURRENCES
 from redrafter.errors import ArgumentError, MismatchError
 from redrafter.files.drafter_kinds import drafter_kinds
 

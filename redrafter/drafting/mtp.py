@@ -18,12 +18,7 @@ from redrafter.cache.dense import CACHE_NAME, cache_argument
 from redrafter.cache.kv_cache import KVCache, LayerShape
 from redrafter.drafting.decoder_parts import of_beams
 from redrafter.drafting.drafter_config import AnyDrafterConfig
-from redrafter.drafting.drafter_model import (
-    DrafterModel,
-    compile_once,
-    for_any_tokens,
-    mark_dynamic,
-)
+from redrafter.drafting.drafter_model import DrafterModel, compile_once, for_any_tokens, mark_dynamic
 from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.mtp_attention import Made, Past, Recording
 from redrafter.drafting.paged_entries import PagedEntries, with_themselves

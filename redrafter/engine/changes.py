@@ -94,10 +94,7 @@ class UpdateWeights(EngineChange):
     """Writes new weights of the target over the old ones, and rebuilds tensors derived from these."""
 
     def __init__(
-        self,
-        engine: "Changeable",
-        weights: str | Path | Mapping[str, Tensor],
-        allow_not_finite: bool = False,
+        self, engine: "Changeable", weights: str | Path | Mapping[str, Tensor], allow_not_finite: bool = False
     ):
         """Read the weights, check that they fit the target, and raise `NotFiniteError` for NaN unless allowed."""
         check_awake(engine)

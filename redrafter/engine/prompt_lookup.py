@@ -34,12 +34,7 @@ class PromptLookup(Engine):
     @classmethod
     @takes_options
     def from_pretrained(
-        cls,
-        model: str | Path | PreTrainedModel | Target,
-        *,
-        ngram: int = 2,
-        draft_len: int = 4,
-        **keywords: object,
+        cls, model: str | Path | PreTrainedModel | Target, *, ngram: int = 2, draft_len: int = 4, **keywords: object
     ) -> "PromptLookup":
         """Load a target.
 

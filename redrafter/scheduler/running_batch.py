@@ -100,12 +100,7 @@ class RunningBatch:
     """
 
     def __init__(
-        self,
-        target: Target,
-        sampling: SamplingTensors,
-        rows: int,
-        caches: RowCaches,
-        memory: PagedMemory | None = None,
+        self, target: Target, sampling: SamplingTensors, rows: int, caches: RowCaches, memory: PagedMemory | None = None
     ):
         """Make an empty batch of at most `rows` rows. Without `memory`, its steps run uncaptured."""
         self.target, self.sampling, self.caches, self._all_rows = target, sampling, caches, rows
