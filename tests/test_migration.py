@@ -1,8 +1,6 @@
 """Flags, keys and fields are honoured, noted or refused as docs/migration.md says."""
 
-import json
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -74,17 +72,6 @@ def test_flags_are_honoured_noted_or_refused_as_the_page_says(capsys, command, t
 def test_the_page_has_tables_for_all_programs():
     assert {command for command, _, _ in FLAGS} == {"convert", "generate", "compare", "serve"}
     assert len(FLAGS) > 40
-
-
-@pytest.mark.parametrize(("key", "outcome"), rows_below("Keys of `runtime.json`"))
-def test_keys_are_honoured_or_noted_as_the_page_says(tmp_path, key, outcome):
-    file, key = tmp_path / "runtime.json", key.strip("`")
-    value = {"guaranteed_no_evict": True, "kv_cache_free_gpu_mem_fraction": 0.5}.get(key, key.startswith("enable") or 9)
-    file.write_text(json.dumps({key: value}))
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        options = serve_command.build_parser().read_config(str(file))
-    assert (len(warned), len(options)) == ((0, 1) if outcome == "honoured" else (1, 0))
 
 
 @pytest.mark.parametrize(("names", "outcome"), rows_below("Fields of a request"))

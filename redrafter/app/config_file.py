@@ -9,7 +9,7 @@ The command line overrides every file, and a later file overrides an earlier one
 
 import argparse
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,12 @@ from typing import Any
 from redrafter.app.parser import Parser
 from redrafter.errors import ArgumentError, did_you_mean, first_line
 
-_JSON_NAMES = {list: "list", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
-
 
 class ConfigParser(Parser):
     """A parser that also reads options from the files that `--config` names; flags override the files."""
 
-    def __init__(
-        self,
-        *,
-        translate: Callable[[str, dict[str, object]], dict[str, object]] = lambda file, content: content,
-        **kwargs: Any,
-    ):
-        """Create a parser; `translate` gets a file's name and content, and returns it with this parser's names."""
+    def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
-        self._translate_content = translate
         self._config: dict[str, object] = {}
         self.add_argument(
             "--config",
@@ -72,7 +63,7 @@ class ConfigParser(Parser):
         actions = {action.dest: action for action in self._actions}
         known = {item.name: item for options in self.option_types for item in fields(options) if item.name in actions}
         config: dict[str, object] = {}
-        for key, value in self._translate_content(file, read_object(file)).items():
+        for key, value in read_object(file).items():
             name = key.replace("-", "_")
             if name in config:
                 raise ArgumentError(f"{file}: {key} is given twice")
@@ -142,11 +133,6 @@ def read_object(file: str) -> dict[str, object]:
             raise ArgumentError(f"{file} is not JSON: {error}; for JSON5: pip install json5") from None
         except (ValueError, RecursionError) as wrong:
             raise ArgumentError(f"{file} is neither JSON nor JSON5: {wrong}") from wrong
-    return check_object(file, document)
-
-
-def check_object(file: str, document: object) -> dict[str, object]:
-    """Return the parsed content of a file of options; raise `ArgumentError` if it is not an object."""
     if not isinstance(document, dict):
-        raise ArgumentError(f"{file} must hold a JSON object, got a {_JSON_NAMES[type(document)]}")
+        raise ArgumentError(f"{file} must hold a JSON object, got a {type(document).__name__}")
     return document

@@ -20,7 +20,7 @@ from redrafter.app.program import import_libraries, run_command
 from redrafter.app.rank_launcher import run_on_ranks
 from redrafter.errors import ArgumentError, ReDrafterError, UnsupportedError, how_to_install
 from redrafter.parallel.launched import process_rank
-from redrafter.serve.config import ServeOptions, limits_beside, parse_lora_modules, translate_config
+from redrafter.serve.config import ServeOptions, parse_lora_modules
 from redrafter.serve.engine_process.start import EngineProcess, LoadEngine
 from redrafter.serve.extension import extensions, writing_paths
 from redrafter.serve.network.api_keys import ApiKeys, collect_keys, collect_operator_keys
@@ -62,10 +62,8 @@ def build_parser() -> ConfigParser:
     """Build the parser of `redrafter serve`."""
     parser = ConfigParser(
         prog="redrafter serve",
-        translate=translate_config,
         description=f"Serve a model over HTTP: {', '.join(writing_paths())},\n"
-        "with /v1/models, /tokenize, /health, /metrics, /docs. Without MODEL, the pair in the box.\n"
-        "--config also takes the keys of TensorRT-LLM's runtime.json.",
+        "with /v1/models, /tokenize, /health, /metrics, /docs. Without MODEL, the pair in the box.",
         examples=(
             "redrafter serve my-merged --port 8000",
             "redrafter serve my-base --drafter my-drafter --max-batch-size 64 --api-key-file keys.txt",
@@ -145,8 +143,6 @@ def read_request(argv: Sequence[str] | None) -> tuple[argparse.Namespace, LoadEn
     parser = build_parser()
     args = parser.parse_args(argv)
     use_base_of_drafter(args)
-    if (model := vars(args).get("model")) is not None:
-        args = argparse.Namespace(**limits_beside(parser, model) | vars(args))
     options, load = read_options(ServeOptions, args), read_options(LoadOptions, args)
     request = LoadEngine(options, load, read_options(DraftOptions, args))  # validates the combination of options
     return args, request, [read_options(extension.options, args) for extension in extensions()]

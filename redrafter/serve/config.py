@@ -1,58 +1,18 @@
-"""Options of `redrafter serve`, and configuration files for them, including files for TensorRT-LLM's server."""
+"""Options of `redrafter serve`."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from redrafter.app.config_file import ConfigParser, check_object
 from redrafter.app.flags import flag, names
 from redrafter.chat import thoughts
-from redrafter.errors import ArgumentError, how_to_install, warn
-from redrafter.files.checkpoint_kind import check_source
-from redrafter.files.hub import find_model_file
+from redrafter.errors import ArgumentError, how_to_install
 from redrafter.options import option
 from redrafter.scheduler.waiting_queue import Limits
 from redrafter.serve.answers.call_forms import PARSERS
 from redrafter.serve.network.api_keys import KEY_VARIABLE, OPERATOR_KEY_VARIABLE
 
-# Keys of `runtime.json` and of the `runtime` part of `llgtrt.json5`, and the equivalent options here.
-_RUNTIME = {
-    "enable_chunked_context": "chunked_context",
-    "enable_kv_cache_reuse": "kv_cache_reuse",
-    "kv_cache_free_gpu_mem_fraction": "kv_cache_free_gpu_memory_fraction",
-    "kv_cache_host_memory_megabytes": "kv_host_cache_gib",
-}
-_NO_MEANING = frozenset(
-    {
-        "cross_kv_cache_fraction",
-        "enable_batch_size_tuning",
-        "enable_max_num_tokens_tuning",
-        "event_buffer_max_size",
-        "kv_cache_onboard_blocks",
-        "secondary_offload_min_priority",
-    }
-)
-# Parts of `llgtrt.json5` other than `runtime`, with the reason they are ignored or the replacement to use.
-_PARTS = {
-    "llguidance": "the limits of grammars are this server's own",
-    "py": "the server runs no Python scripts",
-    "tokenizer": "the tokenizer comes from the model's directory; its chat template is --chat-template FILE",
-}
 _KEY_NAME = re.compile(r"key-[1-9]\d*")
-CONFIG_FILES = ("runtime.json", "llgtrt.json5")  # read from the model's directory; the second takes precedence
-# Options that these files may set: a model's author may choose batching limits, but not who may access the server.
-LIMIT_OPTIONS = frozenset(
-    {
-        "chunked_context",
-        "guaranteed_no_evict",
-        "kv_cache_free_gpu_memory_fraction",
-        "kv_cache_reuse",
-        "kv_host_cache_gib",
-        "max_batch_size",
-        "max_num_tokens",
-        "max_queue_size",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -216,45 +176,6 @@ class ServeOptions:
             chunked=self.chunked_context,
             reuse=self.kv_cache_reuse,
         )
-
-
-def translate_config(file: str, content: dict[str, object]) -> dict[str, object]:
-    """Return the content of a file of options, with keys of `runtime.json` under the names and in the units here.
-
-    These keys may be at the top or under `runtime`. A warning is logged for each one that has no equivalent here.
-    """
-    runtime = check_object(f"{file}: runtime", content.pop("runtime", {}))
-    translated: dict[str, object] = {}
-    for key, value in (content | runtime).items():
-        name = key.replace("-", "_")
-        if name == "kv_cache_onboard_blocks" and value is True:
-            continue  # blocks found on the host are always copied to the GPU
-        if name in _NO_MEANING or name in _PARTS:
-            warn(f"{file}: {key} means nothing here{f': {_PARTS[name]}' if name in _PARTS else ''}")
-        elif name not in _RUNTIME:
-            translated[key] = value
-        elif value is not None:
-            in_megabytes = name == "kv_cache_host_memory_megabytes" and type(value) in (int, float)
-            translated[_RUNTIME[name]] = value / 1024 if in_megabytes else value  # type: ignore[operator]
-    return translated
-
-
-def limits_beside(parser: ConfigParser, model: str) -> dict[str, object]:
-    """Read the `CONFIG_FILES` in a model's directory or repository; warn of options that are no `LIMIT_OPTIONS`.
-
-    Raises `ArgumentError` for a file that cannot be read, and the errors of `check_source`.
-    """
-    check_source(model)
-    limits: dict[str, object] = {}
-    for file in filter(None, (find_model_file(model, name) for name in CONFIG_FILES)):
-        for name, value in parser.read_config(file).items():
-            if name in LIMIT_OPTIONS:
-                limits[name] = value
-            else:
-                warn(
-                    f"{file}: {name} cannot be set in a file of a model's directory: give it as a flag or with --config"
-                )
-    return limits
 
 
 def parse_lora_modules(words: Sequence[str]) -> dict[str, str]:

@@ -20,65 +20,10 @@ pytest.importorskip("fastapi")
 from redrafter.app.flags import read_options
 from redrafter.serve.command import build_parser
 
-RUNTIME = {
-    "guaranteed_no_evict": True,
-    "max_batch_size": 12,
-    "max_num_tokens": 4096,
-    "max_queue_size": 0,
-    "enable_chunked_context": False,
-    "enable_kv_cache_reuse": True,
-    "kv_cache_free_gpu_mem_fraction": 0.6,
-    "kv_cache_host_memory_megabytes": 512,
-    "kv_cache_onboard_blocks": True,
-    "cross_kv_cache_fraction": None,
-}
-
 
 def printed(capsys, *words: str) -> dict:
     assert main(["serve", "--print-config", *words]) == 0
     return json.loads(capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("under", [False, True], ids=["flat", "under runtime"])
-def test_a_runtime_json_is_taken_as_it_is(under, capsys, tmp_path):
-    file = tmp_path / "runtime.json"
-    file.write_text(json.dumps({"runtime": RUNTIME} if under else RUNTIME))
-    assert main(["serve", "--print-config", "--config", str(file)]) == 0
-    out, err = capsys.readouterr()
-    options = json.loads(out)
-    assert (options["guaranteed_no_evict"], options["max_batch_size"], options["max_num_tokens"]) == (True, 12, 4096)
-    assert options["chunked_context"] is False
-    assert options["kv_cache_free_gpu_memory_fraction"] == 0.6
-    assert options["kv_host_cache_gib"] == 0.5
-    assert "cross_kv_cache_fraction means nothing here" in err
-    assert "kv_cache_onboard_blocks" not in err  # true is what is done in any case
-
-
-def test_copies_from_the_host_cannot_be_turned_off(tmp_path):
-    file = tmp_path / "runtime.json"
-    file.write_text('{"kv_cache_onboard_blocks": false}')
-    with pytest.warns(UserWarning, match="kv_cache_onboard_blocks means nothing here"):
-        assert not build_parser().read_config(str(file))
-
-
-def test_files_beside_the_model_are_read_first(capsys, tmp_path):
-    (tmp_path / "runtime.json").write_text(json.dumps(RUNTIME | {"host": "0.0.0.0"}))
-    said = "{runtime: {max_batch_size: 13}, tokenizer: {chat_template: 'x'}, trust_remote_code: true}"
-    (tmp_path / "llgtrt.json5").write_text(said)
-    assert main(["serve", "--print-config", "--max-num-tokens", "64", str(tmp_path)]) == 0
-    out, err = capsys.readouterr()
-    options = json.loads(out)
-    assert (options["max_batch_size"], options["max_num_tokens"], options["guaranteed_no_evict"]) == (13, 64, True)
-    # Who may come in, and what code runs, is not for whoever made a model to say.
-    assert (options["host"], options["trust_remote_code"]) == ("127.0.0.1", False)
-    assert "host cannot be set in a file of a model's directory" in err
-    assert "trust_remote_code cannot be set" in err
-    assert "tokenizer means nothing here: the tokenizer comes from the model's directory" in err
-    (tmp_path / "own.json").write_text('{"max_batch_size": 14}')
-    assert printed(capsys, "--config", str(tmp_path / "own.json"), str(tmp_path))["max_batch_size"] == 14
-    (tmp_path / "runtime.json").write_text("{")
-    assert main(["serve", "--print-config", str(tmp_path)]) == 2
-    assert "runtime.json is neither JSON nor JSON5" in capsys.readouterr().err
 
 
 def test_flags_win_over_files_and_later_files_over_earlier(capsys, tmp_path):
@@ -104,8 +49,8 @@ def test_every_option_may_stand_in_a_file(capsys, tmp_path):
     ("text", "says"),
     [
         ("[]", "must hold a JSON object, got a list"),
-        ('{"runtime": 3}', "c.json: runtime must hold a JSON object, got a number"),
         ("{", "neither JSON nor JSON5"),
+        ('{"runtime": {"max_batch_size": 3}}', "c.json: runtime is not an option of this command"),
         ('{"max_batch_sise": 3}', "max_batch_sise is not an option of this command; did you mean max_batch_size?"),
         ('{"no-speculate": true}', 'no-speculate is not an option of this command; write "speculate": false'),
         ('{"dtype": "int8"}', "c.json: dtype: invalid choice: 'int8'"),
