@@ -23,8 +23,7 @@ from redrafter.drafting.drafter_types import open_drafter_model
 from redrafter.drafting.text_drafters import TrainableDrafter, require
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, first_line
 from redrafter.files.atomic_folder import remove_leftovers, write_folder
-from redrafter.train.config import TrainConfig
-from redrafter.train.output_folder import checkpoints_folder
+from redrafter.train.config import TrainConfig, checkpoints_folder
 from redrafter.train.progress import TrainingState
 
 KEPT = 2  # newest checkpoints, in addition to the best drafter

@@ -24,7 +24,7 @@ from redrafter.model.quantized_layers import QuantizedLinear
 from redrafter.model.supported import config_width
 from redrafter.model.target import context_of
 from redrafter.train.config import TrainConfig
-from redrafter.train.sharding import gather_tensor
+from redrafter.train.processes import gather_tensor
 
 MAX_EXIT_DIM = 8192  # a residual layer of 16,384 would have 268M parameters
 # Of block drafters: the ranks that DSpark and DFlash2 were published with, and DFlash2's convolutions and candidates.

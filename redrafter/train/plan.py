@@ -24,11 +24,10 @@ from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import load_error
 from redrafter.files.dtype_names import dtype_name
 from redrafter.model.target import context_of
-from redrafter.train.config import DEFAULT_LENGTH, TrainConfig
-from redrafter.train.head_loss import chunk_anchors
+from redrafter.train.config import DEFAULT_LENGTH, RECIPES, SMALL_BASE, TrainConfig
 from redrafter.train.init_drafter import new_config
+from redrafter.train.loss import chunk_anchors
 from redrafter.train.optimizer import hidden_matrices
-from redrafter.train.recipes import RECIPES, SMALL_BASE
 
 # The fraction of a held-out text used as prompt, and the maximum number of its tokens.
 VALIDATION_PROMPT_SHARE, MAX_VALIDATION_PROMPT_TOKENS = 0.5, 64

@@ -18,9 +18,8 @@ from helpers.processes import soon
 from redrafter.errors import ArgumentError
 from redrafter.serve.command import listen
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.network import connections
-from redrafter.serve.network.connections import room_for_connections
-from redrafter.serve.network.server_process import http_config
+from redrafter.serve.network import server_process
+from redrafter.serve.network.server_process import http_config, room_for_connections
 
 
 @contextmanager
@@ -76,7 +75,7 @@ def read_until_closed(connection: socket.socket) -> None:
 
 
 def test_who_keeps_the_server_waiting_is_dropped(monkeypatch):
-    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr(server_process, "REQUEST_SECONDS", 0.5)
     with served(simple) as (opened, port):
         silent, slow = connect_and_send(port, b""), connect_and_send(port, b"GET / HTTP/1.1\r\nX-a: ")
         body = connect_and_send(port, b"POST /slow HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nabc")
@@ -146,13 +145,13 @@ def test_a_head_is_as_long_as_it_may_be_however_it_arrives():
     with served(echoing) as (_, port):
         for pieces in (1, 4):
             connection = connect_and_send(port, b"")
-            for length in (connections.MAX_HEAD_BYTES,) * 3 + (connections.MAX_HEAD_BYTES + 1,):
+            for length in (server_process.MAX_HEAD_BYTES,) * 3 + (server_process.MAX_HEAD_BYTES + 1,):
                 head = start + b"x" * (length - len(start + end)) + end
                 size = -(-len(head) // pieces)
                 for begin in range(0, len(head), size):
                     connection.sendall(head[begin : begin + size])
                     time.sleep(0.01)
-                if length == connections.MAX_HEAD_BYTES:  # kept alive: each head counts for itself
+                if length == server_process.MAX_HEAD_BYTES:  # kept alive: each head counts for itself
                     connection.sendall(b"ok")
                     assert read_answer(connection).endswith(b"\r\n\r\nok")
             assert connection.recv(1000).startswith(b"HTTP/1.1 431 ")
@@ -303,13 +302,13 @@ def test_one_connection_too_many_is_told_so():
 
 
 def test_there_are_no_more_connections_than_files(monkeypatch):
-    monkeypatch.setattr(connections, "open_file_limit", lambda: 500)
+    monkeypatch.setattr(server_process, "open_file_limit", lambda: 500)
     assert 300 < room_for_connections(None) < 500
     assert room_for_connections(200) == 200
     with pytest.raises(ArgumentError, match="--max-connections 600 needs more files"):
         room_for_connections(600)
-    monkeypatch.setattr(connections, "open_file_limit", lambda: 100_000)
-    assert room_for_connections(None) == connections.MAX_CONNECTIONS
+    monkeypatch.setattr(server_process, "open_file_limit", lambda: 100_000)
+    assert room_for_connections(None) == server_process.MAX_CONNECTIONS
 
 
 def test_open_files_are_raised_to_what_the_system_allows():
@@ -317,7 +316,7 @@ def test_open_files_are_raised_to_what_the_system_allows():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
-        assert connections.open_file_limit() == hard
+        assert server_process.open_file_limit() == hard
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -20,7 +20,7 @@ pytest.importorskip("fastapi")
 from helpers.processes import soon
 from helpers.serving import listening
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.network.connections import REQUEST_SECONDS
+from redrafter.serve.network.server_process import REQUEST_SECONDS
 
 CONFIG = (Path(__file__).parents[2] / "examples" / "deploy" / "nginx.conf").read_text()
 NGINX = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")

@@ -20,8 +20,7 @@ from redrafter.model.target import Target
 from redrafter.model.teacher import Teacher
 from redrafter.sampling.sampler import Sampler
 from redrafter.train.config import TrainConfig
-from redrafter.train.head_loss import HeadLoss, chunk_loss
-from redrafter.train.loss import Unroll
+from redrafter.train.loss import HeadLoss, Unroll, chunk_loss
 
 DEPTH, LENGTH = 3, 14
 # The loss has no bound of logits.

@@ -36,8 +36,8 @@ from redrafter.train.config import TrainConfig
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import train
 from redrafter.train.optimizer import hidden_matrices
+from redrafter.train.output import candidates
 from redrafter.train.train_drafter import main
-from redrafter.train.tree_choice import candidates
 from redrafter.tree.sizes import TreeShape
 
 FORMS: dict[str, dict[str, Any]] = {

@@ -17,15 +17,19 @@ from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.model.target import Target
 from redrafter.model.teacher import Teacher, TeacherOutput
 from redrafter.train.config import TrainConfig
-from redrafter.train.head_loss import (
+from redrafter.train.init_drafter import new_config, new_drafter
+from redrafter.train.loss import (
     CHUNK_BYTES,
     CHUNK_PREDICTIONS_ON_CPU,
+    DECAY,
     HeadLoss,
+    Unroll,
     chunk_anchors,
     chunk_loss,
+    find_anchors,
+    target_mask,
+    total_weight,
 )
-from redrafter.train.init_drafter import new_config, new_drafter
-from redrafter.train.loss import DECAY, Unroll, find_anchors, target_mask, total_weight
 
 DISTILLS = [1, 0, 0.7]
 

@@ -8,8 +8,7 @@ import pytest
 
 from helpers.training import command, refused
 from redrafter.train.checkpoints import TrainingIdentity
-from redrafter.train.config import TrainConfig, parse
-from redrafter.train.recipes import RECIPES
+from redrafter.train.config import RECIPES, TrainConfig, parse
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2"
 TYPED = ["--model", "m", "--data", "x.jsonl", "--output", "o"]

@@ -13,7 +13,7 @@ from redrafter.model.target import Target
 from redrafter.train.config import TrainConfig
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import train
-from redrafter.train.tree_choice import best_tree, candidates, choose_tree
+from redrafter.train.output import best_tree, candidates, choose_tree
 from redrafter.tree.sizes import TreeShape
 
 

@@ -38,7 +38,7 @@ def add_file(folder, name: str, rows: int) -> None:
 def test_each_round_trains_the_last_ones_drafter_on_what_has_come_since(
     tmp_path, monkeypatch, capsys, replayed, more, again
 ):
-    monkeypatch.setattr("redrafter.train.watch.REPLAYED_ROWS", replayed)
+    monkeypatch.setattr("redrafter.train.train_drafter.REPLAYED_ROWS", replayed)
     texts, out, trained = tmp_path / "texts", tmp_path / "out", []
     words = words_of(tmp_path, "--drafter", str(tmp_path / "first"), "--watch", "--watch-rows", "8", *more)
     out.rename(tmp_path / "first")
@@ -67,14 +67,14 @@ def test_each_round_trains_the_last_ones_drafter_on_what_has_come_since(
             trained.append((record(tmp_path)["data"], weights()))
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("redrafter.train.watch.time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr("redrafter.train.train_drafter.time", SimpleNamespace(sleep=sleep))
     opened = iter(range(4))  # each file once, or the command would train on them for ever
 
     def open_lines(file):
         assert next(opened, None) is not None, f"{file} is counted again"
         return rows.open_lines(file)
 
-    monkeypatch.setattr("redrafter.train.watch.open_lines", open_lines)
+    monkeypatch.setattr("redrafter.train.train_drafter.open_lines", open_lines)
     assert main(words) == 130
     (first, after_first), (second, after_second) = trained
     assert first == ["a.jsonl", "b.jsonl", "bb.jsonl"]

@@ -15,8 +15,7 @@ from redrafter.chat.thoughts import Thinking, ThoughtMarks
 from redrafter.engine.detokenizer import Detokenizer
 from redrafter.errors import ReDrafterError
 from redrafter.scheduler.sequence import SequenceDelta
-from redrafter.serve.answers.choice import Choice, ChoiceContext, count_usage, usage_and_metrics
-from redrafter.serve.answers.logprobs import TokenLine
+from redrafter.serve.answers.choice import Choice, ChoiceContext, TokenLine, count_usage, usage_and_metrics
 from redrafter.serve.answers.reader import ChatReader
 from redrafter.serve.engine_process.client import Stopped
 from redrafter.serve.protocol.fields import StreamOptions

@@ -14,8 +14,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
 
 from helpers.serving import SCHEMA, Program
-from redrafter.extensions.responses.protocol import ResponsesRequest
-from redrafter.extensions.responses.routes import as_chat, response_events
+from redrafter.extensions.responses.routes import ResponsesRequest, as_chat, response_events
 from redrafter.serve.protocol.requests import ApiError
 
 EVENTS = TypeAdapter(ResponseStreamEvent)
