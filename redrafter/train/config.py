@@ -21,7 +21,11 @@ SMALL_BASE = 3_000_000_000  # parameters; small was measured at 135M and 1.5B, l
 
 @dataclass(frozen=True)
 class Recipe:
-    """Options of a training, the bases that they suit, and the result that was measured with them."""
+    """Options of a training, the bases that they suit, and the result that was measured with them.
+
+    It holds only what differs from the command's defaults or was measured at another value. The form's other sizes
+    follow the base (`init_drafter.new_config`).
+    """
 
     suits: str
     options: dict[str, Any]  # values of `TrainConfig`'s fields, for those that neither a flag nor a file sets

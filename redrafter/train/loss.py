@@ -3,7 +3,9 @@
 An anchor is a position i of the text: its hidden state h_i predicted the pending token x_{i+1}. Step k = 1..K reads the
 embedding of x_{i+k} with (h_i, state) and predicts x_{i+k+1}. Its teacher is the base's own distribution there: its
 logits at position i+k. The states of all K steps are computed first, since they do not depend on the predictions; then
-`HeadLoss` computes the loss over the vocabulary in chunks.
+`HeadLoss` computes the loss over the vocabulary in chunks: the logits of all steps of all anchors together would
+dominate the memory of a training. Their gradient has a closed form, so each chunk's logits are turned into their
+gradient, multiplied back into the gradients of the head and of its input, and freed.
 """
 
 from collections.abc import Callable

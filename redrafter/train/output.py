@@ -1,4 +1,4 @@
-"""Save a trained drafter with its model card and a record of its training that makes it reproducible."""
+"""Choose the tree of a trained drafter, and save it with its model card and a record that makes it reproducible."""
 
 import copy
 import hashlib

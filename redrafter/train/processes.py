@@ -1,4 +1,4 @@
-"""Join the processes that a launcher has started to train one drafter."""
+"""Join the processes that a launcher has started to train one drafter, and shard a base over their devices."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Serve `/v1/responses`: translate Responses requests to chat requests, and the answers back."""
+"""Serve `/v1/responses`: translate OpenAI's Responses requests to chat requests, and the answers back.
+
+https://platform.openai.com/docs/api-reference/responses
+"""
 
 import time
 import uuid

@@ -1,4 +1,8 @@
-"""Run a server process: listen at once, answer 503 while the model loads, serve, drain, end."""
+"""Run a server process: limit connections, listen at once, answer 503 while the model loads, serve, drain, end.
+
+A proxy, such as the nginx of examples/deploy, does more for strangers: it limits each address, and buffers heads,
+bodies and answers.
+"""
 
 import asyncio
 import functools
