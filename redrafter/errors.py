@@ -19,24 +19,6 @@ import warnings
 from collections.abc import Iterable
 from types import FrameType
 
-__all__ = [
-    "ArgumentError",
-    "CacheFullError",
-    "CheckpointError",
-    "MismatchError",
-    "MissingDependencyError",
-    "NotFiniteError",
-    "ReDrafterError",
-    "ReDrafterWarning",
-    "UnsupportedError",
-    "check_characters",
-    "did_you_mean",
-    "ends_device",
-    "first_line",
-    "how_to_install",
-    "warn",
-]
-
 # CUDA errors after which, by its reference, any further work returns the same error until the process ends:
 # https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html. torch and Triton quote CUDA's messages.
 _LASTING_ERRORS = re.compile(

@@ -34,9 +34,8 @@ def use_base_of_drafter(args: argparse.Namespace) -> None:
     named, file = _find_name(model, read_json(Path(config)))
     hint = f"give the model that it drafts for as the model, and this as its drafter: --drafter {model}"
     if named is None:
-        raise CheckpointError(
-            f"{model} is a drafter, not a model, and names no base in config.json or {CARD_FILE}: {hint}"
-        )
+        message = f"{model} is a drafter, not a model, and names no base in config.json or {CARD_FILE}: {hint}"
+        raise CheckpointError(message)
     # A training records the last part of its base's path, and the drafter is often saved next to the base.
     nearby = Path(model).resolve().parent / named
     base = str(nearby) if Path(model).is_dir() and not Path(named).is_dir() and nearby.is_dir() else named

@@ -161,9 +161,8 @@ class ChatEncoder:
     def __init__(self, pair: Pair):
         self._tokenizer = pair.tokenizer
         if not self._tokenizer.chat_template:
-            raise CheckpointError(
-                f"{pair.name} has no chat template: {HOW_TO_GIVE_ONE}, or use `redrafter generate` without --chat"
-            )
+            message = f"{pair.name} has no chat template: {HOW_TO_GIVE_ONE}, or use `redrafter generate` without --chat"
+            raise CheckpointError(message)
         self.eos = end_tokens(pair.engine.model, self._tokenizer)
 
     def encode(self, messages: Sequence[dict[str, Any]]) -> list[int]:

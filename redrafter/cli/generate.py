@@ -192,9 +192,8 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
         elif args.file is not None:
             prompts = _read_on_first_rank(lambda: [line.rstrip("\n") for _, line in open_lines(Path(args.file))])
         elif sys.stdin.isatty():
-            raise ArgumentError(
-                'no prompt: give one, as in `redrafter generate "Once upon a time"`, or --file, or pipe it in'
-            )
+            message = 'no prompt: give one, as in `redrafter generate "Once upon a time"`, or --file, or pipe it in'
+            raise ArgumentError(message)
         else:
             prompts = _read_on_first_rank(lambda: [sys.stdin.read().removesuffix("\n")])
         "".join(prompts).encode()  # fails for arguments that are not UTF-8, which the shell passes on

@@ -376,9 +376,9 @@ def _load_pairs(name: str, load: LoadOptions, draft: DraftOptions) -> list[Pair]
         # All methods share one target, so that its weights are in memory once.
         engine = load_engine(method, pairs[0].engine.target if pairs else name, load, draft)
         pairs.append(Pair(name, method, drafting_model_name(method, name, load, draft), tokenizer, engine))
-    engines = [pair.engine for pair in pairs]
-    lender = next((engine for engine in engines if engine.draft_model is not None), engines[0])
-    for engine in engines:
+    made = [pair.engine for pair in pairs]
+    lender = next((engine for engine in made if engine.draft_model is not None), made[0])
+    for engine in made:
         # Engines of one target decode in turn, so they can share the memory of the KV cache.
         lender.lend_to(engine)
     return pairs

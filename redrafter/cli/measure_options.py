@@ -172,18 +172,16 @@ class EvaluateOptions(MeasureOptions):
         check_numbers(self, "temperatures", least=0, most=MAX_TEMPERATURE)
         check_numbers(self, "seed", least=0, most=MAX_SEED)
         if not all(search.beams > 0 and search.depth > 0 for search in self.shapes):
-            raise ArgumentError(
-                f"--shapes are beams x depth, both 1 or more, such as 5x5,1x4; got {format_value(self.shapes)}"
-            )
+            message = f"--shapes are beams x depth, both 1 or more, such as 5x5,1x4; got {format_value(self.shapes)}"
+            raise ArgumentError(message)
         if self.explain and self.prompt_lengths:
             raise ArgumentError(
                 "--explain counts drafts by the tokens before them itself: leave out --prompt-lengths, or --explain"
             )
         for name in ("shapes", "node_budgets"):
             if self.explain and len(values := vars(self)[name]) > 1:
-                raise ArgumentError(
-                    f"--explain explains one tree: give one of {flag(name)}, got {format_value(values)}"
-                )
+                message = f"--explain explains one tree: give one of {flag(name)}, got {format_value(values)}"
+                raise ArgumentError(message)
 
     @property
     def other_prompts(self) -> tuple[str, ...]:

@@ -37,18 +37,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redrafter.data.conversations import (
-    INSTRUCTION_ANSWERS,
-    MEDIA_KEYS,
-    PROMPT_ANSWERS,
-    TURN_KEYS,
-    answer_of,
-    check_string,
-    drop_nulls,
-    instruction_of,
-    is_conversation,
-    parse_conversation,
-)
+from redrafter.data import conversations
 from redrafter.errors import CheckpointError, first_line
 
 if TYPE_CHECKING:
@@ -57,7 +46,7 @@ if TYPE_CHECKING:
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 SUFFIXES = (".jsonl", ".json", ".parquet", *OPENERS)
 HUB_NAME = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.-]+)(?=:))?(:(?P<split>.+))?")
-KIND_KEYS = ("text", *TURN_KEYS, "turns", "input_ids")
+KIND_KEYS = ("text", *conversations.TURN_KEYS, "turns", "input_ids")
 PROMPT_KEYS = ("prompt", "instruction", "input")  # read where a row has none of the other keys
 SPLITS = ("train", "val", "test")
 
@@ -173,9 +162,8 @@ def _read_dataset(source: str) -> Iterator[tuple[str, Any]]:
     try:
         import datasets
     except ImportError as error:
-        raise CheckpointError(
-            f"{source} is {found}; to read it as a Hugging Face dataset: pip install datasets"
-        ) from error
+        message = f"{source} is {found}; to read it as a Hugging Face dataset: pip install datasets"
+        raise CheckpointError(message) from error
     name, _, split = source.partition(":")
     try:
         if is_file:
@@ -189,14 +177,13 @@ def _read_dataset(source: str) -> Iterator[tuple[str, Any]]:
             split = named["split"] or "train"
             splits = {split: datasets.load_dataset(named["name"], named["config"], split=split)}
     except Exception as error:  # it may run a script, a network and many formats
-        raise CheckpointError(
-            f"{source} is {found}, and cannot be read as a Hugging Face dataset: {first_line(error)}"
-        ) from error
+        message = f"{source} is {found}, and cannot be read as a Hugging Face dataset: {first_line(error)}"
+        raise CheckpointError(message) from error
     if (split or "train") not in splits:
         raise CheckpointError(f"{source}: no split {split or 'train'}; write {name}: and one of {', '.join(splits)}")
     for row, entry in enumerate(splits[split or "train"], start=1):
         # Keys of the row itself stay, since all rows of a data set are read alike.
-        yield f"{source}:row {row}", {key: drop_nulls(value) for key, value in entry.items()}
+        yield f"{source}:row {row}", {key: conversations.drop_nulls(value) for key, value in entry.items()}
 
 
 def parse_row(value: Any, where: str) -> Row:
@@ -209,7 +196,7 @@ def parse_row(value: Any, where: str) -> Row:
         known = ", ".join((*KIND_KEYS, *PROMPT_KEYS))
         raise CheckpointError(f"{where}: a row has one of {known}; found {str(value)[:80]}")
     kind = kinds[0] if kinds else "chosen"
-    media = next((key for key in MEDIA_KEYS if entry.get(key) and kind != "input_ids"), None)
+    media = next((key for key in conversations.MEDIA_KEYS if entry.get(key) and kind != "input_ids"), None)
     if media is not None:
         raise CheckpointError(f'{where}: a row has "{media}", and only text is read; leave such rows out')
     if kind == "prompt" and entry.get("label") is False:  # TRL's data of KTO
@@ -226,27 +213,27 @@ def parse_row(value: Any, where: str) -> Row:
     common: dict[str, Any] = {"split": split, "source": source}
     common["temperature"] = float(written_at) if type(written_at) in (int, float) else None
     if entry.get("tokenizer") is not None:
-        common["tokenizer"] = check_string(entry["tokenizer"], where, '"tokenizer"')
+        common["tokenizer"] = conversations.check_string(entry["tokenizer"], where, '"tokenizer"')
     if kind == "text":
-        return Row(where, text=check_string(entry["text"], where, '"text"'), **common)
+        return Row(where, text=conversations.check_string(entry["text"], where, '"text"'), **common)
     if kind == "input_ids":
         ids, mask = _parse_ids(entry["input_ids"], entry.get("loss_mask"), where)
         return Row(where, ids=ids, loss_mask=mask, **common)
-    if is_conversation(columns):
-        return Row(where, **parse_conversation(entry, where)._asdict(), **common)
+    if conversations.is_conversation(columns):
+        return Row(where, **conversations.parse_conversation(entry, where)._asdict(), **common)
     prompt, answer = _parse_prompt(entry, where)
     return Row(where, prompt=prompt, answer=answer, **common)
 
 
 def _parse_prompt(entry: dict[str, Any], where: str) -> tuple[str, str | None]:
     """Return a prompt in plain text and its answer."""
-    names = PROMPT_ANSWERS if "prompt" in entry else INSTRUCTION_ANSWERS
-    name, answer = answer_of(entry, names, where)
-    answer = None if answer is None else check_string(answer, where, f'"{name}"')
+    names = conversations.PROMPT_ANSWERS if "prompt" in entry else conversations.INSTRUCTION_ANSWERS
+    name, answer = conversations.answer_of(entry, names, where)
+    answer = None if answer is None else conversations.check_string(answer, where, f'"{name}"')
     if "prompt" in entry:
-        prompt = check_string(entry["prompt"], where, '"prompt"')
+        prompt = conversations.check_string(entry["prompt"], where, '"prompt"')
     else:
-        given, instruction = instruction_of(entry, where)
+        given, instruction = conversations.instruction_of(entry, where)
         prompt, answer = " ".join(given + instruction), None if answer is None else "\n" + answer
     if not prompt:
         raise CheckpointError(f"{where}: the prompt is empty")

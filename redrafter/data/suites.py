@@ -139,9 +139,8 @@ def _parse_question(entry: Any, where: str) -> Question:
         if not message["content"].strip():
             raise CheckpointError(f"{where}: turn {turn} is empty")
         if message["content"].startswith(PLACEHOLDER):
-            raise CheckpointError(
-                f"{where}: turn {turn} is a placeholder of SPEED-Bench: its prepare_data.py fetches the prompts"
-            )
+            what = f"{where}: turn {turn} is a placeholder of SPEED-Bench: its prepare_data.py fetches the prompts"
+            raise CheckpointError(what)
     return Question(row, category)
 
 

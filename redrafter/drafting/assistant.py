@@ -122,9 +122,8 @@ class AssistantDrafter(DrafterModel):
         """
         config, _ = PretrainedConfig.get_config_dict(str(name), **kwargs)
         if config["model_type"] not in CONFIG_MAPPING:
-            raise UnsupportedError(
-                f"{name} is a {config['model_type']}, which this version of transformers does not have: update it"
-            )
+            message = f"{name} is a {config['model_type']}, which this version of transformers does not have: update it"
+            raise UnsupportedError(message)
         source, loader = Path(name) / kwargs.get("subfolder", ""), cast("Any", AutoModelForCausalLM)
         read = read_directory(source) if source.is_dir() else None
         try:

@@ -334,9 +334,8 @@ def check_shapes(input_ids: object, mask: object) -> Tensor:
     if input_ids.numel() == 0:
         raise ArgumentError(f"the prompt is empty: input_ids has shape {tuple(input_ids.shape)}")
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != input_ids.shape):
-        raise ArgumentError(
-            f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, got {_shown(mask)}"
-        )
+        message = f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, got {_shown(mask)}"
+        raise ArgumentError(message)
     return input_ids
 
 

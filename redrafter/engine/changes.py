@@ -129,9 +129,8 @@ class ChangeDrafter(EngineChange):
         check_awake(engine)
         self._engine, mine = engine, engine.drafter
         if mine is None:
-            raise UnsupportedError(
-                "the engine has no trained drafter that could be replaced: start it with one (--drafter D)"
-            )
+            message = "the engine has no trained drafter that could be replaced: start it with one (--drafter D)"
+            raise UnsupportedError(message)
         if drafter is None:
             if engine.previous_drafter is None:
                 raise ArgumentError("there is no previous drafter: the drafter was never changed")
@@ -185,9 +184,8 @@ def check_same_form(running: DrafterModel, other: DrafterModel, name: str) -> No
     """
     kinds = running.config.kind, other.config.kind
     if type(running) is not type(other):
-        raise MismatchError(
-            f"{name} is of the kind {kinds[1]}, and the engine drafts with {kinds[0]}: start a new engine with it"
-        )
+        message = f"{name} is of the kind {kinds[1]}, and the engine drafts with {kinds[0]}: start a new engine with it"
+        raise MismatchError(message)
     theirs = {item.name for item in fields(PretrainedConfig)} | NOT_OF_FORM
     names = [item.name for item in fields(type(running.config)) if item.name not in theirs]
     pairs = {key: (getattr(other.config, key, None), getattr(running.config, key, None)) for key in names}

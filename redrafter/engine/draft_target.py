@@ -6,6 +6,7 @@ from typing import Literal
 
 from transformers import PreTrainedModel
 
+from redrafter import features
 from redrafter.checkpoints.models import bind, check_quantization, locate_gguf
 from redrafter.checkpoints.vocabularies import Tokenizer, map_unlike_vocabularies
 from redrafter.drafting.draft_model import DraftModelProposer
@@ -15,14 +16,6 @@ from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions, split_keywords, takes_options
 from redrafter.errors import ArgumentError
-from redrafter.features import (
-    ADAPTIVE_DRAFTS,
-    DRAFT_TREES,
-    OTHER_TOKENIZER,
-    RECURRENT_STATES,
-    REJECTION_SAMPLING,
-    FeatureSet,
-)
 from redrafter.model.supported import base_of
 from redrafter.model.target import Target
 from redrafter.scheduler.paged_memory import PagedMemory
@@ -70,24 +63,22 @@ class DraftTarget(Engine):
         if not isinstance(adaptive, bool):
             raise ArgumentError(f"adaptive must be True or False, got {adaptive!r}")
         if acceptance == "rejection":
-            features = FeatureSet(f"num_beams={num_beams}, adaptive={adaptive}")
-            features.add(DRAFT_TREES, num_beams > 1)
-            features.add(ADAPTIVE_DRAFTS, adaptive)
-            features.check(REJECTION_SAMPLING)
+            chosen = features.FeatureSet(f"num_beams={num_beams}, adaptive={adaptive}")
+            chosen.add(features.DRAFT_TREES, num_beams > 1)
+            chosen.add(features.ADAPTIVE_DRAFTS, adaptive)
+            chosen.check(features.REJECTION_SAMPLING)
         self._check_bound(target, Target)
         self._check_bound(draft_model, Target)
         if draft_model.device != target.device:
-            raise ArgumentError(
-                f"the draft model is on {draft_model.device} and the target on {target.device}: move one"
-            )
+            message = f"the draft model is on {draft_model.device} and the target on {target.device}: move one"
+            raise ArgumentError(message)
         if vocabulary is not None:
-            draft_model.features.check(OTHER_TOKENIZER)
+            draft_model.features.check(features.OTHER_TOKENIZER)
             vocabulary = vocabulary.fit(target.vocab_size, draft_model.vocab_size).to(draft_model.device)
         common = min(target.vocab_size, draft_model.vocab_size) if vocabulary is None else vocabulary.shared_count
         if num_beams > common:
-            raise ArgumentError(
-                f"num_beams={num_beams} is more than the tokens that the draft model can draft: {common}"
-            )
+            message = f"num_beams={num_beams} is more than the tokens that the draft model can draft: {common}"
+            raise ArgumentError(message)
         self.draft_vocabulary = vocabulary
         self.rejection_sampling = acceptance == "rejection"
         self.acceptance, self.adaptive, self.draft_len = acceptance, adaptive, draft_len
@@ -112,7 +103,7 @@ class DraftTarget(Engine):
         """Return the proposer for a batch of `rows` rows, with drafts copied from the sequence where allowed."""
         proposer = self._by_length[self.draft_len]
         unsuited = self.adaptive or self.rejection_sampling or proposer.vocabulary
-        if unsuited or RECURRENT_STATES in proposer.model.features:
+        if unsuited or features.RECURRENT_STATES in proposer.model.features:
             return proposer
         return self._with_copies(proposer, rows)
 

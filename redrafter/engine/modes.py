@@ -51,9 +51,8 @@ def _decode_paged(mode: str, instead: str, *models: Target) -> None:
     # Also on a CPU, where steps are not captured and a dense cache is the default.
     for model in models:
         if reason := model.paged.reason:
-            raise UnsupportedError(
-                f"{mode} needs the paged cache, and {model.name} has none: {reason}; leave it out ({instead})"
-            )
+            message = f"{mode} needs the paged cache, and {model.name} has none: {reason}; leave it out ({instead})"
+            raise UnsupportedError(message)
     # Only after all checks have passed, so that a refusal changes no model.
     for model in models:
         if model.device.type == "cpu":

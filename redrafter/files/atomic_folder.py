@@ -32,9 +32,8 @@ def check_output_folder(folder: Path, overwrite: bool, *, flag: str, kinds: Sequ
         kinds: Results of `kind_of` for folders that may be replaced. Others never are, even with `overwrite`.
     """
     if not folder.absolute().name or "\0" in str(folder) or len(os.fsencode(folder.name)) > MAX_NAME_BYTES:
-        raise ArgumentError(
-            f"{flag} needs a directory's name of at most {MAX_NAME_BYTES} bytes, got {str(folder)[:80]!r}"
-        )
+        message = f"{flag} needs a directory's name of at most {MAX_NAME_BYTES} bytes, got {str(folder)[:80]!r}"
+        raise ArgumentError(message)
     target = Path(os.path.realpath(folder))
     # The nearest existing parent, as missing ones will be made.
     parent = next(path for path in target.parents if path.exists())

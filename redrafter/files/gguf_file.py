@@ -216,9 +216,8 @@ def read_gguf(file: Path) -> GgufModel:
         UnsupportedError: The package gguf is not installed, or too old for the file.
     """
     if find_spec("gguf") is None:
-        raise MissingDependencyError(
-            f"{file} is read with the package gguf, which is missing: {how_to_install('gguf')}"
-        )
+        message = f"{file} is read with the package gguf, which is missing: {how_to_install('gguf')}"
+        raise MissingDependencyError(message)
     parts = [(part.absolute(), part.stat()) for part in find_parts(file)]
     return _read_parts(tuple((part, status.st_size, status.st_mtime_ns) for part, status in parts))
 

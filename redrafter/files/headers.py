@@ -105,6 +105,5 @@ def open_safetensors(file: Path, framework: str) -> Iterator[safe_open]:
         with safe_open(file, framework=framework) as tensors:
             yield tensors
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read: it is cut short or not a safetensors file: {first_line(error)}"
-        ) from error
+        message = f"{file} cannot be read: it is cut short or not a safetensors file: {first_line(error)}"
+        raise CheckpointError(message) from error

@@ -67,9 +67,8 @@ def _read_tensors(path: Path, file: FileIO, size: int) -> dict[str, Tensor]:
         places.append((name, dtype, shape, total, total := total + prod(shape) * dtype.itemsize))
     # Before the allocation, which Linux would grant and then end the process for.
     if size > (free := psutil.virtual_memory().available):
-        raise CheckpointError(
-            f"{path} has {size / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of the machine's memory are free"
-        )
+        message = f"{path} has {size / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of the machine's memory are free"
+        raise CheckpointError(message)
     data = torch.empty(total, dtype=torch.uint8)
     file.seek(max(size - total, 0))
     view = memoryview(data.numpy().data)

@@ -11,15 +11,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from redrafter.drafting.text_drafters import TrainableDrafter
+from redrafter.measure import replay
 from redrafter.measure.decode import Texts
-from redrafter.measure.replay import (
-    Positions,
-    count_accepted,
-    group_texts,
-    measure_positions,
-    pending_positions,
-    steps_taken,
-)
 from redrafter.measure.table import format_table
 from redrafter.model.target import Target
 from redrafter.model.teacher import Teacher
@@ -147,15 +140,15 @@ def trace_steps(drafter: TrainableDrafter, target: Target, texts: Texts, shape: 
     # The second shape verifies all nodes: if it accepts more, the node budget caused the miss.
     shapes, steps = [shape, replace(shape, node_budget=shape.lattice)], list[Step]()
 
-    def trace(at: Positions) -> Tensor:
-        accepted = count_accepted(drafter, target, at, shapes)[0]  # [A, 2]
+    def trace(at: replay.Positions) -> Tensor:
+        accepted = replay.count_accepted(drafter, target, at, shapes)[0]  # [A, 2]
         # A step that accepted all drafts has no missed one, and its outcome does not depend on its rank.
         missed = accepted[:, :1].clamp(max=shape.depth - 1)
         return torch.cat([accepted, _ranks(drafter, target, at).gather(1, missed)], dim=1)  # [A, 3]
 
-    for index, found in measure_positions(drafter, target, texts, [shape], trace):
-        pending = pending_positions(texts, index)
-        for step in steps_taken(found[:, 0].tolist()):
+    for index, found in replay.measure_positions(drafter, target, texts, [shape], trace):
+        pending = replay.pending_positions(texts, index)
+        for step in replay.steps_taken(found[:, 0].tolist()):
             steps.append(Step(index, pending[step], len(pending) - step, *found[step].tolist()))
     return steps
 
@@ -169,7 +162,7 @@ def base_probabilities(target: Target, texts: Texts) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     with Teacher(target.model) as teacher:
         # Logits of a whole text are kept at once, so texts are grouped by the memory that these take.
-        for group in group_texts(texts, target.vocab_size):
+        for group in replay.group_texts(texts, target.vocab_size):
             tokens = pad_sequence([torch.tensor(texts.tokens[i]) for i in group], batch_first=True)  # [B, T]
             logits = teacher.read_batch(tokens.to(target.device)).logits  # [B, T, V]
             for row, index in enumerate(group):
@@ -183,7 +176,7 @@ def base_probabilities(target: Target, texts: Texts) -> list[Tensor]:
     return [found[index] for index in range(len(texts.tokens))]
 
 
-def _ranks(drafter: TrainableDrafter, target: Target, at: Positions) -> Tensor:
+def _ranks(drafter: TrainableDrafter, target: Target, at: replay.Positions) -> Tensor:
     """Rank the text's own tokens in the drafter's scores during search, `[A, K]` int64: the number of higher scores.
 
     -1 marks tokens outside the drafter's vocabulary and positions past the end of the text.

@@ -165,9 +165,8 @@ def split_rows(
         shift = 0
         if (positions := inputs.get("position_ids")) is not None:
             if bool(places[row, -1]) and positions.dim() == 3:
-                raise UnsupportedError(
-                    "a prompt that ends with an image cannot be continued: let a text follow the image"
-                )
+                message = "a prompt that ends with an image cannot be continued: let a text follow the image"
+                raise UnsupportedError(message)
             shift = int(positions.flatten(0, -2)[-1, -1]) + 1 - size  # the axes of an image are equal for text
         rows.append(ImagePrompt(size, inputs, shift))
         first += count

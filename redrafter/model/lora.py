@@ -94,9 +94,8 @@ def _for_layers(model: nn.Module, weights: LoraWeights) -> LoraWeights:
         try:
             layer = model.get_submodule(name)
         except AttributeError:
-            raise MismatchError(
-                f"{weights.source} was made for another model: {type(model).__name__} has no layer {name}"
-            ) from None
+            message = f"{weights.source} was made for another model: {type(model).__name__} has no layer {name}"
+            raise MismatchError(message) from None
         if layer is model.get_output_embeddings():  # type: ignore[operator]
             raise adapter_refusal(weights.source, f"it changes {name}, the model's head")
         if not isinstance(layer, nn.Linear | Conv1D | SplitLinear):

@@ -49,9 +49,8 @@ def name_model_in_errors(bind: Callable[..., None]) -> Callable[..., None]:
         except (ReDrafterError, MemoryError, torch.cuda.OutOfMemoryError):
             raise
         except Exception as error:
-            raise UnsupportedError(
-                f"{type(model).__name__} cannot be a target: {type(error).__name__}: {first_line(error)}"
-            ) from error
+            message = f"{type(model).__name__} cannot be a target: {type(error).__name__}: {first_line(error)}"
+            raise UnsupportedError(message) from error
 
     return wrapped
 
@@ -247,6 +246,5 @@ def check_autocast(device: torch.device) -> None:
     """
     if torch.is_autocast_enabled(device.type):
         dtype = dtype_name(torch.get_autocast_dtype(device.type))
-        raise UnsupportedError(
-            f"a model cannot be verified under torch.autocast; leave it, and load the model with dtype={dtype!r}"
-        )
+        message = f"a model cannot be verified under torch.autocast; leave it, and load the model with dtype={dtype!r}"
+        raise UnsupportedError(message)

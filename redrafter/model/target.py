@@ -10,25 +10,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from redrafter import features
 from redrafter.cache.dense import DenseCache
 from redrafter.cache.kv_cache import KVCache, LayerShape
 from redrafter.cache.to_device import made_on_host, on_device
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, first_line
-from redrafter.features import (
-    BATCH_INVARIANCE,
-    CHUNKED_ATTENTION,
-    FP8_WEIGHTS,
-    INDEXED_ATTENTION,
-    QUANTISED_WEIGHTS,
-    RECURRENT_STATES,
-    ROPE_BY_LENGTH,
-    SWITCHING_ROPE,
-    TENSOR_PARALLELISM,
-    Feature,
-    FeatureSet,
-)
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.home import keep_kernels
+from redrafter.model import supported
 from redrafter.model.batch_invariance import RowByRow, check_products, check_rows, small_pool, support_of
 from redrafter.model.forward_batch import DrafterLayer, ForwardBatch, ForwardOutput, Prompts, decoder_layers
 from redrafter.model.images import ImageReader, image_arguments, token_type_arguments
@@ -41,17 +30,6 @@ from redrafter.model.prompt_reader import PromptReader, ShowLogits
 from redrafter.model.quantized_layers import rounds_inputs
 from redrafter.model.self_test import CacheSupport
 from redrafter.model.shared_model import Revision
-from redrafter.model.supported import (
-    Support,
-    base_of,
-    check_autocast,
-    check_eval,
-    check_on_device,
-    check_states_found,
-    check_supported,
-    head_width,
-    name_model_in_errors,
-)
 from redrafter.model.traits import learn_traits
 from redrafter.model.tree_forward import BoundModel, PaddedForward
 from redrafter.model.varlen_forward import VarlenForward
@@ -70,7 +48,7 @@ class Target(BoundModel):
         image_inputs: `image_arguments`, and the names of the token-type arguments that go with them.
     """
 
-    @name_model_in_errors
+    @supported.name_model_in_errors
     def __init__(self, model: PreTrainedModel, name: str | None = None, passed: PassedTests = NONE_PASSED):
         """Bind a model: learn what its layers attend to, and compare small trees with causal forwards.
 
@@ -84,14 +62,14 @@ class Target(BoundModel):
             UnsupportedError: It is an encoder-decoder, keeps states where they cannot be found, has an attention
                 implementation that takes no 4-D mask, or its tree forward differs from its causal one.
         """
-        model = base_of(model)
+        model = supported.base_of(model)
         self.name = name or type(model).__name__
-        check_supported(model, self.name)
+        supported.check_supported(model, self.name)
         self.ranks = use_local_shards(model)
-        self.features = FeatureSet(self.name)
-        self.features.add(TENSOR_PARALLELISM, self.ranks.size > 1)
-        self.features.add(QUANTISED_WEIGHTS, is_quantized(model.config))
-        self.features.add(FP8_WEIGHTS, rounds_inputs(model))
+        self.features = features.FeatureSet(self.name)
+        self.features.add(features.TENSOR_PARALLELISM, self.ranks.size > 1)
+        self.features.add(features.QUANTISED_WEIGHTS, is_quantized(model.config))
+        self.features.add(features.FP8_WEIGHTS, rounds_inputs(model))
         super().__init__(model)
         self.config = model.config.get_text_config(decoder=True)
         self.embedding = model.get_input_embeddings()
@@ -101,17 +79,17 @@ class Target(BoundModel):
         self.context = context_of(self.config)
         table = self.embedding.weight
         assert isinstance(table, Tensor)
-        check_on_device(model, table, self.name)
+        supported.check_on_device(model, table, self.name)
         self.device = table.device
         if self.device.type == "cuda":
             keep_kernels()  # before the self-test launches the first one
-        self.hidden_size = head_width(self.head, self.config)
+        self.hidden_size = supported.head_width(self.head, self.config)
         self.vocab_size = self.config.vocab_size
         self._changes = self._replacements = 0  # of weights or code, and those of addresses or code among them
         self._drafter_shapes = tuple[LayerShape, ...]()
         self.image_arguments = image_arguments(model)
         self.image_inputs = self.image_arguments | token_type_arguments(model)
-        check_autocast(self.device)
+        supported.check_autocast(self.device)
         # Not in inference mode: some quantisers make the weights in the first forward, for good.
         self._state = ModelState.from_model(model)
         with torch.no_grad(), made_on_host(), on_device(self.device), ModelPatch() as patch:
@@ -127,10 +105,10 @@ class Target(BoundModel):
         ids = torch.arange(8, device=self.device) * 7919 % self.vocab_size
         self.dtype = self.embedding(ids).dtype  # the model's own may be that of a quantised weight
         self.traits = traits = learn_traits(self.model, self.config, ids, self.name)
-        self.features.add(RECURRENT_STATES, bool(traits.mixers))
-        self.features.add(CHUNKED_ATTENTION, bool(traits.kinds.chunk_sizes))
+        self.features.add(features.RECURRENT_STATES, bool(traits.mixers))
+        self.features.add(features.CHUNKED_ATTENTION, bool(traits.kinds.chunk_sizes))
         if not traits.mixers:
-            check_states_found(self.model, self.config, self.name)
+            supported.check_states_found(self.model, self.config, self.name)
         if traits.attention.changed:
             layer = min(traits.attention.changed)
             raise UnsupportedError(
@@ -142,13 +120,13 @@ class Target(BoundModel):
         self.prompt_reader = PromptReader(self._padded_forward, self.varlen_forward)
         self._caches = CacheSupport(self, self.prompt_reader, passed)
         self.rounding = self._caches.rounding
-        self.features.add(INDEXED_ATTENTION, any(shape.extra_dim for shape in self._caches.shapes))
-        self.varlen = Support("it is not on a GPU") if self.device.type != "cuda" else self.paged
+        self.features.add(features.INDEXED_ATTENTION, any(shape.extra_dim for shape in self._caches.shapes))
+        self.varlen = supported.Support("it is not on a GPU") if self.device.type != "cuda" else self.paged
         dynamic = find_dynamic_rope(self.model)
         if dynamic is not None and self.context is not None:
             self.context = max(self.context, dynamic.context)
         self.rope = dynamic or find_switching_rope(self.model, self.config, self.new_cache(1))
-        self.features.add(SWITCHING_ROPE, self.rope is not None and dynamic is None)
+        self.features.add(features.SWITCHING_ROPE, self.rope is not None and dynamic is None)
         self.fixed_rope_context = self.context if self.rope is None else self.rope.switch_at
         self.reread_from = self.rope.switch_at if self.rope is not None and self.rope.rereads else None
         self.images = ImageReader(self, self._caches, self._padded_forward.read_whole)
@@ -181,7 +159,7 @@ class Target(BoundModel):
                 self._follow()
             training = now.training
         if training:
-            check_eval(self.model)
+            supported.check_eval(self.model)
 
     def _follow(self) -> None:
         """Record what has changed since the last call."""
@@ -236,7 +214,7 @@ class Target(BoundModel):
         return [*self._caches.paged_shapes, *self._drafter_shapes]
 
     @property
-    def paged(self) -> Support:
+    def paged(self) -> supported.Support:
         """Return whether the model can be decoded on a paged cache. The first access may run a self-test."""
         return self._caches.paged
 
@@ -249,13 +227,12 @@ class Target(BoundModel):
             ArgumentError: The model was compiled before.
             UnsupportedError: This model cannot be computed so.
         """
-        if BATCH_INVARIANCE in self.features:
+        if features.BATCH_INVARIANCE in self.features:
             return
-        self.features.check(BATCH_INVARIANCE)
+        self.features.check(features.BATCH_INVARIANCE)
         if self.device.type == "cuda" and self.varlen_forward.linears_fused:
-            raise ArgumentError(
-                f"{self.name} was compiled for an engine without batch_invariant=True; load the model again"
-            )
+            message = f"{self.name} was compiled for an engine without batch_invariant=True; load the model again"
+            raise ArgumentError(message)
         reason = support_of(self).reason or self.paged.reason
         reason = reason or (self.varlen.reason if self.device.type == "cuda" else None)
         if reason:
@@ -272,8 +249,8 @@ class Target(BoundModel):
             if isinstance(error, UnsupportedError):
                 raise
             raise UnsupportedError(f"{self.name} cannot be batch-invariant: {first_line(error)}") from error
-        self.features.add(BATCH_INVARIANCE)
-        self.varlen, self.prompt_reader.masks = Support(), True
+        self.features.add(features.BATCH_INVARIANCE)
+        self.varlen, self.prompt_reader.masks = supported.Support(), True
 
     def new_cache(self, rows: int) -> DenseCache:
         """Return an empty dense cache for `rows` rows."""
@@ -343,7 +320,7 @@ class Target(BoundModel):
         tree = batch.tree if self.rope is None else self.rope.drop_past_switch(batch.tree, batch.length)
         return ForwardOutput(tree, *forward(batch))
 
-    def reread(self, tokens: Tensor, marked: Tensor, cache: KVCache, inputs: Mapping[Feature, Tensor]) -> None:
+    def reread(self, tokens: Tensor, marked: Tensor, cache: KVCache, inputs: Mapping[features.Feature, Tensor]) -> None:
         """Read again rows that have reached the rope switch, with the frequencies of long texts; see `reread_from`.
 
         Args:
@@ -360,7 +337,7 @@ class Target(BoundModel):
             starts = [0] * len(rows)
             ends = [end] * len(rows)
             long = torch.full_like(rows, end + 1)
-            of_rows = {feature: x[rows] for feature, x in inputs.items()} | {ROPE_BY_LENGTH: long}
+            of_rows = {feature: x[rows] for feature, x in inputs.items()} | {features.ROPE_BY_LENGTH: long}
             self.prompt_reader.read_prompts(Prompts(tokens[rows], starts=starts, ends=ends, cache=some, inputs=of_rows))
 
     def prefill(

@@ -235,9 +235,8 @@ def _by_name(by_layer: tuple[AttentionKind, ...] | None, config: object) -> dict
         kind = "sliding_attention" if window else "chunked_attention" if chunk else "full_attention"
         types = set(getattr(config, "layer_types", None) or [kind])
         if unknown := sorted(types - of_config.keys()):
-            raise UnsupportedError(
-                f"layers of type {', '.join(unknown)} are not known; known are {', '.join(of_config)}"
-            )
+            message = f"layers of type {', '.join(unknown)} are not known; known are {', '.join(of_config)}"
+            raise UnsupportedError(message)
         return {name: of_config[name] for name in sorted(types)}
     if len(set(by_layer)) == 1:
         return {"all": by_layer[0]}

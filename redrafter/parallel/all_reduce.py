@@ -106,9 +106,8 @@ class PeerMemory:
                 arrived[: whole // 4 : 2] = 0
                 with torch.cuda.stream(torch.cuda.Stream()):
                     self.memory.copy_(arrived.view(torch.uint8))
-                raise UnsupportedError(
-                    f"messages of a GPU did not arrive in another's memory within {PROBE_SECONDS:g} s"
-                )
+                message = f"messages of a GPU did not arrive in another's memory within {PROBE_SECONDS:g} s"
+                raise UnsupportedError(message)
             time.sleep(0.001)
 
     def check_sums(self) -> None:

@@ -211,9 +211,8 @@ def own_heads(model: nn.Module, name: str, key: str, parameter: Any, ranks: Rank
     if heads % ranks.size == 0:
         return local
     if ranks.size % heads:
-        raise UnsupportedError(
-            f"{name} has {heads} heads, which {ranks.size} ranks cannot share: take {heads} or fewer"
-        )
+        message = f"{name} has {heads} heads, which {ranks.size} ranks cannot share: take {heads} or fewer"
+        raise UnsupportedError(message)
     if name.endswith(".k_proj") and key == "weight":  # once for each layer
         attention.num_key_value_groups = attention.num_key_value_groups * heads // ranks.size
     first = ranks.rank * heads // ranks.size * width

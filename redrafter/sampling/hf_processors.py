@@ -15,24 +15,8 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.sampling import processors
 from redrafter.sampling.host_processors import PerNode
-from redrafter.sampling.processors import (
-    CUTS,
-    FIRST_EDITS,
-    Constant,
-    HostProcessor,
-    OwnProcessor,
-    Processor,
-    RowBias,
-    RowMinimum,
-    RowMinP,
-    RowProcessor,
-    RowRepetition,
-    RowTemperature,
-    RowTopK,
-    RowTopP,
-    bound_on_k,
-)
 from redrafter.sampling.tree_processors import (
     CallPrompts,
     apply_to_scores,
@@ -45,20 +29,20 @@ from redrafter.sampling.tree_processors import (
     force,
 )
 
-Reader = Callable[[Any, CallPrompts], OwnProcessor | Processor]
+Reader = Callable[[Any, CallPrompts], processors.OwnProcessor | processors.Processor]
 
 # Scores divided by a smaller temperature may exceed float32. At this one already, the likeliest token is drawn.
 SMALLEST_TEMPERATURE = 1e-30
 
 
 def read_processors(
-    processors: Iterable[LogitsProcessor],
+    listed: Iterable[LogitsProcessor],
     *,
     width: int,
     prompt: Tensor,
     vocabulary: int,
     min_new_tokens: int | None = None,
-) -> tuple[list[OwnProcessor], list[str]]:
+) -> tuple[list[processors.OwnProcessor], list[str]]:
     """Turn Hugging Face's logits processors, as `generate` prepared them, into processors over a tree.
 
     They were made for a padded prompt of `width` tokens, while rows have `prompt` `[B]` int64 tokens without padding,
@@ -73,8 +57,8 @@ def read_processors(
     call = CallPrompts(width, prompt, vocabulary)
     # With min_new_tokens, generate also sets min_length to the padded width + min_new_tokens: too much for a short row.
     implied = None if min_new_tokens is None else width + min_new_tokens
-    built, slow = list[OwnProcessor](), list[str]()
-    for processor in list[Any](processors):
+    built, slow = list[processors.OwnProcessor](), list[str]()
+    for processor in list[Any](listed):
         _refuse(processor)
         name = _known(processor)
         if name == "MinLengthLogitsProcessor" and processor.min_length == implied:
@@ -82,14 +66,14 @@ def read_processors(
         read = READERS[name](processor, call) if name in READERS else PerNode([processor] * len(prompt))
         if isinstance(read, PerNode):
             slow.append(getattr(processor, "__name__", type(processor).__name__))
-        if not isinstance(read, RowProcessor | HostProcessor):
-            read = Constant((name, _constants(vars(processor), width)), read)
+        if not isinstance(read, processors.RowProcessor | processors.HostProcessor):
+            read = processors.Constant((name, _constants(vars(processor), width)), read)
         built.append(read)
     return built, slow
 
 
 def fold_rows(
-    processors: Sequence[OwnProcessor], rows: int, ends: Collection[int], *, sampled: bool
+    listed: Sequence[processors.OwnProcessor], rows: int, ends: Collection[int], *, sampled: bool
 ) -> list[dict[str, Any]]:
     """Return processors of a call as parameters of each of its rows, by their names in `SamplingParams`.
 
@@ -97,13 +81,13 @@ def fold_rows(
     processors; any other stays the caller's own. So rows draw as the list defines, whatever it contains. `ends` are ids
     that end a sequence. If tokens are not `sampled`, processors for sampling only are the caller's own too.
     """
-    own = len(FIRST_EDITS)
-    order = (*FIRST_EDITS, None, RowTemperature, *CUTS)  # None: the caller's own
+    own = len(processors.FIRST_EDITS)
+    order = (*processors.FIRST_EDITS, None, processors.RowTemperature, *processors.CUTS)  # None: the caller's own
     place = 0  # the lowest index in this order that may come next
     columns: dict[str, list[Any]] = {"extra": [()] * rows, "extra_last": [()] * rows}
-    for processor in processors:
+    for processor in listed:
         named = _named(processor, ends)
-        stage = order.index(type(processor)) if named and (sampled or type(processor) in FIRST_EDITS) else -1
+        stage = order.index(type(processor)) if named and (sampled or type(processor) in processors.FIRST_EDITS) else -1
         early = 0 < place <= own and not columns["extra"][0]
         if stage == 0 and early and {*named["logit_bias"][0].values()} <= {-math.inf}:
             # Forbidden tokens stay forbidden whatever comes before or after, so they can join an earlier bias.
@@ -117,19 +101,19 @@ def fold_rows(
     return [{name: values[row] for name, values in columns.items()} for row in range(rows)]
 
 
-def _named(processor: OwnProcessor, ends: Collection[int]) -> dict[str, list[Any]]:
+def _named(processor: processors.OwnProcessor, ends: Collection[int]) -> dict[str, list[Any]]:
     """Return the parameters that express a processor, for each row; none if no parameters do."""
-    if isinstance(processor, RowBias):  # the same in all rows
+    if isinstance(processor, processors.RowBias):  # the same in all rows
         tokens = processor.bias[0].nonzero()[:, 0]
         bias = dict(zip(tokens.tolist(), processor.bias[0, tokens].tolist(), strict=True))
         return {"logit_bias": [bias] * len(processor.bias)}
     # The parameter applies to the row's own stop tokens, so it must name exactly these.
-    if isinstance(processor, RowMinimum):
+    if isinstance(processor, processors.RowMinimum):
         vocabulary = processor.ends.shape[1]
         if processor.ends[0].nonzero()[:, 0].tolist() != sorted(end for end in ends if end < vocabulary):
             return {}
         return {"min_new_tokens": processor.tokens.clamp(min=0).tolist()}
-    if not isinstance(processor, RowProcessor) or len(processor.settings) != len(processor.reads):
+    if not isinstance(processor, processors.RowProcessor) or len(processor.settings) != len(processor.reads):
         return {}
     return {name: value.tolist() for name, value in zip(processor.reads, processor.settings, strict=True)}
 
@@ -162,14 +146,14 @@ def _prefix_constrained(processor: Any, call: CallPrompts) -> PerNode:
     return PerNode([of_row(row) for row in range(len(call.prompt))])
 
 
-def _temperature(processor: Any, call: CallPrompts) -> RowProcessor:
-    return RowTemperature(call.per_row(max(processor.temperature, SMALLEST_TEMPERATURE)))
+def _temperature(processor: Any, call: CallPrompts) -> processors.RowProcessor:
+    return processors.RowTemperature(call.per_row(max(processor.temperature, SMALLEST_TEMPERATURE)))
 
 
-def _cut(build: Callable[[Any, CallPrompts], RowProcessor]) -> Reader:
+def _cut(build: Callable[[Any, CallPrompts], processors.RowProcessor]) -> Reader:
     """Return a reader that gives numbers of rows, but for an object that fills with another number or keeps more."""
 
-    def read_row_settings(processor: Any, call: CallPrompts) -> OwnProcessor | Processor:
+    def read_row_settings(processor: Any, call: CallPrompts) -> processors.OwnProcessor | processors.Processor:
         usual = processor.filter_value == -math.inf and getattr(processor, "min_tokens_to_keep", 1) == 1
         if usual and getattr(processor, "top_p", None) != 1:  # top_p = 1 still removes tokens of probability 0
             return build(processor, call)
@@ -178,21 +162,21 @@ def _cut(build: Callable[[Any, CallPrompts], RowProcessor]) -> Reader:
     return read_row_settings
 
 
-def _top_k(processor: Any, call: CallPrompts) -> RowProcessor:
+def _top_k(processor: Any, call: CallPrompts) -> processors.RowProcessor:
     k = call.per_row(min(processor.top_k, call.vocabulary), torch.long)
-    return RowTopK(k, bound_on_k([processor.top_k], call.vocabulary))
+    return processors.RowTopK(k, processors.bound_on_k([processor.top_k], call.vocabulary))
 
 
-def _repetition_penalty(processor: Any, call: CallPrompts) -> RowProcessor:
+def _repetition_penalty(processor: Any, call: CallPrompts) -> processors.RowProcessor:
     # A tensor `prompt_ignore_length` is each row's padding, which rows have none of here; an int is the user's own
     # wish, counted from the start of the padded row.
     penalty, ignored = call.per_row(processor.penalty), processor.prompt_ignore_length
-    return RowRepetition(penalty, call.prompt + (ignored - call.width) if isinstance(ignored, int) else None)
+    return processors.RowRepetition(penalty, call.prompt + (ignored - call.width) if isinstance(ignored, int) else None)
 
 
-def _min_new_tokens(processor: Any, call: CallPrompts) -> RowProcessor:
+def _min_new_tokens(processor: Any, call: CallPrompts) -> processors.RowProcessor:
     tokens = processor.min_new_tokens + processor.prompt_length_to_skip - call.width
-    return RowMinimum(call.per_row(tokens, torch.long), _ends(processor, call))
+    return processors.RowMinimum(call.per_row(tokens, torch.long), _ends(processor, call))
 
 
 def _ends(processor: Any, call: CallPrompts) -> Tensor:
@@ -201,7 +185,7 @@ def _ends(processor: Any, call: CallPrompts) -> Tensor:
     return mask.to(call.prompt.device).expand(len(call.prompt), -1)
 
 
-def _bias(processor: Any, call: CallPrompts) -> OwnProcessor | Processor:
+def _bias(processor: Any, call: CallPrompts) -> processors.OwnProcessor | processors.Processor:
     """Read biases of single tokens as a tensor per row, whose values captured steps take, and others as constants."""
     biases = processor.sequence_bias
     if (largest := max((max(tokens) for tokens in biases), default=0)) >= call.vocabulary:
@@ -214,10 +198,10 @@ def _bias(processor: Any, call: CallPrompts) -> OwnProcessor | Processor:
     bias = torch.zeros(call.vocabulary)
     for [token], value in biases.items():
         bias[token] = value
-    return RowBias(bias.to(call.prompt.device).expand(len(call.prompt), -1))
+    return processors.RowBias(bias.to(call.prompt.device).expand(len(call.prompt), -1))
 
 
-def _suppress_at_begin(processor: Any, call: CallPrompts) -> Processor:
+def _suppress_at_begin(processor: Any, call: CallPrompts) -> processors.Processor:
     begin = processor.begin_index - call.width
     return forbid(processor.begin_suppress_tokens, lambda prefixes: prefixes.counts - prefixes.prompt[:, None] == begin)
 
@@ -235,11 +219,11 @@ READERS: dict[str, Reader] = {
     ),
     "InfNanRemoveLogitsProcessor": apply_to_scores,
     "LogitNormalization": apply_to_scores,
-    "MinLengthLogitsProcessor": lambda processor, call: RowMinimum(
+    "MinLengthLogitsProcessor": lambda processor, call: processors.RowMinimum(
         processor.min_length - call.prompt, _ends(processor, call)
     ),
     "MinNewTokensLengthLogitsProcessor": _min_new_tokens,
-    "MinPLogitsWarper": _cut(lambda processor, call: RowMinP(call.per_row(processor.min_p))),
+    "MinPLogitsWarper": _cut(lambda processor, call: processors.RowMinP(call.per_row(processor.min_p))),
     "NoBadWordsLogitsProcessor": _bias,
     "NoRepeatNGramLogitsProcessor": ban_repeated_ngrams,
     "PrefixConstrainedLogitsProcessor": _prefix_constrained,
@@ -250,7 +234,7 @@ READERS: dict[str, Reader] = {
     "TemperatureLogitsWarper": _temperature,
     "TopHLogitsWarper": cut_by_entropy,
     "TopKLogitsWarper": _cut(_top_k),
-    "TopPLogitsWarper": _cut(lambda processor, call: RowTopP(call.per_row(processor.top_p, torch.float64))),
+    "TopPLogitsWarper": _cut(lambda processor, call: processors.RowTopP(call.per_row(processor.top_p, torch.float64))),
     "TypicalLogitsWarper": apply_to_scores,
 }
 

@@ -258,9 +258,8 @@ def prepare(target: Target, store: KVCachePool, compile: bool, search: SearchPro
             _LOG.info("compiled %s in %.1f s", target.name, time.monotonic() - began)
     except Exception as error:
         if BATCH_INVARIANCE in target.features:
-            raise UnsupportedError(
-                f"{target.name} cannot be batch-invariant: it cannot be compiled ({first_line(error)})"
-            ) from error
+            message = f"{target.name} cannot be batch-invariant: it cannot be compiled ({first_line(error)})"
+            raise UnsupportedError(message) from error
         target.varlen_forward.compile(False)
         warn(
             f"{target.name} cannot be compiled ({first_line(error)}): its steps are captured uncompiled, which is "

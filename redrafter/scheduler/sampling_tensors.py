@@ -9,31 +9,16 @@ from torch import Tensor
 
 from redrafter.cache.to_device import to_device
 from redrafter.parallel.ranks import ALONE, Ranks
+from redrafter.sampling import processors
 from redrafter.sampling.host_processors import RowGrammars
 from redrafter.sampling.params import NEUTRAL, SamplingParams
-from redrafter.sampling.processors import (
-    CUTS,
-    EDITS,
-    FIRST_EDITS,
-    THINKING_COLUMNS,
-    HostProcessor,
-    OfSomeRows,
-    OwnProcessor,
-    ProcessorOfRows,
-    RowProcessor,
-    RowTemperature,
-    RowThinkingBudget,
-    RowTopK,
-    RowTopP,
-    bound_on_k,
-)
 from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.captured_step import bucket
 from redrafter.scheduler.sequence import TokenSequence
 
 FEW = 8  # a captured step that sorts few rows' scores has room for one row in eight
 _TABLES = ("logit_bias", "stop_token_ids", "thinking")  # which have a table row for each batch row
-_KINDS: tuple[type[RowProcessor], ...] = (*EDITS, RowTemperature, *CUTS)
+_KINDS: tuple[type[processors.RowProcessor], ...] = (*processors.EDITS, processors.RowTemperature, *processors.CUTS)
 _READ = [name for kind in _KINDS for name in kind.reads if name not in _TABLES]
 # Each row's numbers, by the dtype of their columns. transformers accumulates probabilities of top-p in float64.
 FLAGS, DOUBLES = ["greedy"], ["top_p"]
@@ -46,7 +31,9 @@ INTEGERS = [
     *(name for name in _READ if isinstance(getattr(NEUTRAL, name), int)),
 ]
 FLOATS = [name for name in _READ if name not in (*INTEGERS, *DOUBLES)]
-WARPING = {name for kind in _KINDS if kind not in EDITS for name in kind.reads}  # in which greedy rows are neutral
+WARPING = {
+    name for kind in _KINDS if kind not in processors.EDITS for name in kind.reads
+}  # in which greedy rows are neutral
 
 
 class Kind(NamedTuple):
@@ -70,8 +57,8 @@ class Kind(NamedTuple):
         extra_last: The same, after all others.
     """
 
-    edits: Sequence[type[RowProcessor]]
-    cuts: Sequence[type[RowProcessor]]
+    edits: Sequence[type[processors.RowProcessor]]
+    cuts: Sequence[type[processors.RowProcessor]]
     largest_k: int | None
     sorted_rows: int
     greedy: bool
@@ -117,13 +104,13 @@ class SamplingTensors:
             self._flags = torch.zeros(len(FLAGS), rows, dtype=torch.bool)
             self._floats = torch.ones(len(FLOATS), rows)
             self._doubles = torch.ones(len(DOUBLES), rows, dtype=torch.double)
-            self._thinking = torch.zeros(rows, THINKING_COLUMNS, dtype=torch.long)
+            self._thinking = torch.zeros(rows, processors.THINKING_COLUMNS, dtype=torch.long)
             self.ids = torch.arange(vocabulary) if ids is None else ids
         self._tables = self._integers, self._flags, self._floats, self._doubles
         self._columns = dict(zip((*INTEGERS, *FLAGS, *FLOATS, *DOUBLES), itertools.chain(*self._tables), strict=True))
         self._grammars = RowGrammars([], ranks)
         self._budgets_written = False  # whether a row was ever given a budget of thoughts
-        self._own: dict[Hashable, list[OwnProcessor]] = {}
+        self._own: dict[Hashable, list[processors.OwnProcessor]] = {}
         self._cut_rows: list[int] = []
         self._cut_index = torch.zeros(rows, dtype=torch.long, device=device)  # the same, where steps look for it
         self._bias_and_stops: tuple[Tensor, Tensor] | None = None  # as large as the logits: made when first needed
@@ -148,7 +135,7 @@ class SamplingTensors:
         self._doubles[:, rows] = real[len(FLOATS) :]
         every = [sequence.request.params for sequence in sequences]
         if any(each.thinking for each in every) or self._budgets_written:
-            none = [0] * THINKING_COLUMNS
+            none = [0] * processors.THINKING_COLUMNS
             lines = [none if x.thinking is None else x.thinking.line(guided=x.grammar is not None) for x in every]
             self._thinking[rows] = to_device(lines, device, torch.long)
             self._budgets_written = True
@@ -170,7 +157,7 @@ class SamplingTensors:
         # Not `[row, ...] = True`, which waits for the device.
         stops[row].index_fill_(0, to_device(sorted(params.stop_token_ids), stops.device, torch.long), True)
 
-    def _own_of(self, params: SamplingParams) -> list[OwnProcessor]:
+    def _own_of(self, params: SamplingParams) -> list[processors.OwnProcessor]:
         """Return buffers for all rows of processors of the caller's kinds, the same for the same kinds."""
         given = (*params.extra, *params.extra_last)
         assert self._of_call or not given, "a server's rows have named processors only"
@@ -197,14 +184,18 @@ class SamplingTensors:
             rows, cut = bucket(len(params)), sum(each.cuts for each in params)
             # Sizes are rounded to three values, so that few kinds of steps are captured.
             sorted_rows = rows if cut > rows // FEW else rows // FEW * bool(cut)
-            edits = EDITS if any(each.edits for each in params) else ()
-            return Kind(edits, CUTS if sorted_rows else (), None, sorted_rows, greedy, limited=True, guided=guided)
+            edits = processors.EDITS if any(each.edits for each in params) else ()
+            return Kind(
+                edits, processors.CUTS if sorted_rows else (), None, sorted_rows, greedy, limited=True, guided=guided
+            )
         asked = {kind for each in params for kind in each.asked}
-        edits, cuts = (tuple(kind for kind in group if kind in asked) for group in (EDITS, CUTS))
+        edits, cuts = (tuple(kind for kind in group if kind in asked) for group in (processors.EDITS, processors.CUTS))
         return Kind(
             edits,
             cuts,
-            largest_k=bound_on_k([each.top_k for each in params], len(self.ids)) if RowTopK in asked else None,
+            largest_k=processors.bound_on_k([each.top_k for each in params], len(self.ids))
+            if processors.RowTopK in asked
+            else None,
             sorted_rows=0,
             greedy=greedy,
             limited=any(each.num_speculative_tokens is not None for each in params),
@@ -231,7 +222,7 @@ class SamplingTensors:
             return Sampler(seeds=None, processors=(), ids=self.ids, **columns)
         self.load_texts(sequences)
 
-        def made(kinds: Iterable[type[RowProcessor]]) -> list[ProcessorOfRows]:
+        def made(kinds: Iterable[type[processors.RowProcessor]]) -> list[processors.ProcessorOfRows]:
             def setting(name: str) -> Tensor:
                 if name == "thinking":
                     return self._thinking
@@ -242,24 +233,24 @@ class SamplingTensors:
         params = sequences[0].request.params
         own = [each.map(lambda setting: setting[:rows]) for each in self._own_of(params)]
         edits, cut = kind.edits, made(kind.cuts)
-        if RowTopK in kind.cuts:
+        if processors.RowTopK in kind.cuts:
             k = self._columns["top_k"][:rows]
-            cut[0] = RowTopK(k, kind.largest_k)
+            cut[0] = processors.RowTopK(k, kind.largest_k)
             if not self._of_call and self.ids.is_cuda:
                 # A captured step sorts once for both. A CPU sorts for top-p alone: it can check how many tokens top-k
                 # needs.
-                cut[:2] = [RowTopP(self._columns["top_p"][:rows], k)]
+                cut[:2] = [processors.RowTopP(self._columns["top_p"][:rows], k)]
         if 0 < kind.sorted_rows < rows:
-            cut = [OfSomeRows(self._cut_index[: kind.sorted_rows], tuple(cut))]  # type: ignore[arg-type]
+            cut = [processors.OfSomeRows(self._cut_index[: kind.sorted_rows], tuple(cut))]  # type: ignore[arg-type]
         return Sampler(
             seeds=None if kind.greedy else self._columns["seed"][:rows],
             processors=(
-                *made(each for each in edits if each in FIRST_EDITS),
+                *made(each for each in edits if each in processors.FIRST_EDITS),
                 *own[: len(params.extra)],
-                *made(each for each in edits if each not in (*FIRST_EDITS, RowThinkingBudget)),
+                *made(each for each in edits if each not in (*processors.FIRST_EDITS, processors.RowThinkingBudget)),
                 *([self._grammars] if kind.guided else []),
-                *made(each for each in edits if each is RowThinkingBudget),
-                *([] if kind.greedy else made([RowTemperature])),
+                *made(each for each in edits if each is processors.RowThinkingBudget),
+                *([] if kind.greedy else made([processors.RowTemperature])),
                 *cut,
                 *own[len(params.extra) :],
             ),
@@ -280,7 +271,7 @@ class SamplingTensors:
         self._grammars.of_rows[:] = [sequence.guide for sequence in sequences]
         params = [sequence.request.params for sequence in sequences]
         for at, mine in enumerate(self._own_of(params[0])):
-            if isinstance(mine, HostProcessor):
+            if isinstance(mine, processors.HostProcessor):
                 mine.of_rows[:] = [(*each.extra, *each.extra_last)[at].of_rows[0] for each in params]  # type: ignore[union-attr]
         cut = [row for row, each in enumerate(params) if each.cuts]
         if cut and cut != self._cut_rows:  # where few rows are sorted, the first one fills the remaining entries
@@ -295,8 +286,8 @@ class SamplingTensors:
         return tensors.sampler(len(sequences), sequences)
 
 
-def _kinds(processors: Iterable[OwnProcessor]) -> Hashable:
-    return tuple(each.kind for each in processors)
+def _kinds(given: Iterable[processors.OwnProcessor]) -> Hashable:
+    return tuple(each.kind for each in given)
 
 
 def _numbers(sequence: TokenSequence) -> tuple[list[int], list[float]]:

@@ -52,9 +52,8 @@ def listen(options: ServeOptions) -> socket.socket:
         listening.close()
         # EACCES and EADDRINUSE on Linux and macOS concern the port, other errors the address.
         flag = "--port" if error.errno in (13, 98, 48) else "--host"
-        raise ArgumentError(
-            f"cannot listen on {options.host}:{options.port}: {error.strerror}; choose another {flag}"
-        ) from error
+        message = f"cannot listen on {options.host}:{options.port}: {error.strerror}; choose another {flag}"
+        raise ArgumentError(message) from error
     return listening
 
 

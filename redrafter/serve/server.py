@@ -31,16 +31,9 @@ from redrafter.sampling.processors import MAX_BEGIN_TOKENS, ThinkingBudget
 from redrafter.sandbox.process import SandboxedProcess
 from redrafter.scheduler.request import check_draft_limit, check_token_ids
 from redrafter.scheduler.sequence import SequenceDelta
+from redrafter.serve.answers import formats
 from redrafter.serve.answers.call_forms import call_form
 from redrafter.serve.answers.choice import ChoiceContext, summarize
-from redrafter.serve.answers.formats import (
-    AnyChoice,
-    ChatChoice,
-    CompletionChoice,
-    collect_answer,
-    error_of_cut,
-    stream_answer,
-)
 from redrafter.serve.capture import Capture
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.encoding import LONG_TEXT, EncodingThreads
@@ -51,15 +44,8 @@ from redrafter.serve.images import ChatImageReader
 from redrafter.serve.metrics import Metrics
 from redrafter.serve.network.api_keys import KEY_VARIABLE, ApiKeys
 from redrafter.serve.prompts import EncodedChat, PromptEncoder
+from redrafter.serve.protocol import requests
 from redrafter.serve.protocol.fields import MAX_PROMPTS, SMALL_BODY_BYTES, StreamOptions
-from redrafter.serve.protocol.requests import (
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    Message,
-    TooManyTokensError,
-    blaming,
-)
 from redrafter.serve.request_grammar import chat_grammar, content_grammar
 
 if TYPE_CHECKING:
@@ -74,7 +60,7 @@ MAX_CONTEXTS = 8  # largest prompt to tokenize, in context lengths
 SHORT_BODY_BYTES = 1 << 12
 DEFAULT_COMPLETION_TOKENS = 16  # of a completion without max_tokens, as in OpenAI's API
 
-AnyRequest = CompletionRequest | ChatRequest
+AnyRequest = requests.CompletionRequest | requests.ChatRequest
 T = TypeVar("T")
 Facts = dict[str, Any]  # facts to log about a request, by name
 Answer = dict[str, Any] | AsyncIterator[dict[str, Any]]  # a whole answer, or the chunks of a stream
@@ -171,7 +157,7 @@ class Server:
             return
         adapters = f", and so are its adapters {', '.join(map(repr, self.adapters))}" if self.adapters else ""
         message = f"the model {name!r} is not served here; {self.model!r} is{adapters}"
-        raise ApiError(404, message, "model", "model_not_found")
+        raise requests.ApiError(404, message, "model", "model_not_found")
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter from a local directory, and serve it as a model of this name, or raise `ApiError`.
@@ -179,7 +165,7 @@ class Server:
         The error is the same for all paths without an adapter, so that clients do not learn which paths exist.
         """
         if name in self.adapters or name == self.model:
-            raise ApiError(400, f"The lora adapter '{name}' has already been loaded.", "lora_name")
+            raise requests.ApiError(400, f"The lora adapter '{name}' has already been loaded.", "lora_name")
         try:
             # In a thread, since the path may be on a network file system.
             if not await asyncio.to_thread(os.path.isdir, path):
@@ -187,24 +173,24 @@ class Server:
             await self.engine.change_adapters(name, path)
         except CheckpointError as error:
             _LOG.warning("no adapter is loaded: %s", error)
-            raise ApiError(
+            raise requests.ApiError(
                 404, f"No adapter found for '{path}': the server's log has the reason", "lora_path"
             ) from None
         except (Stopped, EngineError):
             raise
         except ReDrafterError as error:
-            raise ApiError(400, str(error), "lora_path") from error
+            raise requests.ApiError(400, str(error), "lora_path") from error
         # Listed only once the engine has it.
         self.adapters[name] = path
 
     async def unload_adapter(self, name: str) -> None:
         """Stop serving a LoRA adapter, or raise `ApiError` if it does not exist. Its running sequences continue."""
         if name not in self.adapters:
-            raise ApiError(404, f"The lora adapter '{name}' cannot be found.", "lora_name")
+            raise requests.ApiError(404, f"The lora adapter '{name}' cannot be found.", "lora_name")
         del self.adapters[name]
         await self.engine.change_adapters(name, None)
 
-    async def completion(self, request: CompletionRequest, facts: Facts) -> Answer:
+    async def completion(self, request: requests.CompletionRequest, facts: Facts) -> Answer:
         """Answer a completion request, and add to the facts to log about it."""
         self.check_model(request.model)
         prompts = await self.encode(
@@ -215,18 +201,18 @@ class Server:
         if request.echo:  # the prompt's tokens are scored too
             params = replace(params, prompt_logprobs=request.logprobs)
         if len(prompts) * copies > MAX_PROMPTS:
-            raise ApiError(400, f"{len(prompts) * copies} texts in one request; at most {MAX_PROMPTS}", "n")
+            raise requests.ApiError(400, f"{len(prompts) * copies} texts in one request; at most {MAX_PROMPTS}", "n")
         max_new_tokens = DEFAULT_COMPLETION_TOKENS
         if request.max_tokens is not None:
             max_new_tokens = self._check_room(max(map(len, prompts)), request.max_tokens, "max_tokens")
         choices, context = [], self._context(request, params)
         for ids in prompts:
             echo = await asyncio.to_thread(decode_tokens, self.tokenizer, ids, True) if request.echo else ""
-            choices += [CompletionChoice(ids, request, context, echo) for _ in range(copies)]
+            choices += [formats.CompletionChoice(ids, request, context, echo) for _ in range(copies)]
         asked = Submit([choice.prompt for choice in choices], max_new_tokens, params, grammar)
         return await self._serve(request, asked, choices, facts)
 
-    async def chat(self, request: ChatRequest, facts: Facts) -> Answer:
+    async def chat(self, request: requests.ChatRequest, facts: Facts) -> Answer:
         """Answer a chat request, and add to the facts to log about it."""
         self.check_model(request.model)
         template = self.prompts.template
@@ -247,12 +233,12 @@ class Server:
             budget = self.thinking_budget(request.thinking_token_budget, thinking)
             if budget is None:
                 what = "this model writes no thoughts that end with a token of their own: leave it out"
-                raise ApiError(400, what, "thinking_token_budget", "unsupported_parameter")
+                raise requests.ApiError(400, what, "thinking_token_budget", "unsupported_parameter")
         params = self._sampling_params(request, logprobs, grammar)
         params = replace(params, thinking=None if thinking == "over" else budget)
         context = self._context(request, params)
         choices = [
-            ChatChoice(ids, request, context, form, template.special, marks, thinking, reads_calls)
+            formats.ChatChoice(ids, request, context, form, template.special, marks, thinking, reads_calls)
             for _ in range(request.n or 1)
         ]
         max_new_tokens = self.context  # later limited to the rest of the context
@@ -263,7 +249,7 @@ class Server:
         return await self._serve(request, asked, choices, facts)
 
     async def encode(
-        self, encode: Callable[[SandboxedProcess | None], T], messages: Sequence[Message] | None, facts: Facts
+        self, encode: Callable[[SandboxedProcess | None], T], messages: Sequence[requests.Message] | None, facts: Facts
     ) -> T:
         """Encode a request in a thread, when it is its client's turn, or at once if it is short and the loop rested.
 
@@ -282,24 +268,26 @@ class Server:
     def _check_room(self, prompt: int, asked: int, param: str) -> int:
         """Return the number of tokens asked for, or raise `TooManyTokensError` if the context has no room for them."""
         if prompt + asked > self.context:
-            raise TooManyTokensError(prompt, asked, self.context, param)
+            raise requests.TooManyTokensError(prompt, asked, self.context, param)
         return asked
 
     def _context(self, request: AnyRequest, params: SamplingParams) -> ChoiceContext:
         adapter = None if request.model in (None, self.model) else request.model
         return ChoiceContext(self.tokenizer, params.stop_token_ids, self.engine.facts.bounds.draft_depth, adapter)
 
-    async def _serve(self, request: AnyRequest, asked: Submit, choices: list[AnyChoice], facts: Facts) -> Answer:
+    async def _serve(
+        self, request: AnyRequest, asked: Submit, choices: list[formats.AnyChoice], facts: Facts
+    ) -> Answer:
         if asked.params.prompt_logprobs is not None:
             scores = (asked.params.prompt_logprobs + 1) * sum(map(len, asked.prompts))
             if scores > MAX_SCORES:
                 what = f"{scores} log-probabilities of prompts in one answer; at most {MAX_SCORES}"
                 how = "ask for fewer at each place, or for fewer or shorter prompts in a request"
-                raise ApiError(400, f"{what}: {how}", "logprobs")
+                raise requests.ApiError(400, f"{what}: {how}", "logprobs")
         if request.priority and self.options.scheduling_policy != "priority":
             why = "Priority scheduling is not enabled"  # vLLM's wording: clients then omit the priority
             how = "leave it out, or start the server with --scheduling-policy priority"
-            raise ApiError(400, f"Got priority {request.priority} but {why}: {how}", "priority")
+            raise requests.ApiError(400, f"Got priority {request.priority} but {why}: {how}", "priority")
         client, name = str(facts.get("client", "")), request.model or self.model
         # With several keys, clients do not share cached prefixes: timing would reveal other clients' prompts.
         owner = client if len(self.keys) > 1 else ""
@@ -325,10 +313,10 @@ class Server:
             deltas = follow(deltas, asked, choices, name)
         if not request.stream:
             async with aclosing(deltas):  # otherwise the engine would continue after an error
-                body = await collect_answer(deltas, choices, name)
+                body = await formats.collect_answer(deltas, choices, name)
             facts |= summarize(choices)
             return body
-        parts = stream_answer(deltas, choices, name, request.stream_options or StreamOptions())
+        parts = formats.stream_answer(deltas, choices, name, request.stream_options or StreamOptions())
         try:
             first = await anext(parts)  # so that a rejection gets an HTTP status, not an event in a stream
         except BaseException:
@@ -343,7 +331,7 @@ class Server:
                     yield part
             except Exception as error:  # headers are sent by now, so it can only be a last event in the stream
                 unfinished = "error"
-                raise error_of_cut(error) from None
+                raise formats.error_of_cut(error) from None
             finally:
                 await parts.aclose()  # type: ignore[attr-defined]
                 await deltas.aclose()
@@ -363,15 +351,17 @@ class Server:
 
         temperature = pick("temperature")
         if grammar is not None and request.ignore_eos:
-            raise ApiError(400, "a text that follows a grammar ends with it: leave out ignore_eos", "ignore_eos")
+            raise requests.ApiError(
+                400, "a text that follows a grammar ends with it: leave out ignore_eos", "ignore_eos"
+            )
         bias = {}
         for token, value in (request.logit_bias or {}).items():
             if not (token.isdecimal() and len(token) < 20):
-                raise ApiError(400, f"logit_bias names {token!r}, which is not a token id", "logit_bias")
+                raise requests.ApiError(400, f"logit_bias names {token!r}, which is not a token id", "logit_bias")
             bias[int(token)] = value
-        with blaming("logit_bias"):
+        with requests.blaming("logit_bias"):
             check_token_ids(bias, facts.bounds.vocab_size)
-        with blaming("num_speculative_tokens"):
+        with requests.blaming("num_speculative_tokens"):
             check_draft_limit(request.num_speculative_tokens, facts.bounds.draft_depth)
         ends = facts.end_tokens | frozenset(request.stop_token_ids or ())
         numbers = {name: pick(name) for name in NUMBERS if hasattr(request, name)}

@@ -271,9 +271,8 @@ class TrainConfig(TemplateOptions):
                 "--recurrence apple": self.recurrence == "apple",
             }
             for typed in (words for words, given in others.items() if given):
-                raise ArgumentError(
-                    f"--recipe {self.recipe} is for a new drafter with a gated cell: leave it out with {typed}"
-                )
+                message = f"--recipe {self.recipe} is for a new drafter with a gated cell: leave it out with {typed}"
+                raise ArgumentError(message)
         for name in FORM_OPTIONS:
             if values[name] == defaults[name]:
                 continue
@@ -303,9 +302,8 @@ def parse(argv: Sequence[str] | None) -> TrainConfig:
             setattr(args, name, value)
     config = read_options(TrainConfig, args)
     if config.lora_rank is not None and config.drafter is None:
-        raise ArgumentError(
-            "--lora-rank updates a drafter that is trained: give it with --drafter D or --drafter current"
-        )
+        message = "--lora-rank updates a drafter that is trained: give it with --drafter D or --drafter current"
+        raise ArgumentError(message)
     return config
 
 

@@ -97,9 +97,8 @@ def load_sharded(load: Callable[[], PreTrainedModel], accelerator: Accelerator) 
             count = model.config.get_text_config(decoder=True).num_hidden_layers
             stack = decoder_stack(model, count)
             if stack is None:
-                raise UnsupportedError(
-                    f"{type(model).__name__} does not hold its {count} layers in a list; no --shard-base"
-                )
+                message = f"{type(model).__name__} does not hold its {count} layers in a list; no --shard-base"
+                raise UnsupportedError(message)
             # Per layer, so that only one layer's weights are gathered at a time.
             for layer in stack:
                 fully_shard(layer, mesh=mesh)

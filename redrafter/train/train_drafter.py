@@ -35,6 +35,7 @@ from redrafter.formats.model_card import upload_command
 from redrafter.measure.replay import ReplayStats, ValidationTexts
 from redrafter.model.target import Target
 from redrafter.parallel.launched import launched_processes
+from redrafter.train import plan
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, TrainingIdentity, check_same_start, load_drafter
 from redrafter.train.config import TrainConfig, main
 from redrafter.train.init_drafter import new_drafter
@@ -48,17 +49,6 @@ from redrafter.train.output import (
     make_provenance,
     save_drafter,
     served_shape,
-)
-from redrafter.train.plan import (
-    describe_plan,
-    describe_recipe,
-    last_step,
-    load_windows,
-    notes,
-    resolve_options,
-    show_first_document,
-    trained_parameters,
-    validation_prompts,
 )
 from redrafter.train.processes import broadcast_weights, load_sharded, new_accelerator, stays_on_cpu
 from redrafter.train.progress import TrainingState
@@ -96,18 +86,16 @@ def watch(config: TrainConfig, run: Callable[[TrainConfig], object], log: Callab
     """
     folders = [Path(source) for source in config.data]
     if wrong := [folder for folder in folders if not folder.is_dir()]:
-        raise ArgumentError(
-            f"--watch looks for new files in directories, and {wrong[0]} is none: make it, or leave it out"
-        )
+        message = f"--watch looks for new files in directories, and {wrong[0]} is none: make it, or leave it out"
+        raise ArgumentError(message)
     if config.drafter is None:
         raise ArgumentError(f"--watch trains a drafter further: give it with --drafter D, or --drafter {CURRENT}")
     for name in ("resume", "dry_run", "show_sample"):
         if vars(config)[name]:
             raise ArgumentError(f"--{name.replace('_', '-')} is for one training: leave out --watch")
     if launched_processes() > 1:
-        raise ArgumentError(
-            "--watch trains in one process, as processes could find other files: start it without a launcher"
-        )
+        message = "--watch trains in one process, as processes could find other files: start it without a launcher"
+        raise ArgumentError(message)
     # Numbers of rows of files that were trained on, and of files for the next round.
     seen, waiting = dict[Path, int](), dict[Path, int]()
     number = 0
@@ -158,12 +146,12 @@ def train_from_files(config: TrainConfig, log: Callable[[str], object]) -> None:
     check_optimizer(config)  # before the base is loaded
     tokenizer = load_chat_tokenizer(str(config.model), config, trust_remote_code=config.trust_remote_code)
     if config.show_sample:
-        log(show_first_document(config, tokenizer))
+        log(plan.show_first_document(config, tokenizer))
         return
-    config = resolve_options(config)
+    config = plan.resolve_options(config)
     if config.dry_run:
-        processes, windows = PartialState(cpu=stays_on_cpu(config)), load_windows(config, tokenizer)
-        log("\n".join(describe_plan(config, windows, processes.num_processes)))
+        processes, windows = PartialState(cpu=stays_on_cpu(config)), plan.load_windows(config, tokenizer)
+        log("\n".join(plan.describe_plan(config, windows, processes.num_processes)))
         return
     accelerator = new_accelerator(config)
     limit_threads(accelerator.device.type)
@@ -188,7 +176,7 @@ class TrainingSession:
         log: Callable[[str], object],
     ):
         self.config, self.accelerator, self.log = config, accelerator, log
-        self.windows = load_windows(config, tokenizer)
+        self.windows = plan.load_windows(config, tokenizer)
         self.target = _target(config, accelerator)  # raises an error for a base that cannot be served
         # After the base is loaded, since only then the context of its rotary embedding is known.
         self.windows.check(self.target.vocab_size, self.target.fixed_rope_context)
@@ -198,16 +186,16 @@ class TrainingSession:
         self.processes = self.checkpoints.identity.processes
         self.accumulate = config.accumulate * self.processes // accelerator.num_processes  # batches of a step on each
         self.drafter = self._load_drafter()
-        trained = trained_parameters(self.drafter, config)
+        trained = plan.trained_parameters(self.drafter, config)
         what = "trained" if config.lora_rank is None else f"{trained:,} of rank {config.lora_rank} trained"
         log(
             f"base {self.target.name}, frozen; drafter of {describe_size(self.target.model, self.drafter)}, {what}; "
             f"{len(self.windows):,} windows"
         )
-        model, steps = self.target.model, last_step(config, self.windows, self.processes)
+        model, steps = self.target.model, plan.last_step(config, self.windows, self.processes)
         for line in [
-            *describe_recipe(config, model, self.drafter),
-            *notes(config, model, self.drafter, self.windows, steps),
+            *plan.describe_recipe(config, model, self.drafter),
+            *plan.notes(config, model, self.drafter, self.windows, steps),
         ]:
             log(line)
         if self.resumed is not None:
@@ -217,7 +205,7 @@ class TrainingSession:
         # The user says which rows are held out: in a file of their own, some may be trained on too.
         self.validation_kind = f"prompts of {short_name(config.validate)}" if config.validate else "held-out prompts"
         if validates:  # let the base continue the prompts greedily
-            prompts = validation_prompts(config, tokenizer, self.target.fixed_rope_context)
+            prompts = plan.validation_prompts(config, tokenizer, self.target.fixed_rope_context)
             if config.validate_prompts and not prompts:
                 log(
                     "note: there are no rows to validate on, so the drafter is not measured, and the tree that it "
@@ -229,7 +217,7 @@ class TrainingSession:
     def train(self) -> TrainingState:
         """Run the training loop."""
         config, accelerator = self.config, self.accelerator
-        steps = last_step(config, self.windows, self.processes)
+        steps = plan.last_step(config, self.windows, self.processes)
         done = 0 if self.resumed is None else self.resumed.state.step
         self.log(RIGHT)
         processes, first = accelerator.num_processes, done * self.accumulate

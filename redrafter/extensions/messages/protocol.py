@@ -7,16 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, model_validator
 
+from redrafter.serve.protocol import requests
 from redrafter.serve.protocol.fields import Count, OneOf, Parts, StopList, Strict
-from redrafter.serve.protocol.requests import (
-    MAX_TOOLS,
-    TOO_LONG,
-    ApiError,
-    SharedFields,
-    ToolName,
-    TooManyTokensError,
-    error_body,
-)
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -29,18 +21,18 @@ _ERROR_TYPES = {
 }
 
 
-def messages_error(error: ApiError) -> tuple[int, dict[str, Any]]:
+def messages_error(error: requests.ApiError) -> tuple[int, dict[str, Any]]:
     """Return the status and the body of an error in Anthropic's format."""
     status = 529 if error.status == 503 else error.status
     message = str(error)
     # Agents match the wording of Anthropic's API, and then request fewer tokens or compact the conversation.
-    if isinstance(error, TooManyTokensError):
+    if isinstance(error, requests.TooManyTokensError):
         lengths = f"{error.prompt} + {error.asked} > {error.context}"
         advice = "decrease input length or `max_tokens` and try again"
         message = f"input length and `max_tokens` exceed context limit: {lengths}, {advice}"
-    elif error.code == TOO_LONG:
+    elif error.code == requests.TOO_LONG:
         message = f"prompt is too long: {message}"
-    message = error_body(status, message)["error"]["message"]
+    message = requests.error_body(status, message)["error"]["message"]
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return status, {"type": "error", "error": {"type": kind, "message": message}}
 
@@ -143,7 +135,7 @@ def text_blocks(content: str | list[TextBlock] | None) -> list[TextBlock]:
 class MessagesTool(_Block):
     """A tool that the model may call. Its input is always streamed as it is generated, even if `strict`."""
 
-    name: ToolName
+    name: requests.ToolName
     type: Literal["custom"] | None = None
     description: str | None = None
     input_schema: dict[str, Any]
@@ -216,7 +208,7 @@ class CountTokensRequest(Strict):
     model: str | None = None
     messages: Annotated[Parts[MessagesTurn], Field(min_length=1)]
     system: System | None = None
-    tools: Annotated[list[MessagesTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[MessagesTool], Field(fail_fast=True, max_length=requests.MAX_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -241,7 +233,7 @@ class Diagnostics(Strict):
     previous_message_id: str | None = None
 
 
-class MessagesRequest(CountTokensRequest, SharedFields):
+class MessagesRequest(CountTokensRequest, requests.SharedFields):
     """Body of `POST /v1/messages`: fields of Anthropic, then fields shared with `/v1/chat/completions`."""
 
     max_tokens: Count

@@ -10,20 +10,8 @@ from fastapi.responses import Response
 from starlette.routing import BaseRoute
 
 from redrafter.chat.template import ChatTemplate
+from redrafter.extensions.messages import protocol
 from redrafter.extensions.messages.names import BILLING_MARK, MESSAGES_PATH
-from redrafter.extensions.messages.protocol import (
-    CountTokensRequest,
-    ImageBlock,
-    MessagesRequest,
-    MessagesTurn,
-    OutputConfig,
-    TextBlock,
-    ThinkingBlock,
-    ToolResultBlock,
-    ToolUseBlock,
-    messages_error,
-    text_blocks,
-)
 from redrafter.serve.extension import Respond
 from redrafter.serve.network.guards import JsonRoute
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
@@ -40,7 +28,7 @@ def messages_routes(server: "Server", respond: Respond) -> list[BaseRoute]:
     routes = APIRouter(route_class=JsonRoute)
 
     @routes.post(MESSAGES_PATH)
-    async def messages(body: MessagesRequest, request: Request) -> Response:
+    async def messages(body: protocol.MessagesRequest, request: Request) -> Response:
         async def work() -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
             server.check_model(body.model)
             head = _head(body, body.model or server.model)
@@ -52,7 +40,7 @@ def messages_routes(server: "Server", respond: Respond) -> list[BaseRoute]:
         return await respond(work(), request, format_events)
 
     @routes.post(f"{MESSAGES_PATH}/count_tokens")
-    async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, int]:
+    async def count_tokens(body: protocol.CountTokensRequest, request: Request) -> dict[str, int]:
         server.check_model(body.model)
         chat = as_chat(body, server.prompts.template, server.thinks)
         encoded = await server.encode(
@@ -64,7 +52,7 @@ def messages_routes(server: "Server", respond: Respond) -> list[BaseRoute]:
 
 
 def as_chat(
-    request: CountTokensRequest, template: ChatTemplate, thinks: bool = False, *, bounded: bool = False
+    request: protocol.CountTokensRequest, template: ChatTemplate, thinks: bool = False, *, bounded: bool = False
 ) -> ChatRequest:
     """Translate a request to a chat request, or raise `ApiError` or `RequestValidationError`.
 
@@ -87,21 +75,21 @@ def as_chat(
         named = {"type": "function", "function": {"name": choice.name}}
         chat["tool_choice"] = {"auto": None, "any": "required", "none": "none", "tool": named}[choice.type]
         chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-    output = request.output_config or OutputConfig()
+    output = request.output_config or protocol.OutputConfig()
     if output.effort is not None and "reasoning_effort" in template.variables:
         chat["reasoning_effort"] = output.effort
     if (form := output.format or request.output_format) is not None:
         chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
     if bounded and request.thinking is not None and request.thinking.type != "disabled":
         chat["thinking_token_budget"] = request.thinking.budget_tokens
-    if isinstance(request, MessagesRequest):
+    if isinstance(request, protocol.MessagesRequest):
         chat |= {"max_completion_tokens": request.max_tokens, "stop": request.stop_sequences}
         if request.stream:  # the first event reports the number of prompt tokens
             chat["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     return chat_request(chat, request)
 
 
-def _thinking_variables(request: CountTokensRequest, template: ChatTemplate, thinks: bool) -> dict[str, Any]:
+def _thinking_variables(request: protocol.CountTokensRequest, template: ChatTemplate, thinks: bool) -> dict[str, Any]:
     """Return the template's variables for `thinking`; a model without thoughts needs none."""
     asked = request.thinking
     # The template's default applies.
@@ -119,27 +107,27 @@ def _thinking_variables(request: CountTokensRequest, template: ChatTemplate, thi
     return variables
 
 
-def _messages(request: CountTokensRequest, template: ChatTemplate) -> list[dict[str, Any]]:
+def _messages(request: protocol.CountTokensRequest, template: ChatTemplate) -> list[dict[str, Any]]:
     """Return the chat messages of a request, with contents as lists of parts.
 
     Results of calls become separate messages before the rest of their turn; consecutive turns of the user become one
     message.
     """
     turns, messages = list(request.messages), list[dict[str, Any]]()
-    system = [*text_blocks(request.system)]
+    system = [*protocol.text_blocks(request.system)]
     while turns and turns[0].role == "system":
         system += turns.pop(0).blocks  # type: ignore[arg-type]
     if system := [block for block in system if not block.text.startswith(BILLING_MARK)]:
         messages.append({"role": "system", "content": _parts(system)})
     for number in range(1, len(turns) - 1):
-        called = any(isinstance(block, ToolUseBlock) for block in turns[number - 1].blocks)
+        called = any(isinstance(block, protocol.ToolUseBlock) for block in turns[number - 1].blocks)
         if turns[number].role == "system" and called:  # nothing may separate calls from their results
             turns[number : number + 2] = reversed(turns[number : number + 2])
     for turn in turns:
         if turn.role == "assistant":
             messages.append(_assistant(turn))
             continue
-        own = [block for block in turn.blocks if not isinstance(block, ToolResultBlock)]
+        own = [block for block in turn.blocks if not isinstance(block, protocol.ToolResultBlock)]
         last = messages[-1] if messages else {"role": None}
         if turn.role == "system" and template.places_system_messages:
             messages.append({"role": "system", "content": _parts(own)})
@@ -149,13 +137,15 @@ def _messages(request: CountTokensRequest, template: ChatTemplate) -> list[dict[
         else:
             seen = []
             for result in turn.blocks:
-                if isinstance(result, ToolResultBlock):
-                    blocks = text_blocks(result.content)  # type: ignore[arg-type]
-                    text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
+                if isinstance(result, protocol.ToolResultBlock):
+                    blocks = protocol.text_blocks(result.content)  # type: ignore[arg-type]
+                    text = "".join(block.text for block in blocks if isinstance(block, protocol.TextBlock))
                     if result.is_error and not text.startswith("Error"):
                         text = f"Error: {text}"  # chat messages have no error flag
                     messages.append({"role": "tool", "tool_call_id": result.tool_use_id, "content": _text_parts(text)})
-                    seen += [block for block in blocks if isinstance(block, ImageBlock)]  # allowed only in user turns
+                    seen += [
+                        block for block in blocks if isinstance(block, protocol.ImageBlock)
+                    ]  # allowed only in user turns
             parts = _parts([*seen, *own])
             if parts or not messages or messages[-1]["role"] != "tool":
                 # Many templates refuse two user turns in a row.
@@ -166,14 +156,14 @@ def _messages(request: CountTokensRequest, template: ChatTemplate) -> list[dict[
     return messages
 
 
-def _assistant(turn: MessagesTurn) -> dict[str, Any]:
+def _assistant(turn: protocol.MessagesTurn) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": None}
-    thoughts = [block.thinking for block in turn.blocks if isinstance(block, ThinkingBlock)]
+    thoughts = [block.thinking for block in turn.blocks if isinstance(block, protocol.ThinkingBlock)]
     if any(thoughts):
         message["reasoning_content"] = "".join(thoughts)
-    if texts := [block for block in turn.blocks if isinstance(block, TextBlock)]:
+    if texts := [block for block in turn.blocks if isinstance(block, protocol.TextBlock)]:
         message["content"] = _parts(texts)
-    if calls := [block for block in turn.blocks if isinstance(block, ToolUseBlock)]:
+    if calls := [block for block in turn.blocks if isinstance(block, protocol.ToolUseBlock)]:
         message["tool_calls"] = [
             {"id": call.id, "function": {"name": call.name, "arguments": json.dumps(call.input, ensure_ascii=False)}}
             for call in calls
@@ -185,7 +175,7 @@ def _parts(blocks: Any) -> list[dict[str, Any]]:
     """Convert text and image blocks to parts of a chat message."""
     parts = []
     for block in blocks:
-        if isinstance(block, ImageBlock):
+        if isinstance(block, protocol.ImageBlock):
             url = f"data:{block.source.media_type};base64,{block.source.data}"
             parts.append({"type": "image_url", "image_url": {"url": url}})
         else:
@@ -202,7 +192,7 @@ def _extend(message: dict[str, Any], parts: list[dict[str, Any]]) -> None:
     message["content"] += [*between, *parts]
 
 
-def _head(body: MessagesRequest, model: str) -> dict[str, Any]:
+def _head(body: protocol.MessagesRequest, model: str) -> dict[str, Any]:
     """Return the initial fields of an answer, before any output."""
     head: dict[str, Any] = {
         "id": f"msg_{uuid.uuid4().hex}",
@@ -216,7 +206,7 @@ def _head(body: MessagesRequest, model: str) -> dict[str, Any]:
     return head | {"stop_reason": None, "stop_sequence": None}
 
 
-def _whole(head: dict[str, Any], answer: dict[str, Any], body: MessagesRequest) -> dict[str, Any]:
+def _whole(head: dict[str, Any], answer: dict[str, Any], body: protocol.MessagesRequest) -> dict[str, Any]:
     blocks = BlockWriter(head["id"], body)
     blocks.translate_whole(answer)
     return head | {"content": blocks.done} | blocks.ending | {"usage": blocks.usage, "metrics": answer["metrics"]}
@@ -230,7 +220,7 @@ class BlockWriter(PartWriter):
         body: The request that the message answers.
     """
 
-    def __init__(self, signature: str, body: MessagesRequest):
+    def __init__(self, signature: str, body: protocol.MessagesRequest):
         super().__init__()
         self._signature = signature
         self._omits_thoughts = body.thinking is not None and body.thinking.display == "omitted"
@@ -306,7 +296,7 @@ def _parse_input(arguments: str) -> dict[str, Any]:
 
 
 async def message_events(
-    head: dict[str, Any], chunks: AsyncIterator[dict[str, Any]], body: MessagesRequest
+    head: dict[str, Any], chunks: AsyncIterator[dict[str, Any]], body: protocol.MessagesRequest
 ) -> AsyncIterator[Event]:
     """Convert the chunks of a chat's stream to the events of one message, and close the stream at the end.
 
@@ -328,6 +318,6 @@ async def message_events(
         yield {"type": "message_delta", "delta": blocks.ending} | told
         yield {"type": "message_stop"}
     except ApiError as error:
-        yield messages_error(error)[1]
+        yield protocol.messages_error(error)[1]
     finally:
         await chunks.aclose()  # type: ignore[attr-defined]

@@ -16,15 +16,8 @@ from starlette.routing import BaseRoute
 
 from redrafter.serve.extension import Respond
 from redrafter.serve.network.guards import JsonRoute
+from redrafter.serve.protocol import requests
 from redrafter.serve.protocol.fields import Count, Labels, OneOf, Parts, Strict
-from redrafter.serve.protocol.requests import (
-    MAX_TOOLS,
-    ApiError,
-    ChatRequest,
-    DataUrl,
-    SharedFields,
-    TooManyTokensError,
-)
 from redrafter.serve.routes.translated import Event, Kind, PartWriter, chat_request, format_events
 
 if TYPE_CHECKING:
@@ -51,7 +44,7 @@ class InputImage(Strict):
     """
 
     type: Literal["input_image"]
-    image_url: DataUrl
+    image_url: requests.DataUrl
     detail: Literal["auto"] = "auto"
 
 
@@ -147,7 +140,7 @@ class ResponseStreamOptions(Strict):
     include_obfuscation: Literal[False] = False
 
 
-class ResponsesRequest(SharedFields):
+class ResponsesRequest(requests.SharedFields):
     """Body of `POST /v1/responses`: fields of OpenAI, then fields shared with `/v1/chat/completions`."""
 
     input: Annotated[str | Annotated[Parts[Item], Field(min_length=1)], OneOf("a text or a list of items")]
@@ -162,7 +155,7 @@ class ResponsesRequest(SharedFields):
     stream_options: ResponseStreamOptions | None = None
     text: TextConfig | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatToolChoice | None = None
-    tools: Annotated[list[FlatTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[FlatTool], Field(fail_fast=True, max_length=requests.MAX_TOOLS)] | None = None
     top_logprobs: Literal[0] | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
@@ -187,8 +180,10 @@ def responses_routes(server: "Server", respond: Respond) -> list[BaseRoute]:
         async def work() -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
             try:
                 answer = await server.chat(as_chat(body), request.scope["facts"])
-            except TooManyTokensError as error:  # it names the chat's field
-                raise TooManyTokensError(error.prompt, error.asked, error.context, "max_output_tokens") from None
+            except requests.TooManyTokensError as error:  # it names the chat's field
+                raise requests.TooManyTokensError(
+                    error.prompt, error.asked, error.context, "max_output_tokens"
+                ) from None
             return head | _whole(answer) if isinstance(answer, dict) else response_events(head, answer)
 
         return await respond(work(), request, format_events)
@@ -196,7 +191,7 @@ def responses_routes(server: "Server", respond: Respond) -> list[BaseRoute]:
     return routes.routes
 
 
-def as_chat(request: ResponsesRequest) -> ChatRequest:
+def as_chat(request: ResponsesRequest) -> requests.ChatRequest:
     """Translate a Responses request to a chat request, or raise `ApiError` or `RequestValidationError`."""
     chat: dict[str, Any] = {"messages": _messages(request), "max_completion_tokens": request.max_output_tokens}
     chat |= {name: getattr(request, name) for name in ("parallel_tool_calls", "service_tier")}
@@ -215,7 +210,7 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
         chat["response_format"] = {"type": form.type}
         if form.type == "json_schema":
             if form.schema_ is None:
-                raise ApiError(400, "text.format of type json_schema needs a schema", "text.format.schema")
+                raise requests.ApiError(400, "text.format of type json_schema needs a schema", "text.format.schema")
             schema = {"name": form.name or "schema", "schema": form.schema_, "strict": form.strict}
             chat["response_format"]["json_schema"] = schema
     return chat_request(chat, request)
@@ -407,7 +402,7 @@ async def _events(head: dict[str, Any], chunks: AsyncIterator[dict[str, Any]]) -
         async for chunk in chunks:
             for event in items.translate(chunk):
                 yield event
-    except ApiError as error:
+    except requests.ApiError as error:
         cause = {"code": "invalid_prompt" if error.status < 500 else "server_error", "message": str(error)}
         yield {"type": "response.failed", "response": head | {"status": "failed", "error": cause, "output": items.done}}
         return

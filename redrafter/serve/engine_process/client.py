@@ -15,17 +15,7 @@ from typing import TypeVar
 from redrafter.errors import ReDrafterError
 from redrafter.scheduler.logprobs import PromptScore
 from redrafter.scheduler.sequence import SequenceDelta, Stats
-from redrafter.serve.engine_process.messages import (
-    Alive,
-    Answered,
-    Cancel,
-    ChangeAdapters,
-    ChangeEngine,
-    EngineFailed,
-    EngineLoad,
-    Submit,
-    Written,
-)
+from redrafter.serve.engine_process import messages
 from redrafter.serve.engine_process.start import Channel, EngineFacts, EngineProcess
 
 _LOG = logging.getLogger(__name__)
@@ -126,7 +116,7 @@ class EngineClient:
 
     def __init__(self, channel: Channel, facts: EngineFacts, process: EngineProcess):
         self._channel, self.facts, self._process = channel, facts, process
-        self.load = EngineLoad()  # as last reported
+        self.load = messages.EngineLoad()  # as last reported
         self.after_end = "nothing is served any more"  # what clients read after the reason of the engine's end
         # Called with every delta, in the receiving thread.
         self.on_delta: Callable[[ServedSequence, SequenceDelta], object] = lambda sequence, delta: None
@@ -134,7 +124,7 @@ class EngineClient:
         self._numbers = count()
         self._texts: dict[int, tuple[DeltaStream, int]] = {}  # sequences that have not ended: number to stream, index
         self._streams: set[DeltaStream] = set()  # streams that have a receiver
-        self._changes: dict[int, Future[Answered | Exception]] = {}  # pending changes, by number
+        self._changes: dict[int, Future[messages.Answered | Exception]] = {}  # pending changes, by number
         self._draining = self._stopping = False
         self._heard_at = time.monotonic()  # when the engine last sent a message
         self._failure: str | None = None  # reason reported by the engine
@@ -179,7 +169,7 @@ class EngineClient:
         self._fail_all(Stopped())
 
     async def deltas(
-        self, request: Submit, sequences: Sequence[Text]
+        self, request: messages.Submit, sequences: Sequence[Text]
     ) -> AsyncGenerator[tuple[Text, list[SequenceDelta]], None]:
         """Submit the prompts of one request, and yield their sequences' deltas as they arrive.
 
@@ -217,7 +207,7 @@ class EngineClient:
             self._streams.discard(stream)
             # The client left or failed: free its slots in the engine.
             if not stream.ended:
-                self._channel.send(Cancel(stream.numbers))
+                self._channel.send(messages.Cancel(stream.numbers))
 
     async def change_adapters(self, name: str, path: str | None) -> None:
         """Load a LoRA adapter from a directory of the engine's machine, or unload it if `path` is None.
@@ -226,7 +216,7 @@ class EngineClient:
             Stopped: The server rejects new requests, or it or the engine was stopped meanwhile.
             ReDrafterError: The adapter cannot be loaded, or does not exist.
         """
-        await self._change(ChangeAdapters(name, path))
+        await self._change(messages.ChangeAdapters(name, path))
 
     async def change_engine(self, kind: str, path: str | None = None) -> tuple[str, ...]:
         """Change the engine between two steps. `kind` and `path` are as in `ChangeEngine`.
@@ -234,13 +224,13 @@ class EngineClient:
         Returns the names of tensors that were written with NaN or infinite values. Raises the errors of
         `change_adapters`.
         """
-        return (await self._change(ChangeEngine(kind, path))).not_finite
+        return (await self._change(messages.ChangeEngine(kind, path))).not_finite
 
-    async def _change(self, change: ChangeAdapters | ChangeEngine) -> Answered:
+    async def _change(self, change: messages.ChangeAdapters | messages.ChangeEngine) -> messages.Answered:
         """Send a change with a new number, and wait for the engine's answer."""
         if not self.alive:
             raise Stopped
-        number, answer = next(self._numbers), Future[Answered | Exception]()
+        number, answer = next(self._numbers), Future[messages.Answered | Exception]()
         self._changes[number] = answer
         self._send(replace(change, number=number))
         outcome = await asyncio.wrap_future(answer)
@@ -248,7 +238,7 @@ class EngineClient:
             raise outcome
         return outcome
 
-    def _send(self, request: Submit | ChangeAdapters | ChangeEngine) -> None:
+    def _send(self, request: messages.Submit | messages.ChangeAdapters | messages.ChangeEngine) -> None:
         self._channel.send(request)
         if not self._thread.is_alive():  # it may have ended before the request was registered
             raise Stopped
@@ -269,13 +259,13 @@ class EngineClient:
             self._fail_all(Stopped(reason))
             self._on_failure(reason)
 
-    def _handle(self, message: Written | Answered | Alive | EngineFailed) -> None:
+    def _handle(self, message: messages.Written | messages.Answered | messages.Alive | messages.EngineFailed) -> None:
         self._heard_at = time.monotonic()
-        if isinstance(message, EngineFailed):
+        if isinstance(message, messages.EngineFailed):
             self._failure = message.reason
-        elif isinstance(message, Alive):
+        elif isinstance(message, messages.Alive):
             pass
-        elif isinstance(message, Answered):
+        elif isinstance(message, messages.Answered):
             if message.numbers[0] in self._changes:
                 self._settle(message.numbers[0], message.error or message)
             elif message.error is not None:
@@ -312,7 +302,7 @@ class EngineClient:
         if sequence.ended:
             del self._texts[number]
         if sequence.ended and by_engine is None:  # a stop string or an error here, which the engine does not know of
-            self._channel.send(Cancel((number,)))
+            self._channel.send(messages.Cancel((number,)))
         return delta
 
     def _fail_all(self, error: Stopped) -> None:
@@ -321,7 +311,7 @@ class EngineClient:
             self._settle(number, error)
         _deliver({stream: error for stream in tuple(self._streams) if not stream.ended})
 
-    def _settle(self, number: int, outcome: Answered | Exception) -> None:
+    def _settle(self, number: int, outcome: messages.Answered | Exception) -> None:
         with suppress(InvalidStateError):  # no receiver is left
             self._changes.pop(number).set_result(outcome)
 

@@ -30,17 +30,8 @@ from redrafter.sandbox.process import wait_for_end
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.waiting_queue import QueueFullError
 from redrafter.serve.encoding import ClientTurns
+from redrafter.serve.engine_process import messages
 from redrafter.serve.engine_process.engine import ServedEngine
-from redrafter.serve.engine_process.messages import (
-    Alive,
-    Answered,
-    Cancel,
-    ChangeAdapters,
-    ChangeEngine,
-    EngineError,
-    EngineFailed,
-    Submit,
-)
 from redrafter.serve.engine_process.start import Channel, LoadEngine
 from redrafter.serve.engine_process.worker import SharedWorker, Worker
 from redrafter.serve.log import start_logging
@@ -137,7 +128,7 @@ class _EngineServer:
         ended.set()
         await asyncio.to_thread(self._worker.stop)
         if (failure := self._worker.failure) is not None:
-            self._channel.send(EngineFailed(failure))
+            self._channel.send(messages.EngineFailed(failure))
         self._channel.close(FLUSH_SECONDS)
         return 0 if failure is None else 1
 
@@ -152,11 +143,11 @@ class _EngineServer:
             before, since = halves, computed
             halves, computed = self._worker.halves, time.process_time() - time.thread_time()
             if self._worker.idle or halves != before or computed - since > COMPUTING * BEAT_SECONDS:
-                self._channel.send(Alive())
+                self._channel.send(messages.Alive())
 
     def _give_up(self, reason: str) -> NoReturn:
         """Send the reason to all clients and exit, although the worker's thread waits for ever."""
-        self._channel.send(EngineFailed(reason))
+        self._channel.send(messages.EngineFailed(reason))
         self._channel.close(FLUSH_SECONDS)
         os._exit(1)
 
@@ -174,13 +165,15 @@ class _EngineServer:
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _handle(self, message: Submit | Cancel | ChangeAdapters | ChangeEngine) -> None:
-        if isinstance(message, Cancel):
+    def _handle(
+        self, message: messages.Submit | messages.Cancel | messages.ChangeAdapters | messages.ChangeEngine
+    ) -> None:
+        if isinstance(message, messages.Cancel):
             # The client no longer waits for its grammar.
             if (task := self._compiling.get(message.numbers)) is not None:
                 task.cancel()
             self._worker.cancel(message.numbers)  # the task may already have submitted them
-        elif isinstance(message, ChangeAdapters | ChangeEngine):
+        elif isinstance(message, messages.ChangeAdapters | messages.ChangeEngine):
             self._changing.submit(self._change, message)
         elif message.grammar is None:
             self._submit(message)
@@ -189,27 +182,27 @@ class _EngineServer:
             self._compiling[message.numbers] = task
             task.add_done_callback(lambda _: self._compiled(message, task))
 
-    async def _compile(self, request: Submit, source: GrammarSource) -> None:
+    async def _compile(self, request: messages.Submit, source: GrammarSource) -> None:
         try:
             self._worker.submit(request, await self._grammars.get(source, request.client))
         except Exception as error:
             self._refuse(request, error)
 
-    def _compiled(self, request: Submit, task: "asyncio.Task[None]") -> None:
+    def _compiled(self, request: messages.Submit, task: "asyncio.Task[None]") -> None:
         """Remove a finished compilation, and report it to the server if it was cancelled, even before it began."""
         del self._compiling[request.numbers]
         if task.cancelled():
             self._refuse(request, ReDrafterError("its client has gone"))
 
-    def _submit(self, request: Submit) -> None:
+    def _submit(self, request: messages.Submit) -> None:
         try:
             self._worker.submit(request, None)
         except Exception as error:
             self._refuse(request, error)
 
-    def _change(self, message: ChangeAdapters | ChangeEngine) -> None:
+    def _change(self, message: messages.ChangeAdapters | messages.ChangeEngine) -> None:
         def answer(error: ReDrafterError | None, not_finite: Sequence[str]) -> None:
-            self._channel.send(Answered((message.number,), error, tuple(not_finite)))
+            self._channel.send(messages.Answered((message.number,), error, tuple(not_finite)))
 
         try:
             self._worker.change(message, answer)
@@ -223,11 +216,11 @@ class _EngineServer:
         _LOG.error("%s", what, exc_info=error)
         if ends_device(error):
             self._worker.fail(error)
-        return EngineError(f"{what}; the engine's log has the reason")
+        return messages.EngineError(f"{what}; the engine's log has the reason")
 
-    def _refuse(self, request: Submit, error: Exception) -> None:
+    def _refuse(self, request: messages.Submit, error: Exception) -> None:
         what = f"the request {request.request_id} could not be begun"
-        self._channel.send(Answered(request.numbers, self._sendable(error, what)))
+        self._channel.send(messages.Answered(request.numbers, self._sendable(error, what)))
 
 
 class Grammars:

@@ -27,16 +27,8 @@ from redrafter.scheduler.logprobs import PromptScore
 from redrafter.scheduler.request import GenerationRequest
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
+from redrafter.serve.engine_process import messages
 from redrafter.serve.engine_process.engine import ServedEngine
-from redrafter.serve.engine_process.messages import (
-    Cancel,
-    ChangeAdapters,
-    ChangeEngine,
-    EngineError,
-    EngineLoad,
-    Submit,
-    Written,
-)
 from redrafter.serve.engine_process.start import LoadEngine
 
 _LOG = logging.getLogger(__name__)
@@ -62,7 +54,7 @@ LOST_SECONDS = 8.0
 class Worker:
     """Runs a scheduler's rounds in a separate thread while there is work. No other thread may run rounds."""
 
-    def __init__(self, scheduler: Scheduler, send: Callable[[Written], object], on_end: Callable[[], object]):
+    def __init__(self, scheduler: Scheduler, send: Callable[[messages.Written], object], on_end: Callable[[], object]):
         """Create a worker without starting it. Both functions are called in its thread.
 
         `send` receives the output of half a round and must not block; `on_end` is called after a stop or a failure.
@@ -75,7 +67,7 @@ class Worker:
         self._deltas: list[tuple[int, SequenceDelta]] = []  # not sent yet
         self._prompts: dict[int, tuple[int, float | None, list[PromptScore]]] = {}  # prompts' facts to send, by number
         self._reused: dict[int, int] = {}  # reused prompt tokens as last sent, by number
-        self._load = EngineLoad()  # as last sent
+        self._load = messages.EngineLoad()  # as last sent
         self._changes: deque[tuple[EngineChange, Done]] = deque()  # pending changes
         self._drafter = 0  # how often the drafter was changed
         self._given_up: set[str] = set()  # ids of requests that an error ended and that are not logged yet
@@ -107,7 +99,7 @@ class Worker:
         self._broken = error
         self._work.set()
 
-    def submit(self, request: Submit, grammar: Grammar | None) -> None:
+    def submit(self, request: messages.Submit, grammar: Grammar | None) -> None:
         """Queue the sequences of a request with its compiled grammar.
 
         Raises:
@@ -143,7 +135,7 @@ class Worker:
             raise
         self._work.set()
 
-    def change(self, message: ChangeAdapters | ChangeEngine, done: Done) -> None:
+    def change(self, message: messages.ChangeAdapters | messages.ChangeEngine, done: Done) -> None:
         """Change the adapters in this thread, or prepare another change here and queue it to be applied between rounds.
 
         Args:
@@ -155,7 +147,7 @@ class Worker:
         """
         engine = self.scheduler.engine
         assert isinstance(engine, Engine), "what is served is an engine"
-        if isinstance(message, ChangeEngine):
+        if isinstance(message, messages.ChangeEngine):
             self._changes.append((CHANGES[message.kind](engine, message.path), done))
             self._work.set()
             return
@@ -182,7 +174,7 @@ class Worker:
         if delta.error is not None and not isinstance(delta.error, ReDrafterError):  # its message is only logged
             self._given_up.add(request_id)
             what = f"the engine failed while it wrote this answer; its log has the reason under the id {request_id}"
-            delta = replace(delta, error=EngineError(what))
+            delta = replace(delta, error=messages.EngineError(what))
         self._wrote |= bool(delta.tokens)
         self._deltas.append((number, delta))
         if delta.finish is not None:
@@ -284,7 +276,7 @@ class Worker:
 
     def _report(self) -> None:
         scheduler, blocks = self.scheduler, self.scheduler.memory.blocks
-        load = EngineLoad(
+        load = messages.EngineLoad(
             scheduler.running_set.running,
             scheduler.running_set.waiting,
             scheduler.running_set.preempted,
@@ -296,7 +288,7 @@ class Worker:
         )
         # Rounds without news send nothing, since each message wakes the server.
         if self._deltas or load != self._load:
-            self._send(Written(self._deltas, self._prompts, load))
+            self._send(messages.Written(self._deltas, self._prompts, load))
             self._deltas, self._prompts, self._load = [], {}, load
 
 
@@ -313,9 +305,9 @@ class SharedWorker(Worker):
     def __init__(
         self,
         scheduler: Scheduler,
-        send: Callable[[Written], object],
+        send: Callable[[messages.Written], object],
         on_end: Callable[[], object],
-        refuse: Callable[[Submit, Exception], object],
+        refuse: Callable[[messages.Submit, Exception], object],
         give_up: Callable[[str], NoReturn],
     ):
         """Create a worker.
@@ -326,11 +318,13 @@ class SharedWorker(Worker):
         super().__init__(scheduler, send, on_end)
         self._ranks, self._refuse, self._give_up = scheduler.engine.target.ranks, refuse, give_up
         self._ended = threading.Event()  # after the last round
-        self._heard: deque[Submit | Cancel | ChangeAdapters | ChangeEngine] = deque()
+        self._heard: deque[messages.Submit | messages.Cancel | messages.ChangeAdapters | messages.ChangeEngine] = (
+            deque()
+        )
         self._asked = dict[int, Done]()  # what is called after the changes that were heard, by their numbers
         self._grammars: dict[tuple[int, ...], Grammar] = {}  # of requests that were heard, by their sequences' numbers
 
-    def submit(self, request: Submit, grammar: Grammar | None) -> None:
+    def submit(self, request: messages.Submit, grammar: Grammar | None) -> None:
         """Queue the sequences of a request in the next round; failures are passed to `refuse`."""
         if grammar is not None:
             self._grammars[request.numbers] = grammar
@@ -339,10 +333,10 @@ class SharedWorker(Worker):
 
     def cancel(self, numbers: Iterable[int]) -> None:
         """End the sequences with these numbers in the next round; ended sequences are ignored."""
-        self._heard.append(Cancel(tuple(numbers)))
+        self._heard.append(messages.Cancel(tuple(numbers)))
         self._work.set()
 
-    def change(self, message: ChangeAdapters | ChangeEngine, done: Done) -> None:
+    def change(self, message: messages.ChangeAdapters | messages.ChangeEngine, done: Done) -> None:
         """Prepare a change before the next round, on all ranks; `done` is also called if it is refused."""
         self._asked[message.number] = done
         self._heard.append(message)
@@ -386,12 +380,12 @@ class SharedWorker(Worker):
         heard = [self._heard.popleft() for _ in range(len(self._heard))]
         # All ranks must apply the same messages before the same step, or their schedules diverge.
         # `stop` may set its flag during the broadcast: it counts before the next round.
-        messages, stopping = self._ranks.from_first((heard, self._stopping))
-        for message in messages:
-            if isinstance(message, Cancel):
+        received, stopping = self._ranks.from_first((heard, self._stopping))
+        for message in received:
+            if isinstance(message, messages.Cancel):
                 super().cancel(message.numbers)
                 continue
-            if isinstance(message, ChangeAdapters | ChangeEngine):
+            if isinstance(message, messages.ChangeAdapters | messages.ChangeEngine):
                 done = self._asked.pop(message.number, lambda error, names: None)
                 try:
                     super().change(message, done)
@@ -404,7 +398,7 @@ class SharedWorker(Worker):
                 self._refuse(message, error)
         return not stopping
 
-    def _grammar_of(self, request: Submit) -> Grammar | None:
+    def _grammar_of(self, request: messages.Submit) -> Grammar | None:
         """Return the grammar of a request: rank 0 has compiled it, and follows it for the others."""
         if request.grammar is None:
             return None

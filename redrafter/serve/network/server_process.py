@@ -182,9 +182,8 @@ def room_for_connections(wanted: int | None) -> int:
     taken = len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 0
     files = max(open_file_limit() - taken - SPARE_FILES, 4)
     if wanted is not None and wanted > files:
-        raise ArgumentError(
-            f"--max-connections {wanted} needs more files than may be open: at most {files}; see ulimit -n"
-        )
+        message = f"--max-connections {wanted} needs more files than may be open: at most {files}; see ulimit -n"
+        raise ArgumentError(message)
     return min(MAX_CONNECTIONS, files) if wanted is None else wanted
 
 

@@ -15,21 +15,7 @@ from starlette.exceptions import HTTPException
 
 from redrafter.chat.schemas import read_parameters
 from redrafter.errors import ArgumentError, ReDrafterError
-from redrafter.serve.protocol.fields import (
-    MAX_INTEGER,
-    Bias,
-    Count,
-    Ids,
-    Labels,
-    OneOf,
-    Parts,
-    Prompts,
-    ResponseFormat,
-    Stops,
-    StreamOptions,
-    Strict,
-    StructuredOutputs,
-)
+from redrafter.serve.protocol import fields
 
 DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
 MAX_CHOICES = 128  # choices per prompt
@@ -41,7 +27,7 @@ MAX_MESSAGE_CHARACTERS, MAX_PARAM_CHARACTERS = 1000, 100  # in the body of an er
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]  # OpenAI's end at 64; other protocols' are longer
 
 
-class Function(Strict):
+class Function(fields.Strict):
     """Definition of a function that the model may call."""
 
     name: ToolName
@@ -50,20 +36,20 @@ class Function(Strict):
     strict: StrictBool | None = None
 
 
-class Tool(Strict):
+class Tool(fields.Strict):
     """A tool that the model may call."""
 
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(Strict):
+class FunctionName(fields.Strict):
     """Name of the function that must be called."""
 
     name: str
 
 
-class ToolChoice(Strict):
+class ToolChoice(fields.Strict):
     """The tool that must be called."""
 
     type: Literal["function"]
@@ -72,11 +58,11 @@ class ToolChoice(Strict):
 
 ToolChoices = Annotated[
     Literal["none", "auto", "required"] | ToolChoice,
-    OneOf("'none', 'auto', 'required' or the name of a function as an object"),
+    fields.OneOf("'none', 'auto', 'required' or the name of a function as an object"),
 ]
 
 
-class TextPart(Strict):
+class TextPart(fields.Strict):
     """A text part of a message's content."""
 
     type: Literal["text"]
@@ -94,7 +80,7 @@ def _check_url(url: object) -> object:
 DataUrl = Annotated[str, BeforeValidator(_check_url)]  # an image in base64
 
 
-class ImageUrl(Strict):
+class ImageUrl(fields.Strict):
     """An image within a URL.
 
     Attributes:
@@ -106,14 +92,14 @@ class ImageUrl(Strict):
     detail: Literal["auto"] = "auto"
 
 
-class ImagePart(Strict):
+class ImagePart(fields.Strict):
     """An image as a part of a message's content."""
 
     type: Literal["image_url"]
     image_url: ImageUrl
 
 
-class FunctionCall(Strict):
+class FunctionCall(fields.Strict):
     """A function that the model has called.
 
     Attributes:
@@ -127,7 +113,7 @@ class FunctionCall(Strict):
     parsed_arguments: Any = None
 
 
-class ToolCall(Strict):
+class ToolCall(fields.Strict):
     """A call that the model has made.
 
     Attributes:
@@ -143,10 +129,10 @@ class ToolCall(Strict):
     function: FunctionCall
 
 
-_Part = Annotated[TextPart | ImagePart, OneOf("a part of text or an image")]
+_Part = Annotated[TextPart | ImagePart, fields.OneOf("a part of text or an image")]
 
 
-class Message(Strict):
+class Message(fields.Strict):
     """One message of a chat. Messages returned by this server or by OpenAI may be sent back unchanged.
 
     `parsed`, which OpenAI's client derives from the content, is ignored. `reasoning` is vLLM's newer name of
@@ -154,11 +140,11 @@ class Message(Strict):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | Parts[_Part], OneOf("a text or a list of parts")] | None = None
+    content: Annotated[str | fields.Parts[_Part], fields.OneOf("a text or a list of parts")] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: Parts[ToolCall] | None = None
+    tool_calls: fields.Parts[ToolCall] | None = None
     tool_call_id: str | None = None
     parsed: Any = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -253,7 +239,7 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-class SharedFields(Strict):
+class SharedFields(fields.Strict):
     """Fields that all generation requests share: first OpenAI's, then vLLM's and this server's."""
 
     model: str | None = None
@@ -263,7 +249,7 @@ class SharedFields(Strict):
     top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
     user: str | None = None
 
-    top_k: Annotated[int, Field(strict=True, ge=-1, le=MAX_INTEGER)] | None = None
+    top_k: Annotated[int, Field(strict=True, ge=-1, le=fields.MAX_INTEGER)] | None = None
     min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None
     ignore_eos: StrictBool = False
     speculate: StrictBool = True
@@ -271,7 +257,7 @@ class SharedFields(Strict):
         None,
         validation_alias=AliasChoices("num_speculative_tokens", "speculative.n_max"),  # the latter is llama.cpp's
     )
-    priority: Annotated[int, Field(strict=True, ge=-MAX_INTEGER, le=MAX_INTEGER)] = 0
+    priority: Annotated[int, Field(strict=True, ge=-fields.MAX_INTEGER, le=fields.MAX_INTEGER)] = 0
 
     @model_validator(mode="after")
     def _check_drafts(self) -> "SharedFields":
@@ -285,17 +271,17 @@ class _Request(SharedFields):
 
     frequency_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = None
-    logit_bias: Bias | None = None
-    max_tokens: Count | None = None
+    logit_bias: fields.Bias | None = None
+    max_tokens: fields.Count | None = None
     n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] | None = None
-    stop: Stops | None = None
-    stream_options: StreamOptions | None = None
+    stop: fields.Stops | None = None
+    stream_options: fields.StreamOptions | None = None
 
     repetition_penalty: Annotated[float, Field(strict=True, gt=0, le=2)] | None = None
-    min_tokens: Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)] | None = None
-    stop_token_ids: Ids | None = None
+    min_tokens: Annotated[int, Field(strict=True, ge=0, le=fields.MAX_INTEGER)] | None = None
+    stop_token_ids: fields.Ids | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: fields.StructuredOutputs | None = None
 
     @model_validator(mode="after")
     def _check_stream(self) -> "_Request":
@@ -312,8 +298,8 @@ class _Request(SharedFields):
 class CompletionRequest(_Request):
     """Body of `POST /v1/completions`. With `max_tokens` 0, only the prompt is echoed."""
 
-    max_tokens: Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)] | None = None
-    prompt: Prompts
+    max_tokens: Annotated[int, Field(strict=True, ge=0, le=fields.MAX_INTEGER)] | None = None
+    prompt: fields.Prompts
     add_special_tokens: StrictBool | None = None
     echo: StrictBool = False
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
@@ -328,19 +314,19 @@ class CompletionRequest(_Request):
 class ChatRequest(_Request):
     """Body of `POST /v1/chat/completions`: fields of OpenAI, then of vLLM."""
 
-    messages: Annotated[Parts[Message], Field(min_length=1)]
-    max_completion_tokens: Count | None = None
+    messages: Annotated[fields.Parts[Message], Field(min_length=1)]
+    max_completion_tokens: fields.Count | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: fields.ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoices | None = None
     parallel_tool_calls: StrictBool | None = None
-    thinking_token_budget: Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)] | None = None
+    thinking_token_budget: Annotated[int, Field(strict=True, ge=0, le=fields.MAX_INTEGER)] | None = None
     reasoning_effort: Annotated[str, Field(min_length=1, max_length=32)] | None = None
     verbosity: Annotated[str, Field(min_length=1, max_length=32)] | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
-    metadata: Labels | None = None
+    metadata: fields.Labels | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None

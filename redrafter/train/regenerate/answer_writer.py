@@ -158,9 +158,8 @@ def make_task(number: int, row: Row, tokenizer: PreTrainedTokenizerBase, limits:
     task = Task(number, row, draws.seed, draws.temperature, parts, row.messages is INVENTED)
     task.add_prompt(limits)
     if task.done:
-        raise CheckpointError(
-            f"a prompt of {len(parts[0].ids)} tokens; at most {limits.max_tokens} leave room to write"
-        )
+        message = f"a prompt of {len(parts[0].ids)} tokens; at most {limits.max_tokens} leave room to write"
+        raise CheckpointError(message)
     return task
 
 
