@@ -14,6 +14,7 @@ from mkdocs.structure.pages import Page
 import redrafter
 from redrafter import EngineOptions
 from redrafter.cli import main
+from redrafter.options import help_texts
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -89,7 +90,8 @@ def python_reference() -> str:
         if name == "RecurrentDrafter":
             parts.append(SHARING)
         if name == "EngineOptions":
-            shown = (f"- `{item.name}={item.default!r}`: {item.metadata['help']}." for item in fields(EngineOptions))
+            texts = help_texts(EngineOptions)
+            shown = (f"- `{item.name}={item.default!r}`: {texts[item.name]}." for item in fields(EngineOptions))
             parts.append("\n".join(shown))
     return "\n\n".join(parts) + "\n"
 

@@ -1,5 +1,7 @@
 """Declare options: dataclass fields with the help text of their flag and a check of their values."""
 
+import inspect
+import re
 from collections.abc import Callable
 from dataclasses import field, fields
 from typing import Any
@@ -18,19 +20,33 @@ def dtype_word(text: str) -> str:
     return _DTYPE_WORDS.get(word, word)
 
 
-def option(default: object, help: str, **argument: object) -> Any:
+def option(default: object, help: str | None = None, **argument: object) -> Any:
     """Declare a dataclass field that is also a command-line flag and a key of config files.
+
+    A field without any of the arguments needs no declaration: its plain default does.
 
     Args:
         default: Default of the field and of the flag.
-        help: Help text of the field's flag. If the field is true by default it begins with a verb, as the help of the
-            flag `--no-...` is derived from it.
+        help: Help text, where it is computed; others are entries of `Attributes` in the docstring of the class.
         argument: Further arguments of `ArgumentParser.add_argument`, such as `choices`, `metavar`, `type`, `required`;
             `names`, the check of `redrafter.app.paths` for a file or a directory that it names; `path=True` for one
             without such a check; `commands`, names of the commands with the flag, if not all of them; and `check`, a
             `Check` of its value for `check_values`.
     """
-    return field(default=default, metadata={"help": help, **argument})
+    return field(default=default, metadata=argument if help is None else {"help": help, **argument})
+
+
+def help_texts(options: type) -> dict[str, str]:
+    """Return the help texts of a dataclass's fields: their entries under `Attributes`, in its docstring or its bases'.
+
+    The text of a field that is true by default begins with a verb, as that of its flag `--no-...` is derived from it.
+    """
+    texts: dict[str, str] = {}
+    for kind in reversed(options.__mro__):
+        listed = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]
+        entries = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", listed, re.MULTILINE)
+        texts |= {name: " ".join(text.split()) for name, text in entries}
+    return texts | {item.name: item.metadata["help"] for item in fields(options) if "help" in item.metadata}
 
 
 def check_values(options: Any) -> None:

@@ -15,6 +15,7 @@ from dataclasses import Field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from redrafter.errors import ArgumentError
+from redrafter.options import help_texts
 from redrafter.options import option as option
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def add_options(
     this command.
     """
     parser.option_types.append(options)
-    group, hints = parser.add_argument_group(title), get_type_hints(options)
+    group, hints, texts = parser.add_argument_group(title), get_type_hints(options), help_texts(options)
     inherited = {item.name for base in options.__mro__[1:] if is_dataclass(base) for item in fields(base)}
     command = parser.prog.rpartition(" ")[2]
     # dataclass fields list inherited ones first, but a command's own options should lead its help.
@@ -120,6 +121,7 @@ def add_options(
         if item.name in without or command not in item.metadata.get("commands", command):
             continue
         argument = {key: value for key, value in item.metadata.items() if key not in _NOT_ARGPARSE}
+        argument["help"] = texts.get(item.name, "")  # Python leaves docstrings out with -OO
         negated = item.default is True
         kind = next(arm for arm in union_arms(hints[item.name]) if arm is not type(None))
         if kind is bool and "type" not in argument:

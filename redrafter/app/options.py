@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 
 MAX_COUNT = 1_000_000  # largest value of an option that counts something
 MAX_SEED = (1 << 62) - 1
-PROMPTS_HELP = (
-    "prompts. In a .jsonl or .json file or a dataset: the text, prompt, input and instruction of each row, or its "
-    "messages up to the first answer. In any other file: one prompt a line (default: sixteen that ship with redrafter)"
-)
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -40,90 +36,82 @@ def json_object(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TemplateOptions:
-    """Options of the chat template, for every command that renders chats."""
+    """Options of the chat template, for every command that renders chats.
 
-    chat_template: str | None = option(None, "chat template in Jinja (default: the model's own)", names="template")
-    plain_chat_template: bool = option(
-        False, "render chats of a model without a chat template as plain text: each turn after its role"
-    )
-    chat_template_kwargs: Mapping[str, Any] | None = option(
-        None,
-        "variables of the chat template, such as '{\"enable_thinking\": false}'; a row of data or a request may set "
-        "them otherwise",
-        type=json_object,
-        metavar="JSON",
-    )
+    Attributes:
+        chat_template: chat template in Jinja (default: the model's own)
+        plain_chat_template: render chats of a model without a chat template as plain text: each turn after its role
+        chat_template_kwargs: variables of the chat template, such as '{"enable_thinking": false}'; a row of data or a
+            request may set them otherwise
+    """
+
+    chat_template: str | None = option(None, names="template")
+    plain_chat_template: bool = False
+    chat_template_kwargs: Mapping[str, Any] | None = option(None, type=json_object, metavar="JSON")
 
 
 @dataclass(frozen=True)
 class LoadOptions(EngineOptions, TemplateOptions):
-    """Options that select the model and the drafter, and configure how they are loaded."""
+    """Options that select the model and the drafter, and configure how they are loaded.
 
-    model: str | None = option(
-        None,
-        "hub id, directory or GGUF file of the target, a merged checkpoint, or a drafter that names its base "
-        "(default: the boxed pair)",
-        names="model",
-    )
-    drafter: str | None = option(
-        None,
-        "hub id or directory of the drafter (default: the one in the checkpoint of the target, else recycled tokens)",
-        names="drafter",
-    )
-    num_beams: int | None = option(
-        None, "beams of the drafter's search; the text does not depend on it (default: the checkpoint's)"
-    )
-    draft_len_per_beam: int | None = option(None, "tokens drafted per beam (default: the checkpoint's)")
-    node_budget: int | None = option(
-        None,
-        "nodes of the tree that is verified per step, its root included (default: the checkpoint's, or what suits the "
-        "device and the batch size)",
-    )
-    dtype: str = option("auto", "number format", choices=("auto", "float32", "bfloat16", "float16"), type=dtype_word)
-    device: str | None = option(None, "cpu, cuda, cuda:1, ... (default: cuda if there is a GPU, else cpu)")
+    Attributes:
+        model: hub id, directory or GGUF file of the target, a merged checkpoint, or a drafter that names its base
+            (default: the boxed pair)
+        drafter: hub id or directory of the drafter (default: the one in the checkpoint of the target, else recycled
+            tokens)
+        num_beams: beams of the drafter's search; the text does not depend on it (default: the checkpoint's)
+        draft_len_per_beam: tokens drafted per beam (default: the checkpoint's)
+        node_budget: nodes of the tree that is verified per step, its root included (default: the checkpoint's, or what
+            suits the device and the batch size)
+        dtype: number format
+        device: cpu, cuda, cuda:1, ... (default: cuda if there is a GPU, else cpu)
+        tensor_parallel_size: processes that share the model, each with a GPU of its own (default: those that torchrun
+            has started, or one)
+        trust_remote_code: run the modelling code that comes with the model
+        quantization: quantise the weights of the model's linear layers when it is loaded. fp8: to 8 bits, its head
+            apart, and round the inputs of these layers too, each token by itself. int4, int8: to 4 or 8 bits in groups,
+            its head to 8. Another word says how the checkpoint is quantised already, which is recognised without it
+        draft_quantization: quantization of the drafter or the draft model, as --quantization for the model
+        base_embedding: draft with the model's embedding table instead of the drafter's own, which may be untrained
+    """
+
+    model: str | None = option(None, names="model")
+    drafter: str | None = option(None, names="drafter")
+    num_beams: int | None = None
+    draft_len_per_beam: int | None = None
+    node_budget: int | None = None
+    dtype: str = option("auto", choices=("auto", "float32", "bfloat16", "float16"), type=dtype_word)
+    device: str | None = None
     tensor_parallel_size: int | None = option(
-        None,
-        "processes that share the model, each with a GPU of its own (default: those that torchrun has started, or one)",
-        check=whole(1, optional=True),
-        commands=("bench", "generate", "serve"),
+        None, check=whole(1, optional=True), commands=("bench", "generate", "serve")
     )
-    trust_remote_code: bool = option(False, "run the modelling code that comes with the model")
-    quantization: str | None = option(
-        None,
-        "quantise the weights of the model's linear layers when it is loaded. fp8: to 8 bits, its head apart, and "
-        "round the inputs of these layers too, each token by itself. int4, int8: to 4 or 8 bits in groups, its head to "
-        "8. Another word says how the checkpoint is quantised already, which is recognised without it",
-        choices=(*SCHEMES, *STORED_SCHEMES),
-    )
-    draft_quantization: str | None = option(
-        None, "quantization of the drafter or the draft model, as --quantization for the model", choices=SCHEMES
-    )
-    base_embedding: bool = option(
-        False, "draft with the model's embedding table instead of the drafter's own, which may be untrained"
-    )
+    trust_remote_code: bool = False
+    quantization: str | None = option(None, choices=(*SCHEMES, *STORED_SCHEMES))
+    draft_quantization: str | None = option(None, choices=SCHEMES)
+    base_embedding: bool = False
 
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """Options of drafting without a recurrent drafter: with a smaller LM, or by prompt lookup."""
+    """Options of drafting without a recurrent drafter: with a smaller LM, or by prompt lookup.
 
-    draft_model: str | None = option(
-        None,
-        "hub id, directory or GGUF file of a smaller LM to draft with; one with another tokenizer drafts the tokens "
-        "of both",
-        metavar="D",
-        names="model",
-    )
-    prompt_lookup: bool = option(False, "draft the tokens that followed the same tokens earlier in the text")
-    draft_len: int | None = option(None, "tokens drafted per step by --draft-model or --prompt-lookup (default: 4)")
-    ngram: int | None = option(None, "maximum n-gram length to look up (default: 2)")
-    acceptance: str | None = option(
-        None,
-        "match: accept a draft that equals the token that the model draws itself. rejection: accept it by rejection "
-        "sampling, which gives the same distribution but not the same tokens (default: match)",
-        choices=("match", "rejection"),
-    )
-    adaptive: bool = option(False, "draft fewer tokens when few were accepted lately")
+    Attributes:
+        draft_model: hub id, directory or GGUF file of a smaller LM to draft with; one with another tokenizer drafts the
+            tokens of both
+        prompt_lookup: draft the tokens that followed the same tokens earlier in the text
+        draft_len: tokens drafted per step by --draft-model or --prompt-lookup (default: 4)
+        ngram: maximum n-gram length to look up (default: 2)
+        acceptance: match: accept a draft that equals the token that the model draws itself. rejection: accept it by
+            rejection sampling, which gives the same distribution but not the same tokens (default: match)
+        adaptive: draft fewer tokens when few were accepted lately
+    """
+
+    draft_model: str | None = option(None, metavar="D", names="model")
+    prompt_lookup: bool = False
+    draft_len: int | None = None
+    ngram: int | None = None
+    acceptance: str | None = option(None, choices=("match", "rejection"))
+    adaptive: bool = False
 
 
 class PromptCut(TypedDict):
@@ -135,10 +123,15 @@ class PromptCut(TypedDict):
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """Options that select the part of a data set's row to use as prompt, for every command with `--prompts`."""
+    """Options that select the part of a data set's row to use as prompt, for every command with `--prompts`.
 
-    prompt_share: float = option(1.0, "fraction of the tokens of a row's text to use as prompt")
-    prompt_tokens: int | None = option(None, "maximum number of tokens of a row's text to use as prompt (default: all)")
+    Attributes:
+        prompt_share: fraction of the tokens of a row's text to use as prompt
+        prompt_tokens: maximum number of tokens of a row's text to use as prompt (default: all)
+    """
+
+    prompt_share: float = 1.0
+    prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.prompt_share <= 1:
@@ -153,45 +146,43 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """Options of generation, under Hugging Face's names; None takes the value of the model's generation config."""
+    """Options of generation, under Hugging Face's names; None takes the value of the model's generation config.
 
-    max_new_tokens: int = option(128, "maximum number of new tokens")
-    temperature: float | tuple[float, ...] | None = option(
-        None,
-        "0 is greedy, a higher value samples (default: as the checkpoint's generation config or redrafter.json, else "
-        "greedy); `generate` also takes one for each prompt: 0.7,0.2",
-    )
-    top_k: int | None = option(None, "sample from the N likeliest tokens only")
-    top_p: float | None = option(None, "sample only from the likeliest tokens that together have this probability")
-    min_p: float | None = option(
-        None, "sample only from tokens that are at least this likely, relative to the likeliest"
-    )
-    repetition_penalty: float | None = option(None, "a value above 1 makes tokens of the text so far less likely")
-    frequency_penalty: float | None = option(
-        None, "subtracted from a token's logit for each time that it was generated"
-    )
-    presence_penalty: float | None = option(None, "subtracted from a token's logit once it was generated")
-    logit_bias: Mapping[int, float] | None = option(
-        None, "added to the logits of these token ids, such as 11=-100,42=2.5", type=biases, metavar="ID=X,..."
-    )
-    bad_words: Sequence[str] = option(
-        (),
-        "never generate this text, with or without a space before it (may be repeated); its sequence of tokens is "
-        "forbidden, but other tokens may still spell it",
-        action="append",
-        metavar="TEXT",
-    )
-    seed: int | None = option(None, "seed of the sampling; the same seed gives the same text (default: random)")
-    stop: Sequence[str] = option(
-        (), "end the answer after this text (may be repeated)", action="append", metavar="TEXT"
-    )
-    stop_token_ids: Sequence[int] = option(
-        (), "end the answer after these tokens, in addition to the model's own end tokens", type=integers
-    )
-    adapter: str | None = option(
-        None, "LoRA adapter to generate with: a directory that PEFT wrote, or name=directory", names="adapter"
-    )
-    speculate: bool = option(True, "draft tokens for the model to verify")
+    Attributes:
+        max_new_tokens: maximum number of new tokens
+        temperature: 0 is greedy, a higher value samples (default: as the checkpoint's generation config or
+            redrafter.json, else greedy); `generate` also takes one for each prompt: 0.7,0.2
+        top_k: sample from the N likeliest tokens only
+        top_p: sample only from the likeliest tokens that together have this probability
+        min_p: sample only from tokens that are at least this likely, relative to the likeliest
+        repetition_penalty: a value above 1 makes tokens of the text so far less likely
+        frequency_penalty: subtracted from a token's logit for each time that it was generated
+        presence_penalty: subtracted from a token's logit once it was generated
+        logit_bias: added to the logits of these token ids, such as 11=-100,42=2.5
+        bad_words: never generate this text, with or without a space before it (may be repeated); its sequence of tokens
+            is forbidden, but other tokens may still spell it
+        seed: seed of the sampling; the same seed gives the same text (default: random)
+        stop: end the answer after this text (may be repeated)
+        stop_token_ids: end the answer after these tokens, in addition to the model's own end tokens
+        adapter: LoRA adapter to generate with: a directory that PEFT wrote, or name=directory
+        speculate: draft tokens for the model to verify
+    """
+
+    max_new_tokens: int = 128
+    temperature: float | tuple[float, ...] | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = option(None, type=biases, metavar="ID=X,...")
+    bad_words: Sequence[str] = option((), action="append", metavar="TEXT")
+    seed: int | None = None
+    stop: Sequence[str] = option((), action="append", metavar="TEXT")
+    stop_token_ids: Sequence[int] = option((), type=integers)
+    adapter: str | None = option(None, names="adapter")
+    speculate: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.temperature, tuple):

@@ -22,33 +22,24 @@ def _within_host_memory(value: object) -> str | None:
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Configures the KV cache: its memory, its storage format and the prefixes that it stores."""
+    """Configures the KV cache: its memory, its storage format and the prefixes that it stores.
 
-    kv_cache_free_gpu_memory_fraction: float = option(
-        0.9,
-        "share of the GPU memory left by the model, at the first request, that the KV cache may use; at most as much "
-        "as 64 rows of the longest sequence need",
-        check=share,
-    )
-    kv_host_cache_gib: float = option(
-        0.0,
-        "GiB of host memory for keys and values evicted from the GPU, where later prompts still find them; allocated "
-        "at the first request, or when a server starts",
-        check=_within_host_memory,
-        commands=("serve",),
-    )
-    max_prefix_states: int = option(
-        64,
-        "maximum number of cached prefixes with recurrent states, for a model with such layers (LFM2, Mamba-2, "
-        "Qwen3-Next and others), at which prompts continue; each takes as much memory as a sequence's states, all "
-        "together a quarter of the cache's at most; 0: every prompt is read from its first token on",
-        check=whole(0),
-    )
-    kv_cache_dtype: str = option(
-        "auto",
-        "format of stored keys and values: auto is the activations', fp8 (fp8_e4m3) holds twice as many tokens",
-        choices=tuple(KV_CACHE_DTYPES),
-    )
+    Attributes:
+        kv_cache_free_gpu_memory_fraction: share of the GPU memory left by the model, at the first request, that the KV
+            cache may use; at most as much as 64 rows of the longest sequence need
+        kv_host_cache_gib: GiB of host memory for keys and values evicted from the GPU, where later prompts still find
+            them; allocated at the first request, or when a server starts
+        max_prefix_states: maximum number of cached prefixes with recurrent states, for a model with such layers (LFM2,
+            Mamba-2, Qwen3-Next and others), at which prompts continue; each takes as much memory as a sequence's
+            states, all together a quarter of the cache's at most; 0: every prompt is read from its first token on
+        kv_cache_dtype: format of stored keys and values: auto is the activations', fp8 (fp8_e4m3) holds twice as many
+            tokens
+    """
+
+    kv_cache_free_gpu_memory_fraction: float = option(0.9, check=share)
+    kv_host_cache_gib: float = option(0.0, check=_within_host_memory, commands=("serve",))
+    max_prefix_states: int = option(64, check=whole(0))
+    kv_cache_dtype: str = option("auto", choices=tuple(KV_CACHE_DTYPES))
 
     def __post_init__(self) -> None:
         check_values(self)

@@ -12,7 +12,6 @@ from redrafter.app.drafter_alone import use_base_of_drafter
 from redrafter.app.flags import add_options, flag, floats, format_value, integers, names, read_options
 from redrafter.app.options import (
     MAX_SEED,
-    PROMPTS_HELP,
     DraftOptions,
     GenerationOptions,
     LoadOptions,
@@ -54,21 +53,29 @@ def parse_searches(text: str) -> tuple[Search, ...]:
 
 @dataclass(frozen=True)
 class MeasureOptions(PromptOptions):
-    """Options of every measurement: its prompts, and the files that it writes in addition to the table."""
+    """Options of every measurement: its prompts, and the files that it writes in addition to the table.
 
-    prompts: tuple[str, ...] = option((), PROMPTS_HELP, names="prompts")
-    num_prompts: int | None = option(None, "use the first N prompts (default: all)")
-    suite: str | None = option(
-        None,
-        "measure on a standard suite of questions: a directory with SPEED-Bench, Spec-Bench or MT-Bench as their "
-        "makers' scripts prepare them. All turns are asked through the chat template, each after the model's own "
-        "answers; --num-prompts is of questions of each category, all by default",
-        names="suite",
-    )
-    json: str | None = option(None, "also write a line of JSON for each row of the table", names="new file")
-    csv: str | None = option(None, "also write the table as CSV", names="new file")
-    markdown: str | None = option(None, "also write the table in Markdown", names="new file")
-    plot: str | None = option(None, "also draw acceptance and speed; needs matplotlib", names="picture")
+    Attributes:
+        prompts: prompts. In a .jsonl or .json file or a dataset: the text, prompt, input and instruction of each row,
+            or its messages up to the first answer. In any other file: one prompt a line (default: sixteen that ship
+            with redrafter)
+        num_prompts: use the first N prompts (default: all)
+        suite: measure on a standard suite of questions: a directory with SPEED-Bench, Spec-Bench or MT-Bench as their
+            makers' scripts prepare them. All turns are asked through the chat template, each after the model's own
+            answers; --num-prompts is of questions of each category, all by default
+        json: also write a line of JSON for each row of the table
+        csv: also write the table as CSV
+        markdown: also write the table in Markdown
+        plot: also draw acceptance and speed; needs matplotlib
+    """
+
+    prompts: tuple[str, ...] = option((), names="prompts")
+    num_prompts: int | None = None
+    suite: str | None = option(None, names="suite")
+    json: str | None = option(None, names="new file")
+    csv: str | None = option(None, names="new file")
+    markdown: str | None = option(None, names="new file")
+    plot: str | None = option(None, names="picture")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,20 +95,25 @@ class MeasureOptions(PromptOptions):
 
 @dataclass(frozen=True)
 class BenchOptions(MeasureOptions):
-    """Options of `redrafter bench`: its measurements and baselines."""
+    """Options of `redrafter bench`: its measurements and baselines.
 
-    num_prompts: int | None = option(8, "least number of rows to measure each batch size on")
-    batch_sizes: Sequence[int] = option((1,), "rows decoded at once", type=integers)
-    repeats: int = option(3, "runs of each measurement; the median counts")
-    against: Sequence[str] = option(
-        (),
-        "also measure Hugging Face's generate, one prompt at a time: eager, static (compiled) (default: none)",
-        type=names,
-        metavar="WHICH,...",
-    )
-    max_new_tokens: int = option(128, "new tokens of each row; no token ends a text early, but answers of a suite")
-    temperature: float = option(0.0, "0 is greedy, a higher value samples")
-    seed: int = option(0, "seed of the sampling")
+    Attributes:
+        num_prompts: least number of rows to measure each batch size on
+        batch_sizes: rows decoded at once
+        repeats: runs of each measurement; the median counts
+        against: also measure Hugging Face's generate, one prompt at a time: eager, static (compiled) (default: none)
+        max_new_tokens: new tokens of each row; no token ends a text early, but answers of a suite
+        temperature: 0 is greedy, a higher value samples
+        seed: seed of the sampling
+    """
+
+    num_prompts: int | None = 8
+    batch_sizes: Sequence[int] = option((1,), type=integers)
+    repeats: int = 3
+    against: Sequence[str] = option((), type=names, metavar="WHICH,...")
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,15 +132,21 @@ class BenchOptions(MeasureOptions):
 
 @dataclass(frozen=True)
 class CompareOptions(MeasureOptions):
-    """Options of `redrafter compare`."""
+    """Options of `redrafter compare`.
 
-    max_input_len: int | None = option(None, "leave out prompts of more than N tokens (default: none)")
-    batch_size: int = option(1, "prompts decoded at once")
-    repeats: int = option(1, "runs of each method, in turn; the median counts")
-    assisted: bool = option(
-        False, "also measure Hugging Face's assisted generation with the same draft model, one prompt at a time"
-    )
-    disable_output_comparison: bool = option(False, "do not compare the outputs, and do not fail when they differ")
+    Attributes:
+        max_input_len: leave out prompts of more than N tokens (default: none)
+        batch_size: prompts decoded at once
+        repeats: runs of each method, in turn; the median counts
+        assisted: also measure Hugging Face's assisted generation with the same draft model, one prompt at a time
+        disable_output_comparison: do not compare the outputs, and do not fail when they differ
+    """
+
+    max_input_len: int | None = None
+    batch_size: int = 1
+    repeats: int = 1
+    assisted: bool = False
+    disable_output_comparison: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,33 +155,34 @@ class CompareOptions(MeasureOptions):
 
 @dataclass(frozen=True)
 class EvaluateOptions(MeasureOptions):
-    """Options of `redrafter evaluate`: prompts, shapes of the tree and temperatures."""
+    """Options of `redrafter evaluate`: prompts, shapes of the tree and temperatures.
 
-    num_prompts: int | None = option(None, "prompts of each category, chosen by the seed (default: all)")
-    prompt_lengths: tuple[int, ...] = option(
-        (),
-        "measure after prompts of each of these numbers of tokens: the same prompts, cut at their beginning. Shorter "
-        "ones are left out (default: prompts as they are)",
-        type=integers,
-    )
-    new_tokens: int = option(128, "maximum number of new tokens per prompt")
-    shapes: tuple[Search, ...] = option(
-        (),
-        "beams x depth of each beam search, such as 5x5,10x5 (default: the checkpoint's)",
-        type=parse_searches,
-        metavar="WxK,...",
-    )
-    node_budgets: tuple[int, ...] = option(
-        (), "number of verified nodes of each search, including the root (default: all)", type=integers
-    )
-    temperatures: tuple[float, ...] = option((0, 1), "temperatures of the texts; 0 is greedy", type=floats)
-    seed: int = option(0, "seed of the choice of prompts and of the sampling")
-    batch_size: int = option(32, "prompts that the model continues at once")
-    adapter: str | None = option(None, "LoRA adapter that the model has: a directory that PEFT wrote", names="adapter")
-    explain: bool = option(False, "report why drafts were missed, and commands that may improve it")
-    card: bool = option(
-        False, "write the acceptance of the first tree into the model card (README.md) in the directory of --drafter"
-    )
+    Attributes:
+        num_prompts: prompts of each category, chosen by the seed (default: all)
+        prompt_lengths: measure after prompts of each of these numbers of tokens: the same prompts, cut at their
+            beginning. Shorter ones are left out (default: prompts as they are)
+        new_tokens: maximum number of new tokens per prompt
+        shapes: beams x depth of each beam search, such as 5x5,10x5 (default: the checkpoint's)
+        node_budgets: number of verified nodes of each search, including the root (default: all)
+        temperatures: temperatures of the texts; 0 is greedy
+        seed: seed of the choice of prompts and of the sampling
+        batch_size: prompts that the model continues at once
+        adapter: LoRA adapter that the model has: a directory that PEFT wrote
+        explain: report why drafts were missed, and commands that may improve it
+        card: write the acceptance of the first tree into the model card (README.md) in the directory of --drafter
+    """
+
+    num_prompts: int | None = None
+    prompt_lengths: tuple[int, ...] = option((), type=integers)
+    new_tokens: int = 128
+    shapes: tuple[Search, ...] = option((), type=parse_searches, metavar="WxK,...")
+    node_budgets: tuple[int, ...] = option((), type=integers)
+    temperatures: tuple[float, ...] = option((0, 1), type=floats)
+    seed: int = 0
+    batch_size: int = 32
+    adapter: str | None = option(None, names="adapter")
+    explain: bool = False
+    card: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

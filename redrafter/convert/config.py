@@ -40,65 +40,49 @@ _OPTION_FORMATS = {  # output formats that support an option, for options that n
 
 @dataclass(frozen=True)
 class ConvertConfig:
-    """Options of a conversion: its sources, its output and its format."""
+    """Options of a conversion: its sources, its output and its format.
 
-    base_model_checkpoint_dir: str | None = option(
-        None,
-        "the model: a Hugging Face model, a GGUF file, a merged checkpoint, or a TensorRT-LLM checkpoint of Llama or "
-        "Qwen2",
-        names="checkpoint",
-    )
-    drafter_model_dir: str | None = option(
-        None,
-        "the drafter: one of redrafter or of Apple, an EAGLE-3 head, a DFlash or DSpark drafter, or a merged or "
-        "TensorRT-LLM checkpoint that holds one (default: the one in the directory of the model)",
-        names="checkpoint",
-    )
-    output_dir: str | None = option(None, "directory to write", metavar="DIR")
-    to: str = option(
-        "redrafter",
-        "output format: a merged checkpoint of redrafter, a TensorRT-LLM checkpoint, a drafter in Apple's format, a "
-        "drafter of redrafter, or an EAGLE-3 head or DFlash drafter as vllm-project/speculators and vLLM read it, and "
-        "llama.cpp a head",
-        choices=tuple(OUTPUT_KINDS),
-    )
-    dtype: str | None = option(
-        None,
-        "number format of the drafter, and with --to trtllm of the base too; int8, with --to redrafter and drafter, "
-        "saves its matrices in 8 bits (default: as stored; with --to trtllm, the base's)",
-        choices=("float32", "bfloat16", "float16", "int8"),
-        type=dtype_word,
-    )
-    tp_size: int | None = option(
-        None, "number of ranks of a TensorRT-LLM checkpoint (default: 1, or as many as the base has)"
-    )
-    redrafter_num_beams: int | None = option(None, "beams of the drafter's search (default: the drafter's)")
-    redrafter_draft_len_per_beam: int | None = option(
-        None, "tokens drafted per beam, without the token that is certain already (default: the drafter's)"
-    )
-    redrafter_greedy_search: bool | None = option(
-        None,
-        "decode greedily by default, unless a call chooses; False, or --redrafter-no-greedy-search, samples (default: "
-        "the source's)",
-        nargs="?",
-        const=True,
-        type=yes_or_no,
-        metavar="True|False",
-    )
-    node_budget: int | None = option(
-        None, "nodes of the tree that is verified per step, its root included (default: what suits the device)"
-    )
-    recurrence: str | None = option(
-        None,
-        "recurrence that a TensorRT-LLM checkpoint's drafter was trained with (default: apple, as in public trainers)",
-        choices=tuple(name for name in RECURRENCES if name != "gated"),
-    )
-    tokenizer_dir: str | None = option(
-        None, "directory of a tokenizer, for a base that has none, such as TensorRT-LLM's", names="tokenizer"
-    )
-    copy: bool = option(False, "copy the base's weights even where they could be hard links")
-    overwrite: bool = option(False, "replace the checkpoint that --output-dir holds")
-    dry_run: bool = option(False, "print the source and the new name of each tensor, and write nothing")
+    Attributes:
+        base_model_checkpoint_dir: the model: a Hugging Face model, a GGUF file, a merged checkpoint, or a TensorRT-LLM
+            checkpoint of Llama or Qwen2
+        drafter_model_dir: the drafter: one of redrafter or of Apple, an EAGLE-3 head, a DFlash or DSpark drafter, or a
+            merged or TensorRT-LLM checkpoint that holds one (default: the one in the directory of the model)
+        output_dir: directory to write
+        to: output format: a merged checkpoint of redrafter, a TensorRT-LLM checkpoint, a drafter in Apple's format, a
+            drafter of redrafter, or an EAGLE-3 head or DFlash drafter as vllm-project/speculators and vLLM read it, and
+            llama.cpp a head
+        dtype: number format of the drafter, and with --to trtllm of the base too (default: as stored; with --to trtllm,
+            the base's)
+        tp_size: number of ranks of a TensorRT-LLM checkpoint (default: 1, or as many as the base has)
+        redrafter_num_beams: beams of the drafter's search (default: the drafter's)
+        redrafter_draft_len_per_beam: tokens drafted per beam, without the token that is certain already (default: the
+            drafter's)
+        redrafter_greedy_search: decode greedily by default, unless a call chooses; False, or
+            --redrafter-no-greedy-search, samples (default: the source's)
+        node_budget: nodes of the tree that is verified per step, its root included (default: what suits the device)
+        recurrence: recurrence that a TensorRT-LLM checkpoint's drafter was trained with (default: apple, as in public
+            trainers)
+        tokenizer_dir: directory of a tokenizer, for a base that has none, such as TensorRT-LLM's
+        copy: copy the base's weights even where they could be hard links
+        overwrite: replace the checkpoint that --output-dir holds
+        dry_run: print the source and the new name of each tensor, and write nothing
+    """
+
+    base_model_checkpoint_dir: str | None = option(None, names="checkpoint")
+    drafter_model_dir: str | None = option(None, names="checkpoint")
+    output_dir: str | None = option(None, metavar="DIR")
+    to: str = option("redrafter", choices=tuple(OUTPUT_KINDS))
+    dtype: str | None = option(None, choices=("float32", "bfloat16", "float16", "int8"), type=dtype_word)
+    tp_size: int | None = None
+    redrafter_num_beams: int | None = None
+    redrafter_draft_len_per_beam: int | None = None
+    redrafter_greedy_search: bool | None = option(None, nargs="?", const=True, type=yes_or_no, metavar="True|False")
+    node_budget: int | None = None
+    recurrence: str | None = option(None, choices=tuple(name for name in RECURRENCES if name != "gated"))
+    tokenizer_dir: str | None = option(None, names="tokenizer")
+    copy: bool = False
+    overwrite: bool = False
+    dry_run: bool = False
 
     def __post_init__(self) -> None:
         if self.base_model_checkpoint_dir is None and self.drafter_model_dir is None:

@@ -19,23 +19,19 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 @dataclass(frozen=True)
 class EngineOptions(ModelOptions, CacheOptions):
-    """Limits and modes of an engine in every request. `from_pretrained` takes each of them by name."""
+    """Limits and modes of an engine in every request. `from_pretrained` takes each of them by name.
 
-    max_input_len: int | None = option(
-        None, "most tokens of a prompt (default: the model's context)", check=whole(2, optional=True)
-    )
-    max_seq_len: int | None = option(
-        None, "most tokens of a sequence, prompt included (default: the model's context)", check=whole(2, optional=True)
-    )
-    max_batch_size: int = option(
-        256,
-        "most sequences that `generate` decodes at once; more prompts wait for their turn",
-        check=whole(1),
-        commands=(),
-    )
-    draft_from_text: bool = option(
-        True, "add drafts copied from the text where it repeats itself, in addition to the drafter's drafts"
-    )
+    Attributes:
+        max_input_len: most tokens of a prompt (default: the model's context)
+        max_seq_len: most tokens of a sequence, prompt included (default: the model's context)
+        max_batch_size: most sequences that `generate` decodes at once; more prompts wait for their turn
+        draft_from_text: add drafts copied from the text where it repeats itself, in addition to the drafter's drafts
+    """
+
+    max_input_len: int | None = option(None, check=whole(2, optional=True))
+    max_seq_len: int | None = option(None, check=whole(2, optional=True))
+    max_batch_size: int = option(256, check=whole(1), commands=())
+    draft_from_text: bool = True
 
     def check_lengths(self, context: int | None) -> None:
         """Raise `ArgumentError` for lengths above the model's context, which would be cut to it."""

@@ -12,23 +12,21 @@ STORED_SCHEMES = "awq", "gptq", "gguf", "compressed-tensors", "torchao", "bitsan
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Configures the forwards of an engine: compilation, batch invariance and the number of adapters."""
+    """Configures the forwards of an engine: compilation, batch invariance and the number of adapters.
 
-    compile: bool = option(
-        True, "compile the model on a GPU, which takes time at the first request and makes steps faster"
-    )
-    batch_invariant: bool = option(
-        False,
-        "make outputs independent of the batch, bit for bit, and of drafts and prompt chunks; slower, "
-        "and on a GPU only for a compiled model",
-    )
-    max_loras: int = option(4, "LoRA adapters that may be loaded at once", check=whole(1), commands=("serve",))
-    max_lora_rank: int = option(
-        16,
-        "maximum rank of adapters; a step with adapters computes as many columns for each, in each changed layer",
-        check=whole(1),
-        commands=("serve",),
-    )
+    Attributes:
+        compile: compile the model on a GPU, which takes time at the first request and makes steps faster
+        batch_invariant: make outputs independent of the batch, bit for bit, and of drafts and prompt chunks; slower,
+            and on a GPU only for a compiled model
+        max_loras: LoRA adapters that may be loaded at once
+        max_lora_rank: maximum rank of adapters; a step with adapters computes as many columns for each, in each changed
+            layer
+    """
+
+    compile: bool = True
+    batch_invariant: bool = False
+    max_loras: int = option(4, check=whole(1), commands=("serve",))
+    max_lora_rank: int = option(16, check=whole(1), commands=("serve",))
 
     def __post_init__(self) -> None:
         check_values(self)

@@ -17,13 +17,58 @@ _KEY_NAME = re.compile(r"key-[1-9]\d*")
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of the server: where it listens, who may use it, and how many requests it serves at once."""
+    """Options of the server: where it listens, who may use it, and how many requests it serves at once.
 
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all")
-    port: int = option(8000, "port to listen on; 0 for any that is free")
-    served_model_name: str | None = option(
-        None, "name of the model for clients (default: its own name)", metavar="NAME"
-    )
+    Attributes:
+        host: address to listen on; 0.0.0.0 for all
+        port: port to listen on; 0 for any that is free
+        served_model_name: name of the model for clients (default: its own name)
+        api_key_file: file with such keys, one a line
+        open_metrics: allow reading /metrics without a key
+        allowed_hosts: accepted names in the Host header, such as a.example.org,*.example.net; * for all (default: on a
+            loopback address, its own names; else all)
+        allowed_origins: origins whose pages may send requests, such as https://chat.example.org; * for all
+        ssl_certfile: certificate to serve https with
+        ssl_keyfile: key of the certificate, if it is in another file
+        ssl_ca_certs: certificate authorities of client certificates, which clients then need
+        max_connections: maximum number of connections (default: 1024, or fewer if the limit of open files is lower)
+        max_body_size: maximum bytes of a request body, including images
+        max_images: maximum images per request, for vision-language models; 0 refuses images
+        max_image_size: maximum bytes of an image (PNG, JPEG, WebP or GIF)
+        max_image_pixels: maximum pixels of all images of a request
+        drain_timeout: seconds that running requests may take to finish after a signal to stop
+        max_batch_size: maximum number of sequences in a batch
+        max_num_tokens: maximum tokens of a forward, drafts and prompt chunks together
+        max_queue_size: maximum number of waiting requests; 0 for no limit
+        scheduling_policy: priority: requests with a lower "priority" (default 0) are served first and may preempt
+            others; fcfs: first come, first served; no request may set a priority
+        guaranteed_no_evict: admit a sequence only if the cache has room for its maximum length
+        chunked_context: prefill long prompts in chunks, between which other sequences continue
+        kv_cache_reuse: reuse cached prefixes of prompts
+        speculate: draft tokens for the model to verify
+        warm_up: compile kernels and capture steps on a GPU before requests need them
+        special_tokens_in_content: encode special tokens that a message spells, such as <|im_end|>, as such, rather than
+            as text
+        reasoning_format: auto: return the text between the marks of thoughts as reasoning_content; none: as part of the
+            answer's content
+        reasoning_parser: marks around the model's thoughts, by the name of their parser in vLLM (default: the marks in
+            the chat template or the tokenizer)
+        tool_call_parser: format of the model's tool calls, by its name in vLLM (default: the format in the chat
+            template, else JSON)
+        lora_modules: LoRA adapters to serve as further models: name=path; the path is a directory that PEFT wrote
+        allow_runtime_lora_updating: let clients load and unload adapters from directories of this machine: POST
+            /v1/load_lora_adapter and /v1/unload_lora_adapter
+        capture: write prompts and answers to this directory, as rows of token ids for redrafter train, readable by the
+            owner only
+        capture_max_bytes: maximum bytes of captured files; the oldest are deleted first
+        capture_except: keys whose requests are not captured, by number in the order of the keys, such as key-2,key-5
+        log_format: format of the log on stderr
+        log_level: lowest level that is logged
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = option(None, metavar="NAME")
     api_key: tuple[str, ...] = option(
         (),
         f"key that clients must send as a bearer token (may be repeated); other users can read a command line, so "
@@ -32,7 +77,7 @@ class ServeOptions:
         type=str,
         metavar="KEY",
     )
-    api_key_file: str | None = option(None, "file with such keys, one a line", names="file")
+    api_key_file: str | None = option(None, names="file")
     operator_key: tuple[str, ...] = option(
         (),
         "key that an operator must send as a bearer token to change the running engine: POST /v1/sleep, /v1/wake, "
@@ -41,101 +86,44 @@ class ServeOptions:
         type=str,
         metavar="KEY",
     )
-    open_metrics: bool = option(False, "allow reading /metrics without a key")
-    allowed_hosts: tuple[str, ...] = option(
-        (),
-        "accepted names in the Host header, such as a.example.org,*.example.net; * for all (default: on a "
-        "loopback address, its own names; else all)",
-        type=names,
-        metavar="NAMES",
-    )
-    allowed_origins: tuple[str, ...] = option(
-        (),
-        "origins whose pages may send requests, such as https://chat.example.org; * for all",
-        type=names,
-        metavar="ORIGINS",
-    )
-    ssl_certfile: str | None = option(None, "certificate to serve https with", names="file")
-    ssl_keyfile: str | None = option(None, "key of the certificate, if it is in another file", names="file")
-    ssl_ca_certs: str | None = option(
-        None, "certificate authorities of client certificates, which clients then need", names="file"
-    )
-    max_connections: int | None = option(
-        None, "maximum number of connections (default: 1024, or fewer if the limit of open files is lower)"
-    )
-    max_body_size: int = option(2 << 20, "maximum bytes of a request body, including images")
-    max_images: int = option(8, "maximum images per request, for vision-language models; 0 refuses images")
-    max_image_size: int = option(8 << 20, "maximum bytes of an image (PNG, JPEG, WebP or GIF)")
-    max_image_pixels: int = option(1 << 24, "maximum pixels of all images of a request")
-    drain_timeout: float = option(30.0, "seconds that running requests may take to finish after a signal to stop")
-    max_batch_size: int = option(Limits.max_batch_size, "maximum number of sequences in a batch")
-    max_num_tokens: int = option(
-        Limits.max_num_tokens, "maximum tokens of a forward, drafts and prompt chunks together"
-    )
-    max_queue_size: int = option(Limits.max_queue_size, "maximum number of waiting requests; 0 for no limit")
-    scheduling_policy: str = option(
-        "fcfs",
-        'priority: requests with a lower "priority" (default 0) are served first and may preempt others; fcfs: '
-        "first come, first served; no request may set a priority",
-        choices=("fcfs", "priority"),
-    )
-    guaranteed_no_evict: bool = option(False, "admit a sequence only if the cache has room for its maximum length")
-    chunked_context: bool = option(True, "prefill long prompts in chunks, between which other sequences continue")
-    kv_cache_reuse: bool = option(True, "reuse cached prefixes of prompts")
-    speculate: bool = option(True, "draft tokens for the model to verify")
-    warm_up: bool = option(True, "compile kernels and capture steps on a GPU before requests need them")
-    special_tokens_in_content: bool = option(
-        False, "encode special tokens that a message spells, such as <|im_end|>, as such, rather than as text"
-    )
-    reasoning_format: str = option(
-        "auto",
-        "auto: return the text between the marks of thoughts as reasoning_content; none: as part of the answer's "
-        "content",
-        choices=("auto", "none"),
-    )
-    reasoning_parser: str = option(
-        "auto",
-        "marks around the model's thoughts, by the name of their parser in vLLM (default: the marks in the chat "
-        "template or the tokenizer)",
-        choices=("auto", *thoughts.PARSERS),
-    )
-    tool_call_parser: str = option(
-        "auto",
-        "format of the model's tool calls, by its name in vLLM (default: the format in the chat template, else JSON)",
-        choices=("auto", *PARSERS),
-    )
-    lora_modules: tuple[str, ...] = option(
-        (),
-        "LoRA adapters to serve as further models: name=path; the path is a directory that PEFT wrote",
-        metavar="NAME=PATH",
-    )
-    allow_runtime_lora_updating: bool = option(
-        False,
-        "let clients load and unload adapters from directories of this machine: POST /v1/load_lora_adapter and "
-        "/v1/unload_lora_adapter",
-    )
+    open_metrics: bool = False
+    allowed_hosts: tuple[str, ...] = option((), type=names, metavar="NAMES")
+    allowed_origins: tuple[str, ...] = option((), type=names, metavar="ORIGINS")
+    ssl_certfile: str | None = option(None, names="file")
+    ssl_keyfile: str | None = option(None, names="file")
+    ssl_ca_certs: str | None = option(None, names="file")
+    max_connections: int | None = None
+    max_body_size: int = 2 << 20
+    max_images: int = 8
+    max_image_size: int = 8 << 20
+    max_image_pixels: int = 1 << 24
+    drain_timeout: float = 30.0
+    max_batch_size: int = Limits.max_batch_size
+    max_num_tokens: int = Limits.max_num_tokens
+    max_queue_size: int = Limits.max_queue_size
+    scheduling_policy: str = option("fcfs", choices=("fcfs", "priority"))
+    guaranteed_no_evict: bool = False
+    chunked_context: bool = True
+    kv_cache_reuse: bool = True
+    speculate: bool = True
+    warm_up: bool = True
+    special_tokens_in_content: bool = False
+    reasoning_format: str = option("auto", choices=("auto", "none"))
+    reasoning_parser: str = option("auto", choices=("auto", *thoughts.PARSERS))
+    tool_call_parser: str = option("auto", choices=("auto", *PARSERS))
+    lora_modules: tuple[str, ...] = option((), metavar="NAME=PATH")
+    allow_runtime_lora_updating: bool = False
     otlp_traces_endpoint: str | None = option(
         None,
         "OpenTelemetry collector that gets a span of each request over HTTP, such as http://localhost:4318: "
         f"{how_to_install('serve,otel')}",
         metavar="URL",
     )
-    capture: str | None = option(
-        None,
-        "write prompts and answers to this directory, as rows of token ids for redrafter train, readable by the "
-        "owner only",
-        path=True,
-        metavar="DIR",
-    )
-    capture_max_bytes: int = option(1 << 30, "maximum bytes of captured files; the oldest are deleted first")
-    capture_except: tuple[str, ...] = option(
-        (),
-        "keys whose requests are not captured, by number in the order of the keys, such as key-2,key-5",
-        type=names,
-        metavar="KEYS",
-    )
-    log_format: str = option("text", "format of the log on stderr", choices=("text", "json"))
-    log_level: str = option("info", "lowest level that is logged", choices=("debug", "info", "warning", "error"))
+    capture: str | None = option(None, path=True, metavar="DIR")
+    capture_max_bytes: int = 1 << 30
+    capture_except: tuple[str, ...] = option((), type=names, metavar="KEYS")
+    log_format: str = option("text", choices=("text", "json"))
+    log_level: str = option("info", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
         for name, least, most in (

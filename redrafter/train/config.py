@@ -106,135 +106,132 @@ def layers(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class TrainConfig(TemplateOptions):
-    """Options of a training run, which define the command line; the help text of each field documents it.
+    """Options of a training run, which define the command line.
 
     `redrafter.train.loop.train` reads only the fields from `steps` on; a caller with its own model and batches can
     ignore the others. `recipe` names where values came from: the command line fills them in, and in Python
     `TrainConfig(**RECIPES["small"].options)` does. Raises `ArgumentError` if a value is out of range.
+
+    Attributes:
+        model: base model: a hub id, a directory or a GGUF file
+        data: texts: JSON lines, .jsonl, .jsonl.gz or .jsonl.xz; or what datasets reads
+        output: directory to write the drafter to
+        overwrite: replace the drafter that --output holds, and drop its checkpoints
+        resume: resume from the newest checkpoint, or start from scratch if there is none
+        dry_run: print the sizes, the memory and the steps of the training, then exit
+        show_sample: print the first text of the data with the trained parts marked, then exit
+        drafter: train this drafter further instead of a new one; current: the one that --output holds, or else the
+            base's own
+        watch: train continuously in rounds, each on the new files in the directories of --data, and save after each
+            round
+        watch_rows: with --watch: number of new rows that start a round
+        adapter: LoRA adapter that the base has: a directory that PEFT wrote; the drafter learns the output of both
+        trust_remote_code: run model code that comes with the base
+        dtype: dtype of the base; auto: as saved
+        save_dtype: dtype of the saved drafter
+        form: form of a new drafter: recurrent, this project's; eagle3, an EAGLE-3 head; or dflash, dspark or dflash2,
+            which fill a block of --draft-len tokens in one pass. Other engines serve the last four too; their layers
+            have the base's sizes, and of the options of a form eagle3 and blocks take --target-layers and
+            --draft-vocab-size (not dflash2), blocks also --num-layers
+        recurrence: recurrent cell of a new drafter: gated (the default), or apple, the published one; with apple, the
+            options of its form below default to the published form, which alone Apple's and TensorRT-LLM's formats can
+            hold
+        num_layers: residual layers of a new drafter (default: 3; published form: 2), or decoder layers of blocks
+            (default: 3)
+        target_layers: decoder layers of the base, counted from 0, whose outputs a new drafter reads in addition to the
+            last hidden state, or none (default: those at a quarter, a half and three quarters of its depth; published
+            form: none; for blocks, the last but one too)
+        context_window: pairs of a token of the text and the one after it that a new drafter attends to at each draft
+            step, the nearest ones; 0 for none (default: 512, or --length, if that is less; published form: 0)
+        head_rank: rank of a new drafter's head, which makes it smaller; 0 for full rank (default: a quarter of the
+            hidden size, from 512 to 1024, or full rank where the width is no more; published form: 0)
+        draft_vocab_size: token ids that a new drafter knows, the most frequent of the data (default: all)
+        pack: pack several documents into a row; otherwise each has a separate padded row
+        epochs: passes over the data (default: 1 when neither --steps nor --minutes is given)
+        validate: texts to validate on (default: rows of --data with split val)
+        validate_prompts: prompts that the base continues for validation; 0: no validation
+        validate_tokens: tokens of each continuation
+        steps: optimizer steps; training ends at the first of steps, epochs and minutes
+        minutes: minutes to train for, counted from the end of the first step
+        batch_size: rows of a batch, on each process
+        accumulate: batches of an optimizer step, on each process
+        lora_rank: train only updates of this rank of the linear layers of --drafter, whose own weights are frozen
+            meanwhile, and save their sum (default: train all weights)
+        draft_len: draft steps that the drafter is unrolled for
+        distill: weight of the distillation, KL(base || drafter); the rest is cross-entropy of the text's tokens
+        optimizer: adamw; or muon for hidden matrices, with AdamW for heads, embeddings and vectors, at the same
+            learning rate
+        warmup: share of the training in which the learning rate rises from 0
+        compile: compile the drafter's loss with torch.compile
+        mixed_precision: autocast of the drafter (default: as accelerate is configured)
+        cpu: train on the CPU even where there is a GPU
+        shard_base: spread a base that is too large for one device over the devices of all processes
+        seed: seed of the drafter's first weights and of the order of the data
+        log_every: steps between lines of progress
+        validate_every: steps between validations, after which the best drafter is kept (default: validate at the end
+            only)
+        save_every: steps between checkpoints, which are written to OUTPUT.checkpoints (default: no checkpoints)
     """
 
-    model: str | None = option(None, "base model: a hub id, a directory or a GGUF file", required=True, names="model")
-    data: tuple[str, ...] = option(
-        (), "texts: JSON lines, .jsonl, .jsonl.gz or .jsonl.xz; or what datasets reads", required=True, names="data"
-    )
-    output: str | None = option(None, "directory to write the drafter to", required=True, path=True)
-    overwrite: bool = option(False, "replace the drafter that --output holds, and drop its checkpoints")
-    resume: bool = option(False, "resume from the newest checkpoint, or start from scratch if there is none")
-    dry_run: bool = option(False, "print the sizes, the memory and the steps of the training, then exit")
-    show_sample: bool = option(False, "print the first text of the data with the trained parts marked, then exit")
-    drafter: str | None = option(
-        None,
-        "train this drafter further instead of a new one; current: the one that --output holds, or else the base's own",
-        names="drafter or current",
-    )
-    watch: bool = option(
-        False,
-        "train continuously in rounds, each on the new files in the directories of --data, and save after each round",
-    )
-    watch_rows: int = option(256, "with --watch: number of new rows that start a round")
-    adapter: str | None = option(
-        None,
-        "LoRA adapter that the base has: a directory that PEFT wrote; the drafter learns the output of both",
-        names="adapter",
-    )
+    model: str | None = option(None, required=True, names="model")
+    data: tuple[str, ...] = option((), required=True, names="data")
+    output: str | None = option(None, required=True, path=True)
+    overwrite: bool = False
+    resume: bool = False
+    dry_run: bool = False
+    show_sample: bool = False
+    drafter: str | None = option(None, names="drafter or current")
+    watch: bool = False
+    watch_rows: int = 256
+    adapter: str | None = option(None, names="adapter")
     recipe: str | None = option(
         None,
         "options that were measured together, where neither a flag nor a file sets them: "
         + "; ".join(f"{name}, for {recipe.suits}" for name, recipe in RECIPES.items()),
         choices=tuple(RECIPES),
     )
-    trust_remote_code: bool = option(False, "run model code that comes with the base")
-    dtype: str = option("auto", "dtype of the base; auto: as saved", choices=("auto", *DTYPES), type=dtype_word)
-    save_dtype: str = option("float32", "dtype of the saved drafter", choices=DTYPES, type=dtype_word)
-    form: str = option(
-        "recurrent",
-        "form of a new drafter: recurrent, this project's; eagle3, an EAGLE-3 head; or dflash, dspark or dflash2, "
-        "which fill a block of --draft-len tokens in one pass. Other engines serve the last four too; their layers "
-        "have the base's "
-        "sizes, and of the options of a form eagle3 and blocks take --target-layers and --draft-vocab-size (not "
-        "dflash2), blocks also --num-layers",
-        choices=tuple(FORMS),
-    )
-    recurrence: str | None = option(
-        None,
-        "recurrent cell of a new drafter: gated (the default), or apple, the published one; with apple, the options of "
-        "its form below default to the published form, which alone Apple's and TensorRT-LLM's formats can hold",
-        choices=("gated", "apple"),
-    )
-    num_layers: int | None = option(
-        None,
-        "residual layers of a new drafter (default: 3; published form: 2), or decoder layers of blocks (default: 3)",
-    )
-    target_layers: tuple[int, ...] | None = option(
-        None,
-        "decoder layers of the base, counted from 0, whose outputs a new drafter reads in addition to the last hidden "
-        "state, "
-        "or none (default: those at a quarter, a half and three quarters of its depth; published form: none; for "
-        "blocks, the last but one too)",
-        type=layers,
-        metavar="N,...",
-    )
-    context_window: int | None = option(
-        None,
-        "pairs of a token of the text and the one after it that a new drafter attends to at each draft step, the "
-        "nearest ones; 0 for none (default: 512, or --length, if that is less; published form: 0)",
-    )
-    head_rank: int | None = option(
-        None,
-        "rank of a new drafter's head, which makes it smaller; 0 for full rank (default: a quarter of the hidden size, "
-        "from 512 to 1024, or full rank where the width is no more; published form: 0)",
-    )
-    draft_vocab_size: int | None = option(
-        None, "token ids that a new drafter knows, the most frequent of the data (default: all)"
-    )
+    trust_remote_code: bool = False
+    dtype: str = option("auto", choices=("auto", *DTYPES), type=dtype_word)
+    save_dtype: str = option("float32", choices=DTYPES, type=dtype_word)
+    form: str = option("recurrent", choices=tuple(FORMS))
+    recurrence: str | None = option(None, choices=("gated", "apple"))
+    num_layers: int | None = None
+    target_layers: tuple[int, ...] | None = option(None, type=layers, metavar="N,...")
+    context_window: int | None = None
+    head_rank: int | None = None
+    draft_vocab_size: int | None = None
     length: int | None = option(
         None,
         f"tokens in a row of a batch; longer documents are split (default: {DEFAULT_LENGTH}, or the base's context, "
         "if that is shorter)",
     )
-    pack: bool = option(True, "pack several documents into a row; otherwise each has a separate padded row")
-    epochs: float | None = option(None, "passes over the data (default: 1 when neither --steps nor --minutes is given)")
-    validate: str | None = option(None, "texts to validate on (default: rows of --data with split val)", names="data")
-    validate_prompts: int = option(32, "prompts that the base continues for validation; 0: no validation")
-    validate_tokens: int = option(64, "tokens of each continuation")
-    steps: int | None = option(None, "optimizer steps; training ends at the first of steps, epochs and minutes")
-    minutes: float | None = option(None, "minutes to train for, counted from the end of the first step")
-    batch_size: int = option(8, "rows of a batch, on each process")
-    accumulate: int = option(1, "batches of an optimizer step, on each process")
-    lora_rank: int | None = option(
-        None,
-        "train only updates of this rank of the linear layers of --drafter, whose own weights are frozen meanwhile, "
-        "and save their sum (default: train all weights)",
-    )
-    draft_len: int = option(5, "draft steps that the drafter is unrolled for")
-    distill: float = option(
-        0.9, "weight of the distillation, KL(base || drafter); the rest is cross-entropy of the text's tokens"
-    )
-    optimizer: str = option(
-        "adamw",
-        "adamw; or muon for hidden matrices, with AdamW for heads, embeddings and vectors, at the same learning rate",
-        choices=OPTIMIZERS,
-    )
+    pack: bool = True
+    epochs: float | None = None
+    validate: str | None = option(None, names="data")
+    validate_prompts: int = 32
+    validate_tokens: int = 64
+    steps: int | None = None
+    minutes: float | None = None
+    batch_size: int = 8
+    accumulate: int = 1
+    lora_rank: int | None = None
+    draft_len: int = 5
+    distill: float = 0.9
+    optimizer: str = option("adamw", choices=OPTIMIZERS)
     lr: float | None = option(
         None,
         f"peak learning rate, which follows a cosine down to 0 (default: {NEW_LR:g}; with --drafter {FURTHER_LR:g}, or "
         f"{LOW_RANK_LR:g} with --lora-rank)",
     )
-    warmup: float = option(0.03, "share of the training in which the learning rate rises from 0")
-    compile: bool = option(False, "compile the drafter's loss with torch.compile")
-    mixed_precision: str | None = option(
-        None, "autocast of the drafter (default: as accelerate is configured)", choices=("no", "fp16", "bf16")
-    )
-    cpu: bool = option(False, "train on the CPU even where there is a GPU")
-    shard_base: bool = option(False, "spread a base that is too large for one device over the devices of all processes")
-    seed: int = option(0, "seed of the drafter's first weights and of the order of the data")
-    log_every: int = option(10, "steps between lines of progress")
-    validate_every: int | None = option(
-        None, "steps between validations, after which the best drafter is kept (default: validate at the end only)"
-    )
-    save_every: int | None = option(
-        None, "steps between checkpoints, which are written to OUTPUT.checkpoints (default: no checkpoints)"
-    )
+    warmup: float = 0.03
+    compile: bool = False
+    mixed_precision: str | None = option(None, choices=("no", "fp16", "bf16"))
+    cpu: bool = False
+    shard_base: bool = False
+    seed: int = 0
+    log_every: int = 10
+    validate_every: int | None = None
+    save_every: int | None = None
 
     @property
     def peak_lr(self) -> float:

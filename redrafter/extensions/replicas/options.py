@@ -14,14 +14,22 @@ SESSION_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRo
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """Options of `redrafter serve --ray`: number of replicas, and resources of each."""
+    """Options of `redrafter serve --ray`: number of replicas, and resources of each.
+
+    Attributes:
+        num_replicas: replicas, in place of the N of --ray
+        max_replicas: start more replicas under load, up to this number
+        session_affinity: send requests with the same X-Session-Id to one replica, others at random
+        num_cpus: CPU cores that Ray reserves for a replica
+        num_gpus: GPUs of a replica (default: 1 if the cluster has GPUs, 0 with --device cpu)
+    """
 
     ray: int | None = option(None, _HELP, nargs="?", const=1, check=_COUNT)
-    num_replicas: int | None = option(None, "replicas, in place of the N of --ray", check=_COUNT)
-    max_replicas: int | None = option(None, "start more replicas under load, up to this number", check=_COUNT)
-    session_affinity: bool = option(False, "send requests with the same X-Session-Id to one replica, others at random")
-    num_cpus: float = option(1.0, "CPU cores that Ray reserves for a replica")
-    num_gpus: float | None = option(None, "GPUs of a replica (default: 1 if the cluster has GPUs, 0 with --device cpu)")
+    num_replicas: int | None = option(None, check=_COUNT)
+    max_replicas: int | None = option(None, check=_COUNT)
+    session_affinity: bool = False
+    num_cpus: float = 1.0
+    num_gpus: float | None = None
 
     def __post_init__(self) -> None:
         given = [item.name for item in fields(self) if getattr(self, item.name) != item.default]

@@ -17,55 +17,59 @@ from redrafter.train.regenerate.answer_file import check_answer_file
 
 @dataclass(frozen=True)
 class RegenerateConfig(TemplateOptions):
-    """Options of a run, which define the command line; the help text of each field documents it.
+    """Options of a run, which define the command line.
 
     `redrafter.train.regenerate.command.regenerate` reads only the fields from `output` on, since its caller provides
     the engine and the rows. Raises `ArgumentError` if a value is out of range.
+
+    Attributes:
+        model: base model: a hub id, a directory or a GGUF file
+        drafter: drafter of the base, which makes it faster and changes no token
+        adapter: LoRA adapter that the base has: a directory that PEFT wrote
+        data: rows to answer: the files that `redrafter train` reads
+        device: cpu, cuda, cuda:1, ... (default: the GPU, where there is one)
+        dtype: dtype of the base; auto: as saved
+        trust_remote_code: run model code that comes with the base
+        output: file of JSON lines to write
+        overwrite: replace the file that --output names; else a run skips the rows that it holds
+        invent: also answer N questions that the base invents: it samples each one after the start of a user turn of its
+            chat template (Magpie, arXiv 2406.08464)
+        split: answer the rows of this split
+        limit: answer the first N rows of the split only (default: all)
+        shard: answer rows I, I+N, I+2N, ... only, I from 0 to N - 1; each shard needs a separate --output, and cat
+            combines them
+        minutes: minutes to answer for; then the rows in progress are dropped, and the same command continues
+        batch_size: rows decoded at once; halved when memory is short
+        max_new_tokens: maximum number of tokens of an answer
+        max_input_len: maximum number of prompt tokens (default: the base's context)
+        temperatures: temperatures; each row is answered at one of them, chosen by the seed; 0 is greedy
+        top_k: sample only from the k likeliest tokens, unless greedy
+        top_p: sample only from the likeliest tokens with this total probability, unless greedy
+        seed: seed, from which each row's seed is derived together with its number
     """
 
-    model: str | None = option(None, "base model: a hub id, a directory or a GGUF file", required=True, names="model")
-    drafter: str | None = option(
-        None, "drafter of the base, which makes it faster and changes no token", names="drafter"
-    )
-    adapter: str | None = option(None, "LoRA adapter that the base has: a directory that PEFT wrote", names="adapter")
-    data: tuple[str, ...] = option((), "rows to answer: the files that `redrafter train` reads", names="data")
-    device: str | None = option(None, "cpu, cuda, cuda:1, ... (default: the GPU, where there is one)")
-    dtype: str = option(
-        "auto", "dtype of the base; auto: as saved", choices=("auto", "float32", "bfloat16", "float16"), type=dtype_word
-    )
-    trust_remote_code: bool = option(False, "run model code that comes with the base")
+    model: str | None = option(None, required=True, names="model")
+    drafter: str | None = option(None, names="drafter")
+    adapter: str | None = option(None, names="adapter")
+    data: tuple[str, ...] = option((), names="data")
+    device: str | None = None
+    dtype: str = option("auto", choices=("auto", "float32", "bfloat16", "float16"), type=dtype_word)
+    trust_remote_code: bool = False
 
-    output: str | None = option(None, "file of JSON lines to write", required=True, metavar="FILE")
-    overwrite: bool = option(False, "replace the file that --output names; else a run skips the rows that it holds")
-    invent: int = option(
-        0,
-        "also answer N questions that the base invents: it samples each one after the start of a user turn of its chat "
-        "template (Magpie, arXiv 2406.08464)",
-    )
-    split: str = option("train", "answer the rows of this split", choices=("train", "val", "test"))
-    limit: int | None = option(None, "answer the first N rows of the split only (default: all)")
-    shard: str = option(
-        "0/1",
-        "answer rows I, I+N, I+2N, ... only, I from 0 to N - 1; each shard needs a separate --output, and cat combines "
-        "them",
-        metavar="I/N",
-    )
-    minutes: float | None = option(
-        None, "minutes to answer for; then the rows in progress are dropped, and the same command continues"
-    )
-    batch_size: int = option(64, "rows decoded at once; halved when memory is short")
-    max_new_tokens: int = option(512, "maximum number of tokens of an answer")
-    max_input_len: int | None = option(None, "maximum number of prompt tokens (default: the base's context)")
-    temperatures: tuple[float, ...] = option(
-        (0.0, 0.7, 1.0),
-        "temperatures; each row is answered at one of them, chosen by the seed; 0 is greedy",
-        type=floats,
-    )
-    top_k: int | None = option(None, "sample only from the k likeliest tokens, unless greedy")
-    top_p: float | None = option(
-        None, "sample only from the likeliest tokens with this total probability, unless greedy"
-    )
-    seed: int = option(0, "seed, from which each row's seed is derived together with its number")
+    output: str | None = option(None, required=True, metavar="FILE")
+    overwrite: bool = False
+    invent: int = 0
+    split: str = option("train", choices=("train", "val", "test"))
+    limit: int | None = None
+    shard: str = option("0/1", metavar="I/N")
+    minutes: float | None = None
+    batch_size: int = 64
+    max_new_tokens: int = 512
+    max_input_len: int | None = None
+    temperatures: tuple[float, ...] = option((0.0, 0.7, 1.0), type=floats)
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
         check_numbers(self, "limit", "batch_size", "max_new_tokens", "max_input_len", most=math.inf)
