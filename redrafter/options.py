@@ -30,8 +30,8 @@ def option(default: object, help: str | None = None, **argument: object) -> Any:
         help: Help text, where it is computed; others are entries of `Attributes` in the docstring of the class.
         argument: Further arguments of `ArgumentParser.add_argument`, such as `choices`, `metavar`, `type`, `required`;
             `names`, the check of `redrafter.app.paths` for a file or a directory that it names; `path=True` for one
-            without such a check; `commands`, names of the commands with the flag, if not all of them; and `check`, a
-            `Check` of its value for `check_values`.
+            without such a check; `positional=True` for a word without a flag; `commands`, names of the commands with
+            the flag, if not all of them; and `check`, a `Check` of its value for `check_values`.
     """
     return field(default=default, metadata=argument if help is None else {"help": help, **argument})
 
@@ -47,6 +47,14 @@ def help_texts(options: type) -> dict[str, str]:
         entries = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", listed, re.MULTILINE)
         texts |= {name: " ".join(text.split()) for name, text in entries}
     return texts | {item.name: item.metadata["help"] for item in fields(options) if "help" in item.metadata}
+
+
+def command_texts(options: type) -> dict[str, str]:
+    """Return the description and the examples of a command: the docstring of its options up to `Attributes`."""
+    description, _, examples = (
+        inspect.cleandoc(options.__doc__ or "").partition("\n\nAttributes:")[0].partition("\n\nExamples:")
+    )
+    return {"description": description, "epilog": examples and "examples:" + examples.replace("\n    ", "\n  ")}
 
 
 def check_values(options: Any) -> None:

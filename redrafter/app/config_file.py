@@ -9,11 +9,12 @@ The command line overrides every file, and a later file overrides an earlier one
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
+from redrafter.app.flags import add_options
 from redrafter.app.parser import Parser
 from redrafter.errors import ArgumentError, did_you_mean, first_line
 
@@ -98,6 +99,17 @@ class ConfigParser(Parser):
         if not words and isinstance(item.default, tuple):
             return ()
         return self._get_values(action, words if action.nargs else [",".join(words)])
+
+
+def command_parser(prog: str, *groups: tuple[type, str, Sequence[str]]) -> ConfigParser:
+    """Return the parser of a command: of each group of options their dataclass, a title and the fields without a flag.
+
+    The docstring of the first group's dataclass describes the command.
+    """
+    parser = ConfigParser(prog=prog, options=groups[0][0])
+    for options, title, without in groups:
+        add_options(parser, options, title, without=without)
+    return parser
 
 
 def _without_duplicates(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:

@@ -25,7 +25,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_NOT_ARGPARSE = ("path", "names", "commands", "check")  # metadata of fields that `add_argument` does not take
+_NOT_ARGPARSE = (
+    "path",
+    "names",
+    "commands",
+    "check",
+    "positional",
+)  # metadata of fields that `add_argument` does not take
 
 
 def integers(text: str) -> tuple[int, ...]:
@@ -113,7 +119,8 @@ def add_options(
     this command.
     """
     parser.option_types.append(options)
-    group, hints, texts = parser.add_argument_group(title), get_type_hints(options), help_texts(options)
+    group = parser.add_argument_group(title) if title else parser
+    hints, texts = get_type_hints(options), help_texts(options)
     inherited = {item.name for base in options.__mro__[1:] if is_dataclass(base) for item in fields(base)}
     command = parser.prog.rpartition(" ")[2]
     # dataclass fields list inherited ones first, but a command's own options should lead its help.
@@ -136,9 +143,11 @@ def add_options(
                 argument["help"] += f" (default: {format_value(item.default)})"
             argument.setdefault("metavar", metavar_of(item.metadata | argument))
             argument["type"] = (types or {}).get(item.name, argument.get("type"))
-        name = flag(("no_" if negated else "") + item.name)
+        if "positional" not in item.metadata:
+            argument["dest"] = item.name
+        name = item.name if "positional" in item.metadata else flag(("no_" if negated else "") + item.name)
         # SUPPRESS: a flag that was not typed is absent, so that config files and defaults can follow.
-        group.add_argument(name, dest=item.name, default=argparse.SUPPRESS, **argument)
+        group.add_argument(name, default=argparse.SUPPRESS, **argument)
 
 
 def read_options(options: type[T], args: argparse.Namespace) -> T:
@@ -148,7 +157,8 @@ def read_options(options: type[T], args: argparse.Namespace) -> T:
     """
     values = {}
     for item in fields(options):  # type: ignore[arg-type]
-        if (value := vars(args).get(item.name, item.default)) == "" or (isinstance(value, list) and "" in value):
+        value = vars(args).get(item.name, item.default)
+        if (value == "" or (isinstance(value, list) and "" in value)) and "positional" not in item.metadata:
             raise ArgumentError(f"{flag(item.name)} needs a value, got an empty one")
         values[item.name] = tuple(value) if isinstance(value, list) else value
     return options(**values)

@@ -31,21 +31,3 @@ ALIASES = {
     "--redrafter-no-greedy-search": ("--redrafter-greedy-search=False",),
 }
 REPEATED = ("--input-text", "--stop-words")  # several words may follow; the option is given for each
-
-# Flags that nothing here needs, and the number of words that follow each.
-UNNEEDED = {
-    "--dense-context-fmha": 0,
-    "--embedding-sharding-dim": 1,
-    "--enable-chunked-context": 0,
-    "--kv-cache-enable-block-reuse": 0,
-    "--load-model-on-cpu": 0,
-    "--log-level": 1,
-    "--output-generation-logits": 0,
-    "--run-profiling": 0,
-    "--storage-type": 1,
-    "--streaming": 0,
-    "--use-parallel-embedding": 0,
-    "--use-py-session": 0,
-    "--workers": 1,
-    "-t": 1,
-}

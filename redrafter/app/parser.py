@@ -7,9 +7,9 @@ from collections.abc import MutableMapping, Sequence
 from typing import Any, NoReturn
 
 from redrafter.app.flags import temperatures
-from redrafter.app.foreign_flags import ALIASES, REPEATED, UNNEEDED
-from redrafter.app.program import print_message
+from redrafter.app.foreign_flags import ALIASES, REPEATED
 from redrafter.errors import did_you_mean
+from redrafter.options import command_texts
 
 NUMBER = r"[-+]?(\d[\d,]*\.?\d*|\.\d+)(e[-+]?\d+)?"
 ALL_WORDS = 1 << 20  # word limit of a flag that takes all words up to the next flag
@@ -25,10 +25,10 @@ class Parser(argparse.ArgumentParser):
         option_types: Dataclasses whose flags `add_options` has added.
     """
 
-    def __init__(self, *, examples: Sequence[str] = (), **kwargs: Any):
-        """Create a parser, with commands as examples at the end of `--help`."""
-        if examples:
-            kwargs["epilog"] = "\n  ".join(["examples:", *examples])
+    def __init__(self, *, options: type | None = None, **kwargs: Any):
+        """Create a parser, whose `--help` has the description and the examples in the docstring of its options."""
+        if options is not None:
+            kwargs |= command_texts(options)
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(**kwargs)
@@ -101,17 +101,14 @@ class Parser(argparse.ArgumentParser):
                 return [*translated, word, *words]
             name, equals, value = word.partition("=")
             own, flag = self.own_name(word), _flag_name(word)
-            unneeded = flag in UNNEEDED and not self.has_option(name)
-            if own is None and not unneeded:
+            if own is None:
                 is_flag = name.startswith("--") and " " not in name
                 translated.append((flag if is_flag else name) + equals + value)
                 continue
-            option = self._option_string_actions.get(own or "")
+            option = self._option_string_actions.get(own)
             # Number of following words that belong to the flag.
             most = ALL_WORDS if flag in REPEATED else int(option is not None and option.nargs != 0)
-            if unneeded:
-                most = UNNEEDED[flag]
-            elif own is not None and not own.startswith("-"):
+            if not own.startswith("-"):
                 most = max(most, 1)
             # A word with spaces that starts with a dash is a prompt, not a flag.
             next_flag = (at for at, word in enumerate(words) if word.startswith("-") and " " not in word)
@@ -122,9 +119,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"argument {name}: expected a value")
             if not equals:
                 del words[: len(values)]
-            if own is None:
-                print_message("note", f"{name} has no effect: nothing here needs it (docs/migration.md)")
-            elif own.startswith("-"):
+            if own.startswith("-"):
                 translated += [f"{own}={value}" for value in values] or [own]
             else:
                 translated += values
@@ -138,8 +133,3 @@ class Parser(argparse.ArgumentParser):
 def _flag_name(word: str) -> str:
     """Return the name of a flag, with or without `=value`, as the tables have it."""
     return word.partition("=")[0].replace("_", "-")
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add the flag `--json`, of a command that can print one JSON document."""
-    parser.add_argument("--json", action="store_true", help="print nothing on stdout but one JSON document")

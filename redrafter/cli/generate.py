@@ -169,14 +169,12 @@ def _shown(row: Row, tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 def _read_rows(args: argparse.Namespace) -> list[Row]:
     """Read the prompts that the command line names: rows of a JSON or Parquet file, otherwise plain text."""
-    if args.file is not None and not args.prompts and Path(args.file).suffix in (*ROW_SUFFIXES, ".parquet"):
+    if args.file is not None and Path(args.file).suffix in (*ROW_SUFFIXES, ".parquet"):
         return read_prompts(args.file)
     return [Row(f"prompt {number}", prompt=prompt) for number, prompt in enumerate(_read_prompts(args), start=1)]
 
 
 def _read_prompts(args: argparse.Namespace) -> list[str]:
-    if args.prompts and args.file is not None:
-        raise ArgumentError("give prompts as arguments or with --file, not both")
     try:
         if args.prompts:
             prompts = list(args.prompts)

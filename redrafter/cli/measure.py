@@ -67,7 +67,7 @@ EVALUATED = ("texts", "skipped", "tokens/step", "drafts/step", "repeated", "ende
 LEGEND = "1, 2, ...: share of the steps whose drafts were accepted up to there that accepted one more"
 
 
-def bench(load: LoadOptions, options: BenchOptions) -> int:
+def bench(options: BenchOptions, load: LoadOptions) -> int:
     """Run `redrafter bench`. Returns its exit code."""
     if launched_processes() > 1 and options.against:
         raise ArgumentError("--against measures a model in one process: leave it out, or start one process")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from redrafter.app.config_file import ConfigParser
+from redrafter.app.config_file import ConfigParser, command_parser
 from redrafter.app.drafter_alone import use_base_of_drafter
-from redrafter.app.flags import add_options, flag, floats, format_value, integers, names, read_options
+from redrafter.app.flags import flag, floats, format_value, integers, names, read_options
 from redrafter.app.options import (
     MAX_SEED,
     DraftOptions,
@@ -95,7 +95,16 @@ class MeasureOptions(PromptOptions):
 
 @dataclass(frozen=True)
 class BenchOptions(MeasureOptions):
-    """Options of `redrafter bench`: its measurements and baselines.
+    r"""Measure undrafted decoding and speculation in turn on the same prompts.
+
+    Prints one table: tokens per second by batch size, the time of each part of a step and the time to move its bytes,
+    whether the tokens are equal, and, with --against, Hugging Face's own generate.
+
+    Examples:
+        redrafter bench --max-new-tokens 64
+        redrafter bench --model my-base --drafter my-drafter --dtype bfloat16 \
+              --batch-sizes 1,8,64 --against eager,static --plot bench.png --json bench.jsonl
+        redrafter bench --suite data/speed/qualitative --batch-sizes 1,8 --csv speed.csv --markdown speed.md
 
     Attributes:
         num_prompts: least number of rows to measure each batch size on
@@ -132,7 +141,15 @@ class BenchOptions(MeasureOptions):
 
 @dataclass(frozen=True)
 class CompareOptions(MeasureOptions):
-    """Options of `redrafter compare`.
+    """Measure methods of drafting on the same prompts with the same model.
+
+    These are undrafted decoding, a drafter, a draft model and prompt lookup, as far as they are given. Prints one
+    table, and where texts differ. Exit code 1 when a method that promises the tokens of undrafted decoding generated
+    others, except where the logits of both tokens were a near-tie.
+
+    Examples:
+        redrafter compare --model my-70b --draft-model my-1b --prompts prompts.json --max-input-len 200
+        redrafter compare --model my-base --drafter my-drafter --batch-size 8 --temperature 0.7 --seed 1
 
     Attributes:
         max_input_len: leave out prompts of more than N tokens (default: none)
@@ -155,7 +172,16 @@ class CompareOptions(MeasureOptions):
 
 @dataclass(frozen=True)
 class EvaluateOptions(MeasureOptions):
-    """Options of `redrafter evaluate`: prompts, shapes of the tree and temperatures.
+    """Measure a drafter: tokens per step and acceptance by depth, for many shapes of tree at once.
+
+    They are counted on texts that the model generates once. Prints one table.
+
+    Examples:
+        redrafter evaluate --model my-base --drafter my-drafter --prompts questions.jsonl --num-prompts 20
+        redrafter evaluate --model my-base --drafter my-drafter --explain --prompts mine.jsonl
+        redrafter evaluate --prompts long.jsonl --prompt-lengths 256,1024 --new-tokens 64 --temperatures 0
+        redrafter evaluate --shapes 5x5,10x5,1x4 --node-budgets 26,13 --plot acceptance.png --json out.jsonl
+        redrafter evaluate --model my-base --drafter my-drafter --suite data/speed/qualitative --markdown out.md
 
     Attributes:
         num_prompts: prompts of each category, chosen by the seed (default: all)
@@ -225,39 +251,14 @@ class EvaluateOptions(MeasureOptions):
         return list(dict.fromkeys(trees))
 
 
-class Command(NamedTuple):
-    """A command that measures: texts of `--help`, and groups of options with a title and the fields without a flag."""
-
-    summary: str
-    description: str
-    examples: tuple[str, ...]
-    groups: tuple[tuple[type, str, tuple[str, ...]], ...]
-
-
-COMMANDS = {
-    "bench": Command(
+# Of each command its summary, and the groups of its options.
+COMMANDS: dict[str, tuple[str, tuple[tuple[type, str, tuple[str, ...]], ...]]] = {
+    "bench": (
         "measure how fast a model and its drafter are, and where the time goes",
-        "Measure undrafted decoding and speculation in turn on the same prompts: tokens per second by batch\n"
-        "size, the time of each part of a step and the time to move its bytes, whether the tokens are\n"
-        "equal, and, with --against, Hugging Face's own generate. Prints one table.",
-        (
-            "redrafter bench --max-new-tokens 64",
-            "redrafter bench --model my-base --drafter my-drafter --dtype bfloat16 \\\n"
-            "      --batch-sizes 1,8,64 --against eager,static --plot bench.png --json bench.jsonl",
-            "redrafter bench --suite data/speed/qualitative --batch-sizes 1,8 --csv speed.csv --markdown speed.md",
-        ),
-        ((LoadOptions, "loading", ()), (BenchOptions, "measuring", ())),
+        ((BenchOptions, "measuring", ()), (LoadOptions, "loading", ())),
     ),
-    "compare": Command(
+    "compare": (
         "compare drafting methods on the same prompts",
-        "Measure undrafted decoding, a drafter, a draft model and prompt lookup, as far as they are given, on\n"
-        "the same prompts with the same model. Prints one table, and where texts differ. Exit code 1 when a\n"
-        "method that promises the tokens of undrafted decoding generated others, except where the logits of\n"
-        "both tokens were a near-tie.",
-        (
-            "redrafter compare --model my-70b --draft-model my-1b --prompts prompts.json --max-input-len 200",
-            "redrafter compare --model my-base --drafter my-drafter --batch-size 8 --temperature 0.7 --seed 1",
-        ),
         (
             (CompareOptions, "comparing", ()),
             (LoadOptions, "loading", ("max_input_len",)),
@@ -265,17 +266,8 @@ COMMANDS = {
             (GenerationOptions, "generating", ("speculate", *NOT_IN_COMPARE)),
         ),
     ),
-    "evaluate": Command(
+    "evaluate": (
         "measure how many drafts of a drafter are accepted, by tree shape and category",
-        "Measure a drafter: tokens per step and acceptance by depth, for many shapes of tree at once,\n"
-        "counted on texts that the model generates once. Prints one table.",
-        (
-            "redrafter evaluate --model my-base --drafter my-drafter --prompts questions.jsonl --num-prompts 20",
-            "redrafter evaluate --model my-base --drafter my-drafter --explain --prompts mine.jsonl",
-            "redrafter evaluate --prompts long.jsonl --prompt-lengths 256,1024 --new-tokens 64 --temperatures 0",
-            "redrafter evaluate --shapes 5x5,10x5,1x4 --node-budgets 26,13 --plot acceptance.png --json out.jsonl",
-            "redrafter evaluate --model my-base --drafter my-drafter --suite data/speed/qualitative --markdown out.md",
-        ),
         ((EvaluateOptions, "measuring", ()), (LoadOptions, "loading", NOT_IN_EVALUATE)),
     ),
 }
@@ -283,11 +275,7 @@ COMMANDS = {
 
 def build_parser(name: str) -> ConfigParser:
     """Return the parser of a command of `COMMANDS`."""
-    command = COMMANDS[name]
-    parser = ConfigParser(prog=f"redrafter {name}", description=command.description, examples=command.examples)
-    for options, title, without in command.groups:
-        add_options(parser, options, title, without=without)
-    return parser
+    return command_parser(f"redrafter {name}", *COMMANDS[name][1])
 
 
 def main(name: str, argv: Sequence[str]) -> int:
@@ -296,7 +284,7 @@ def main(name: str, argv: Sequence[str]) -> int:
 
     def command() -> int:
         use_base_of_drafter(args)
-        groups: list[Any] = [read_options(options, args) for options, *_ in COMMANDS[name].groups]
+        groups: list[Any] = [read_options(options, args) for options, *_ in COMMANDS[name][1]]
         check_paths(*groups)
         if name == "evaluate" and groups[0].card and not Path(groups[1].drafter or "/dev/null").is_dir():
             raise ArgumentError("--card writes into the directory of a drafter: give it with --drafter")

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from redrafter.app.flags import add_options, flag, read_options, yes_or_no
-from redrafter.app.parser import Parser
+from redrafter.app.config_file import ConfigParser, command_parser
+from redrafter.app.flags import flag, read_options, yes_or_no
 from redrafter.app.paths import check_paths
 from redrafter.app.program import import_libraries, run_command
 from redrafter.checkpoints.merged import Defaults
@@ -40,7 +40,16 @@ _OPTION_FORMATS = {  # output formats that support an option, for options that n
 
 @dataclass(frozen=True)
 class ConvertConfig:
-    """Options of a conversion: its sources, its output and its format.
+    r"""Convert a drafter, or a model with its drafter, or merge a model and its drafter into one directory.
+
+    Formats: redrafter, Apple, TensorRT-LLM and speculators.
+
+    Examples:
+        redrafter convert --base-model-checkpoint-dir my-base --drafter-model-dir my-drafter --output-dir merged
+        redrafter convert --drafter-model-dir apple-drafter --to drafter --output-dir my-drafter
+        redrafter convert --base-model-checkpoint-dir my-base --drafter-model-dir my-head --to speculators \
+              --output-dir out
+        redrafter convert --base-model-checkpoint-dir tllm-checkpoint --tokenizer-dir my-base --output-dir merged
 
     Attributes:
         base_model_checkpoint_dir: the model: a Hugging Face model, a GGUF file, a merged checkpoint, or a TensorRT-LLM
@@ -103,22 +112,9 @@ class ConvertConfig:
         return Defaults(shape, self.redrafter_greedy_search)
 
 
-def build_parser() -> Parser:
+def build_parser() -> ConfigParser:
     """Return the parser of the command."""
-    parser = Parser(
-        prog="redrafter convert",
-        description="Convert a drafter, or a model with its drafter, between the formats of redrafter, Apple,\n"
-        "TensorRT-LLM and speculators, or merge a model and its drafter into one directory.",
-        examples=(
-            "redrafter convert --base-model-checkpoint-dir my-base --drafter-model-dir my-drafter --output-dir merged",
-            "redrafter convert --drafter-model-dir apple-drafter --to drafter --output-dir my-drafter",
-            "redrafter convert --base-model-checkpoint-dir my-base --drafter-model-dir my-head --to speculators "
-            "--output-dir out",
-            "redrafter convert --base-model-checkpoint-dir tllm-checkpoint --tokenizer-dir my-base --output-dir merged",
-        ),
-    )
-    add_options(parser, ConvertConfig, "converting")
-    return parser
+    return command_parser("redrafter convert", (ConvertConfig, "converting", ()))
 
 
 def parse(argv: Sequence[str] | None) -> ConvertConfig:

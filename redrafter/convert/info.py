@@ -9,10 +9,12 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redrafter.app.parser import Parser, add_json
+from redrafter.app.flags import add_options, read_options
+from redrafter.app.parser import Parser
 from redrafter.app.program import import_libraries, run_command
 from redrafter.checkpoints.merged import Defaults
 from redrafter.checkpoints.mtp_layer import find_layer
@@ -21,6 +23,7 @@ from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, check_pa
 from redrafter.files.drafter_kinds import drafter_kinds
 from redrafter.files.gguf_file import find_gguf
 from redrafter.files.headers import DTYPE_NAMES, read_headers
+from redrafter.options import option
 from redrafter.tree.sizes import TreeShape
 
 Stored = Mapping[str, tuple[tuple[int, ...], str]]  # shape and number format of each tensor
@@ -137,23 +140,34 @@ def _format_lines(document: Mapping[str, object], indent: str = "") -> Iterator[
         yield f"{name:<24}{text}"
 
 
+@dataclass(frozen=True)
+class InfoOptions:
+    """Describe a model, a drafter or a pair by the configs and the headers of the weights.
+
+    These are Hugging Face models, GGUF files, merged checkpoints, drafters of redrafter and of other projects, and
+    TensorRT-LLM checkpoints; with --check or --drafter, also whether they fit each other, and what they can be
+    converted to. Without MODEL, describes the boxed pair and prints the versions of the libraries.
+
+    Examples:
+        redrafter info my-base --drafter my-drafter
+
+    Attributes:
+        model: directory, GGUF file, or hub id that was downloaded before
+        drafter: a drafter for MODEL
+        check: also find out whether it can be a target, whether its drafter fits, and what it can be converted to
+        json: print nothing on stdout but one JSON document
+    """
+
+    model: str | None = option(None, positional=True, nargs="?", metavar="MODEL")
+    drafter: str | None = option(None, metavar="D")
+    check: bool = False
+    json: bool = False
+
+
 def build_parser() -> Parser:
     """Return the parser of the command."""
-    parser = Parser(
-        prog="redrafter info",
-        description="Describe a model, a drafter or a pair by the configs and the headers of the weights of Hugging\n"
-        "Face models, GGUF files, merged checkpoints, drafters of redrafter and of other projects, and\n"
-        "TensorRT-LLM checkpoints; with --check or --drafter, also whether they fit each other, and what they can be\n"
-        "converted to. Without MODEL, describes the boxed pair and prints the versions of the libraries.",
-        epilog="example:\n  redrafter info my-base --drafter my-drafter",
-    )
-    parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="directory, GGUF file, or hub id that was downloaded before"
-    )
-    parser.add_argument("--drafter", metavar="D", help="a drafter for MODEL")
-    checked = "also find out whether it can be a target, whether its drafter fits, and what it can be converted to"
-    parser.add_argument("--check", action="store_true", help=checked)
-    add_json(parser)
+    parser = Parser(prog="redrafter info", options=InfoOptions)
+    add_options(parser, InfoOptions, "")
     return parser
 
 
@@ -161,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
 
     def command() -> int:
-        args = build_parser().parse_args(argv)
+        args = read_options(InfoOptions, build_parser().parse_args(argv))
         if args.model is None and args.drafter is not None:
             raise ArgumentError("--drafter needs the model that it should fit: redrafter info MODEL --drafter D")
         for name in filter(None, (args.model, args.drafter)):

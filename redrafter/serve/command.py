@@ -11,9 +11,9 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from redrafter.app.config_file import ConfigParser
+from redrafter.app.config_file import ConfigParser, command_parser
 from redrafter.app.drafter_alone import use_base_of_drafter
-from redrafter.app.flags import add_options, read_options
+from redrafter.app.flags import read_options
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.app.paths import check_adapter, check_paths
 from redrafter.app.program import import_libraries, run_command
@@ -22,7 +22,7 @@ from redrafter.errors import ArgumentError, ReDrafterError, UnsupportedError, ho
 from redrafter.parallel.launched import process_rank
 from redrafter.serve.config import ServeOptions, parse_lora_modules
 from redrafter.serve.engine_process.start import EngineProcess, LoadEngine
-from redrafter.serve.extension import extensions, writing_paths
+from redrafter.serve.extension import extensions
 from redrafter.serve.network.api_keys import ApiKeys, collect_keys, collect_operator_keys
 
 if TYPE_CHECKING:
@@ -59,30 +59,14 @@ def listen(options: ServeOptions) -> socket.socket:
 
 def build_parser() -> ConfigParser:
     """Build the parser of `redrafter serve`."""
-    parser = ConfigParser(
-        prog="redrafter serve",
-        description=f"Serve a model over HTTP: {', '.join(writing_paths())},\n"
-        "with /v1/models, /tokenize, /health, /metrics, /docs. Without MODEL, the pair in the box.",
-        examples=(
-            "redrafter serve my-merged --port 8000",
-            "redrafter serve my-base --drafter my-drafter --max-batch-size 64 --api-key-file keys.txt",
-            "redrafter serve my-70b --draft-model my-1b",
-            "redrafter serve my-base --drafter my-drafter --lora-modules poems=my-lora law=my-other-lora",
-        ),
+    added = [(extension.options, extension.options_title, ()) for extension in extensions()]
+    drafting = (DraftOptions, "drafting without a drafter", ())
+    parser = command_parser(
+        "redrafter serve", (ServeOptions, "serving", ()), (LoadOptions, "loading", ("model",)), drafting, *added
     )
     parser.add_argument("--print-config", action="store_true", help="print all options as JSON and do nothing")
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default=argparse.SUPPRESS,
-        metavar="MODEL",
-        help="hub id, directory or GGUF file of the model, a merged checkpoint, or a drafter that names its base",
-    )
-    add_options(parser, ServeOptions, "serving")
-    add_options(parser, LoadOptions, "loading", without=("model",))
-    add_options(parser, DraftOptions, "drafting without a drafter")
-    for extension in extensions():
-        add_options(parser, extension.options, extension.options_title)
+    model = "hub id, directory or GGUF file of the model, a merged checkpoint, or a drafter that names its base"
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=model)
     return parser
 
 

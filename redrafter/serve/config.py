@@ -17,7 +17,16 @@ _KEY_NAME = re.compile(r"key-[1-9]\d*")
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of the server: where it listens, who may use it, and how many requests it serves at once.
+    """Serve a model over HTTP. Without MODEL, the pair in the box.
+
+    Paths: OpenAI's /v1/chat/completions, /v1/completions, /v1/responses and /v1/models, Anthropic's /v1/messages,
+    /tokenize, /health, /metrics, /docs.
+
+    Examples:
+        redrafter serve my-merged --port 8000
+        redrafter serve my-base --drafter my-drafter --max-batch-size 64 --api-key-file keys.txt
+        redrafter serve my-70b --draft-model my-1b
+        redrafter serve my-base --drafter my-drafter --lora-modules poems=my-lora law=my-other-lora
 
     Attributes:
         host: address to listen on; 0.0.0.0 for all

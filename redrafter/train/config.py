@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from redrafter.app.config_file import ConfigParser
-from redrafter.app.flags import add_options, flag, integers, read_options
+from redrafter.app.config_file import ConfigParser, command_parser
+from redrafter.app.flags import flag, integers, read_options
 from redrafter.app.options import TemplateOptions
 from redrafter.app.paths import check_paths
 from redrafter.app.program import import_libraries, run_command
@@ -106,11 +106,7 @@ def layers(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class TrainConfig(TemplateOptions):
-    """Options of a training run, which define the command line.
-
-    `redrafter.train.loop.train` reads only the fields from `steps` on; a caller with its own model and batches can
-    ignore the others. `recipe` names where values came from: the command line fills them in, and in Python
-    `TrainConfig(**RECIPES["small"].options)` does. Raises `ArgumentError` if a value is out of range.
+    """Train a drafter for a Hugging Face causal LM.
 
     Attributes:
         model: base model: a hub id, a directory or a GGUF file
@@ -173,6 +169,9 @@ class TrainConfig(TemplateOptions):
         save_every: steps between checkpoints, which are written to OUTPUT.checkpoints (default: no checkpoints)
     """
 
+    # `redrafter.train.loop.train` reads only the fields from `steps` on; a caller with its own model and batches can
+    # ignore the others. `recipe` names where values came from: the command line fills them in, and in Python
+    # `TrainConfig(**RECIPES["small"].options)` does.
     model: str | None = option(None, required=True, names="model")
     data: tuple[str, ...] = option((), required=True, names="data")
     output: str | None = option(None, required=True, path=True)
@@ -283,10 +282,8 @@ class TrainConfig(TemplateOptions):
 
 
 def build_parser() -> ConfigParser:
-    """Return the parser of the command, with one flag for each field of `TrainConfig`."""
-    parser = ConfigParser(prog="redrafter train", description="Train a drafter for a Hugging Face causal LM.")
-    add_options(parser, TrainConfig, "training")
-    return parser
+    """Return the parser of the command."""
+    return command_parser("redrafter train", (TrainConfig, "training", ()))
 
 
 def parse(argv: Sequence[str] | None) -> TrainConfig:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from redrafter.app.config_file import ConfigParser
-from redrafter.app.flags import add_options, floats, read_options
+from redrafter.app.config_file import ConfigParser, command_parser
+from redrafter.app.flags import floats, read_options
 from redrafter.app.options import TemplateOptions, check_numbers
 from redrafter.app.paths import check_paths
 from redrafter.app.program import import_libraries, run_command
@@ -17,10 +17,9 @@ from redrafter.train.regenerate.answer_file import check_answer_file
 
 @dataclass(frozen=True)
 class RegenerateConfig(TemplateOptions):
-    """Options of a run, which define the command line.
+    """Regenerate the answers of a data set with a model, to train its drafter on them.
 
-    `redrafter.train.regenerate.command.regenerate` reads only the fields from `output` on, since its caller provides
-    the engine and the rows. Raises `ArgumentError` if a value is out of range.
+    A run skips the rows that its output holds.
 
     Attributes:
         model: base model: a hub id, a directory or a GGUF file
@@ -48,6 +47,8 @@ class RegenerateConfig(TemplateOptions):
         seed: seed, from which each row's seed is derived together with its number
     """
 
+    # `redrafter.train.regenerate.command.regenerate` reads only the fields from `output` on, since its caller
+    # provides the engine and the rows.
     model: str | None = option(None, required=True, names="model")
     drafter: str | None = option(None, names="drafter")
     adapter: str | None = option(None, names="adapter")
@@ -90,14 +91,8 @@ def shard_numbers(shard: str) -> tuple[int, int]:
 
 
 def build_parser() -> ConfigParser:
-    """Return the parser of the command, with one flag for each field of `RegenerateConfig`."""
-    parser = ConfigParser(
-        prog="redrafter regenerate",
-        description="Regenerate the answers of a data set with a model, to train its drafter on them.\n"
-        "A run skips the rows that its output holds.",
-    )
-    add_options(parser, RegenerateConfig, "answering")
-    return parser
+    """Return the parser of the command."""
+    return command_parser("redrafter regenerate", (RegenerateConfig, "answering", ()))
 
 
 def parse(argv: Sequence[str] | None) -> RegenerateConfig:
