@@ -9,15 +9,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-from redrafter.app.engines import (
-    DRAFT_MODEL,
-    DRAFTER,
-    RECYCLED,
-    check_method_options,
-    drafting_model_name,
-    has_drafter,
-    load_engine,
-)
+from redrafter.app import engines
 from redrafter.app.flags import short_name
 from redrafter.app.loading import Pair, check_options
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
@@ -157,7 +149,7 @@ def compare(options: CompareOptions, load: LoadOptions, draft: DraftOptions, gen
 
 def evaluate(options: EvaluateOptions, load: LoadOptions) -> int:
     """Run `redrafter evaluate`. Returns its exit code."""
-    if not has_drafter(load):
+    if not engines.has_drafter(load):
         raise ArgumentError(f"{load.model} holds no drafter that could be evaluated: give one (--drafter D)")
     pair = Pair.load(load)
     if options.adapter is not None:
@@ -368,14 +360,18 @@ def _describe(
 
 def _load_pairs(name: str, load: LoadOptions, draft: DraftOptions) -> list[Pair]:
     """Load one pair per usable drafting method, all on one target; prompt lookup is always usable."""
-    methods = [DRAFTER if has_drafter(load) else RECYCLED, *([DRAFT_MODEL] if draft.draft_model else []), PROMPT_LOOKUP]
-    check_method_options(load, draft, set(methods))
+    methods = [
+        engines.DRAFTER if engines.has_drafter(load) else engines.RECYCLED,
+        *([engines.DRAFT_MODEL] if draft.draft_model else []),
+        PROMPT_LOOKUP,
+    ]
+    engines.check_method_options(load, draft, set(methods))
     tokenizer = load_chat_tokenizer(name, load, trust_remote_code=load.trust_remote_code)
     pairs: list[Pair] = []
     for method in methods:
         # All methods share one target, so that its weights are in memory once.
-        engine = load_engine(method, pairs[0].engine.target if pairs else name, load, draft)
-        pairs.append(Pair(name, method, drafting_model_name(method, name, load, draft), tokenizer, engine))
+        engine = engines.load_engine(method, pairs[0].engine.target if pairs else name, load, draft)
+        pairs.append(Pair(name, method, engines.drafting_model_name(method, name, load, draft), tokenizer, engine))
     made = [pair.engine for pair in pairs]
     lender = next((engine for engine in made if engine.draft_model is not None), made[0])
     for engine in made:
@@ -397,7 +393,7 @@ def _short_enough(prompts: Mapping[str, list[list[int]]], options: CompareOption
 
 def _assisted(pairs: Sequence[Pair], undrafted: Trial, trust_remote_code: bool) -> TransformersTrial:
     """Return assisted generation of transformers with the draft model of a pair."""
-    pair = next(pair for pair in pairs if pair.method == DRAFT_MODEL)
+    pair = next(pair for pair in pairs if pair.method == engines.DRAFT_MODEL)
     draft, more = pair.engine.draft_model, dict[str, Any]()
     assert draft is not None
     if pair.engine.draft_vocabulary is not None:

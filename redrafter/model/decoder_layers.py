@@ -16,16 +16,7 @@ from torch import Tensor, nn
 from redrafter.attention.mask import additive_mask
 from redrafter.cache.dense import DenseCache, cache_in
 from redrafter.cache.kv_cache import LayerShape
-from redrafter.kernels.cpu.decoder_layer import (
-    MAX_SLOTS,
-    MAX_TOKENS,
-    MULTIPLE,
-    Forward,
-    Layer,
-    Linear,
-    address,
-    find_kernel,
-)
+from redrafter.kernels.cpu import decoder_layer
 from redrafter.model.linear_layers import is_unmodified_linear
 from redrafter.model.patch import MODEL_ERRORS, ModelPatch
 from redrafter.model.quantized_layers import GroupedLinear
@@ -49,7 +40,7 @@ class FastLayers:
     def __init__(self, model: nn.Module):
         """Find the layers, and try each of them."""
         inputs, self._layers, self._hooks = _Inputs(), list[_FastRun](), list[Mapping[int, object]]()
-        for module in model.modules() if find_kernel() else ():
+        for module in model.modules() if decoder_layer.find_kernel() else ():
             layer = _read_layer(module)
             if layer is None or (self._layers and not self._layers[0].is_like(layer)):
                 continue
@@ -108,10 +99,10 @@ class _Inputs:
     """Inputs that the layers of a forward share, and the memory that they need in between."""
 
     def __init__(self) -> None:
-        self.forward, self._buffer = Forward(), torch.empty(0)
+        self.forward, self._buffer = decoder_layer.Forward(), torch.empty(0)
         self._of: tuple[object, ...] = None, None, None
 
-    def set(self, x: Tensor, mask: Tensor | None, rope: Any, cache: DenseCache, layer: Layer) -> bool:
+    def set(self, x: Tensor, mask: Tensor | None, rope: Any, cache: DenseCache, layer: decoder_layer.Layer) -> bool:
         """Set them, and return whether the kernel can compute with them."""
         rope_of, mask_of, written_of = self._of
         if rope is rope_of and mask is mask_of and cache.written is written_of:
@@ -121,8 +112,8 @@ class _Inputs:
         if (
             any(part.dtype != torch.float32 or not part.is_cpu for part in float32)
             or x.requires_grad
-            or rows * nodes > MAX_TOKENS
-            or window > MAX_SLOTS
+            or rows * nodes > decoder_layer.MAX_TOKENS
+            or window > decoder_layer.MAX_SLOTS
             or rows != cache.rows
             or cache.contiguous
             or not cos.shape[1:] == sin.shape[1:] == (nodes, layer.width)
@@ -132,9 +123,9 @@ class _Inputs:
             return False
         if len(self._buffer) < rows * nodes * layer.memory:
             self._buffer = torch.empty(rows * nodes * layer.memory)
-        self.forward = forward = Forward()
-        forward.cos, forward.sin, forward.mask = cos.data_ptr(), sin.data_ptr(), address(mask)
-        forward.buffer, forward.sums = self._buffer.data_ptr(), address(cache.sums)
+        self.forward = forward = decoder_layer.Forward()
+        forward.cos, forward.sin, forward.mask = cos.data_ptr(), sin.data_ptr(), decoder_layer.address(mask)
+        forward.buffer, forward.sums = self._buffer.data_ptr(), decoder_layer.address(cache.sums)
         forward.slots, forward.threads = cache.written[x.device].data_ptr(), torch.get_num_threads()
         forward.rows, forward.nodes, forward.window, forward.capacity = rows, nodes, window, cache.capacity
         forward.rope_row = 0 if len(cos) == 1 else nodes * layer.width
@@ -147,8 +138,10 @@ class _Inputs:
 class _FastRun:
     """The forward of one layer, or of successive ones."""
 
-    def __init__(self, modules: list[Any], layers: list[Layer], inputs: _Inputs, *, calls_hooks: bool = False):
-        self.modules, self.layers, self._inputs, self._kernel = modules, layers, inputs, find_kernel()
+    def __init__(
+        self, modules: list[Any], layers: list[decoder_layer.Layer], inputs: _Inputs, *, calls_hooks: bool = False
+    ):
+        self.modules, self.layers, self._inputs, self._kernel = modules, layers, inputs, decoder_layer.find_kernel()
         self._hooks = [module._forward_hooks if calls_hooks else {} for module in modules]  # of an output's readers
         self._slow = [module.forward for module in modules]
         self._indices = [getattr(module.self_attn, "layer_idx", 0) for module in modules]
@@ -185,7 +178,7 @@ class _FastRun:
         for hook in list(self._hooks[layer].values()):
             hook(self.modules[layer], (), output)
 
-    def is_like(self, layer: Layer) -> bool:
+    def is_like(self, layer: decoder_layer.Layer) -> bool:
         """Return whether a layer has the sizes of these."""
         return (layer.width, layer.memory) == (self.layers[0].width, self.layers[0].memory)
 
@@ -223,7 +216,7 @@ def _is_close(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(found, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
 
-def _read_layer(module: nn.Module) -> Layer | None:
+def _read_layer(module: nn.Module) -> decoder_layer.Layer | None:
     """Return a decoder layer of Llama's parts for the kernel; None for another module, or without grouped weights."""
     if not {"self_attn", "mlp"} <= module._modules.keys() or any("forward" in vars(part) for part in module.modules()):
         return None
@@ -235,7 +228,7 @@ def _read_layer(module: nn.Module) -> Layer | None:
     scales, attention = [getattr(norm, "weight", None) for norm in norms], parts["self_attn"]
     [epsilon, *others] = {getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) for norm in norms if norm}
     width = getattr(attention, "head_dim", 1)
-    if len(weights) < len(linears) or others or not isinstance(epsilon, float) or width % MULTIPLE:
+    if len(weights) < len(linears) or others or not isinstance(epsilon, float) or width % decoder_layer.MULTIPLE:
         return None
     query, key, _, _, gate, *_ = weights
     size, heads, group = query.inner, key.features // width, query.features // key.features
@@ -247,10 +240,14 @@ def _read_layer(module: nn.Module) -> Layer | None:
         if scale is not None and (scale.dtype != torch.float32 or scale.shape != (count,)):
             return None
     scaling = getattr(attention, "scaling", width**-0.5)
-    return Layer(*weights, *map(address, scales), heads, group, width, epsilon, 0.0, scaling)
+    return decoder_layer.Layer(
+        *weights, *map(decoder_layer.address, scales), heads, group, width, epsilon, 0.0, scaling
+    )
 
 
-def _read_linear(linear: Any) -> Linear | None:
+def _read_linear(linear: Any) -> decoder_layer.Linear | None:
     if type(linear) is GroupedLinear:
-        return Linear.of_layer(linear.weight, linear.weight_scale, linear.weight_minimum, linear.bias)
-    return Linear.of_layer(linear.weight, None, None, linear.bias) if is_unmodified_linear(linear) else None
+        return decoder_layer.Linear.of_layer(linear.weight, linear.weight_scale, linear.weight_minimum, linear.bias)
+    return (
+        decoder_layer.Linear.of_layer(linear.weight, None, None, linear.bias) if is_unmodified_linear(linear) else None
+    )

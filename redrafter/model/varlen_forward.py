@@ -11,14 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
+from redrafter.attention import tree_attention
 from redrafter.attention.prompt_attention import PROMPT_ATTENTION_NAME, Piece, PromptPlan
-from redrafter.attention.tree_attention import (
-    ATTENTION_NAME,
-    HOST_ATTENTION_NAME,
-    register_attention,
-    replacement_for,
-    tree_attention_forward,
-)
 from redrafter.attention.tree_plan import RUNNING_PLAN, ChunkEnds, Plan
 from redrafter.cache.paged import PagedCache
 from redrafter.features import ADAPTERS, IMAGES, ROPE_BY_LENGTH
@@ -60,8 +54,10 @@ _FIXED_ORDER: dict[str, object] = {
 
 MAX_NODES_APART = 16  # of a chain whose nodes attend one by one, as those of a tree do, where sums have one order
 
-register_attention(ATTENTION_NAME, tree_attention_forward)
-register_attention(HOST_ATTENTION_NAME, tree_attention_forward, masks_for_others=True)
+tree_attention.register_attention(tree_attention.ATTENTION_NAME, tree_attention.tree_attention_forward)
+tree_attention.register_attention(
+    tree_attention.HOST_ATTENTION_NAME, tree_attention.tree_attention_forward, masks_for_others=True
+)
 
 
 class VarlenForward(TreeForward):
@@ -142,7 +138,7 @@ class VarlenForward(TreeForward):
         # 3. Run the model. A drafter's keys and values of the tokens are stored with the model's.
         mixing = mixer_plan(batch, padded=False) if self._mixers else None
         on_host = bound.device.type == "cpu" and not self._compiled
-        attention = HOST_ATTENTION_NAME if on_host else ATTENTION_NAME
+        attention = tree_attention.HOST_ATTENTION_NAME if on_host else tree_attention.ATTENTION_NAME
         attending = partial(self._attending, attention, plan, mixing, keep, self._operators)
         repeated = self._repeated if keep is None and not bound.aux_modules else None
         with bound.lock:
@@ -328,7 +324,7 @@ class VarlenForward(TreeForward):
         try:
             with self._recording() as patch:
                 loaded = bound.config._attn_implementation
-                patch.set(bound.config, "_attn_implementation", replacement_for(loaded, attention))
+                patch.set(bound.config, "_attn_implementation", tree_attention.replacement_for(loaded, attention))
                 if mixing is not None and operators is not None:
                     operators.add_to(patch, mixing)
                 elif mixing is not None:

@@ -15,21 +15,10 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from redrafter.errors import ArgumentError, UnsupportedError
-from redrafter.sampling import processors
+from redrafter.sampling import processors, tree_processors
 from redrafter.sampling.host_processors import PerNode
-from redrafter.sampling.tree_processors import (
-    CallPrompts,
-    apply_to_scores,
-    ban_repeated_ngrams,
-    bias_sequences,
-    cut_by_entropy,
-    cut_by_eta,
-    decay_length,
-    forbid,
-    force,
-)
 
-Reader = Callable[[Any, CallPrompts], processors.OwnProcessor | processors.Processor]
+Reader = Callable[[Any, tree_processors.CallPrompts], processors.OwnProcessor | processors.Processor]
 
 # Scores divided by a smaller temperature may exceed float32. At this one already, the likeliest token is drawn.
 SMALLEST_TEMPERATURE = 1e-30
@@ -54,7 +43,7 @@ def read_processors(
     Raises:
         UnsupportedError: Naming a processor that cannot be exact on a tree.
     """
-    call = CallPrompts(width, prompt, vocabulary)
+    call = tree_processors.CallPrompts(width, prompt, vocabulary)
     # With min_new_tokens, generate also sets min_length to the padded width + min_new_tokens: too much for a short row.
     implied = None if min_new_tokens is None else width + min_new_tokens
     built, slow = list[processors.OwnProcessor](), list[str]()
@@ -136,7 +125,7 @@ def _constants(value: object, width: int) -> Hashable:
     return tuple(_constants(each, width) for each in value) if isinstance(value, list | tuple) else value
 
 
-def _prefix_constrained(processor: Any, call: CallPrompts) -> PerNode:
+def _prefix_constrained(processor: Any, call: tree_processors.CallPrompts) -> PerNode:
     # The user's function gets the row's index, which the object can only derive in the full batch.
     allowed = vars(processor)["_prefix_allowed_tokens_fn"]
 
@@ -146,46 +135,48 @@ def _prefix_constrained(processor: Any, call: CallPrompts) -> PerNode:
     return PerNode([of_row(row) for row in range(len(call.prompt))])
 
 
-def _temperature(processor: Any, call: CallPrompts) -> processors.RowProcessor:
+def _temperature(processor: Any, call: tree_processors.CallPrompts) -> processors.RowProcessor:
     return processors.RowTemperature(call.per_row(max(processor.temperature, SMALLEST_TEMPERATURE)))
 
 
-def _cut(build: Callable[[Any, CallPrompts], processors.RowProcessor]) -> Reader:
+def _cut(build: Callable[[Any, tree_processors.CallPrompts], processors.RowProcessor]) -> Reader:
     """Return a reader that gives numbers of rows, but for an object that fills with another number or keeps more."""
 
-    def read_row_settings(processor: Any, call: CallPrompts) -> processors.OwnProcessor | processors.Processor:
+    def read_row_settings(
+        processor: Any, call: tree_processors.CallPrompts
+    ) -> processors.OwnProcessor | processors.Processor:
         usual = processor.filter_value == -math.inf and getattr(processor, "min_tokens_to_keep", 1) == 1
         if usual and getattr(processor, "top_p", None) != 1:  # top_p = 1 still removes tokens of probability 0
             return build(processor, call)
-        return apply_to_scores(processor, call)
+        return tree_processors.apply_to_scores(processor, call)
 
     return read_row_settings
 
 
-def _top_k(processor: Any, call: CallPrompts) -> processors.RowProcessor:
+def _top_k(processor: Any, call: tree_processors.CallPrompts) -> processors.RowProcessor:
     k = call.per_row(min(processor.top_k, call.vocabulary), torch.long)
     return processors.RowTopK(k, processors.bound_on_k([processor.top_k], call.vocabulary))
 
 
-def _repetition_penalty(processor: Any, call: CallPrompts) -> processors.RowProcessor:
+def _repetition_penalty(processor: Any, call: tree_processors.CallPrompts) -> processors.RowProcessor:
     # A tensor `prompt_ignore_length` is each row's padding, which rows have none of here; an int is the user's own
     # wish, counted from the start of the padded row.
     penalty, ignored = call.per_row(processor.penalty), processor.prompt_ignore_length
     return processors.RowRepetition(penalty, call.prompt + (ignored - call.width) if isinstance(ignored, int) else None)
 
 
-def _min_new_tokens(processor: Any, call: CallPrompts) -> processors.RowProcessor:
+def _min_new_tokens(processor: Any, call: tree_processors.CallPrompts) -> processors.RowProcessor:
     tokens = processor.min_new_tokens + processor.prompt_length_to_skip - call.width
     return processors.RowMinimum(call.per_row(tokens, torch.long), _ends(processor, call))
 
 
-def _ends(processor: Any, call: CallPrompts) -> Tensor:
+def _ends(processor: Any, call: tree_processors.CallPrompts) -> Tensor:
     """Return which ids are end tokens, `[B, V]` bool."""
     mask = torch.isin(torch.arange(call.vocabulary), torch.as_tensor(processor.eos_token_id).cpu())
     return mask.to(call.prompt.device).expand(len(call.prompt), -1)
 
 
-def _bias(processor: Any, call: CallPrompts) -> processors.OwnProcessor | processors.Processor:
+def _bias(processor: Any, call: tree_processors.CallPrompts) -> processors.OwnProcessor | processors.Processor:
     """Read biases of single tokens as a tensor per row, whose values captured steps take, and others as constants."""
     biases = processor.sequence_bias
     if (largest := max((max(tokens) for tokens in biases), default=0)) >= call.vocabulary:
@@ -194,48 +185,54 @@ def _bias(processor: Any, call: CallPrompts) -> processors.OwnProcessor | proces
             "tokens. Make the ids with this model's own tokenizer."
         )
     if any(len(tokens) > 1 for tokens in biases):
-        return bias_sequences(processor, call)
+        return tree_processors.bias_sequences(processor, call)
     bias = torch.zeros(call.vocabulary)
     for [token], value in biases.items():
         bias[token] = value
     return processors.RowBias(bias.to(call.prompt.device).expand(len(call.prompt), -1))
 
 
-def _suppress_at_begin(processor: Any, call: CallPrompts) -> processors.Processor:
+def _suppress_at_begin(processor: Any, call: tree_processors.CallPrompts) -> processors.Processor:
     begin = processor.begin_index - call.width
-    return forbid(processor.begin_suppress_tokens, lambda prefixes: prefixes.counts - prefixes.prompt[:, None] == begin)
+    return tree_processors.forbid(
+        processor.begin_suppress_tokens, lambda prefixes: prefixes.counts - prefixes.prompt[:, None] == begin
+    )
 
 
 _HUGGING_FACE = "transformers.generation.logits_process"
 
 # By name, since not every supported release of transformers has every class.
 READERS: dict[str, Reader] = {
-    "EpsilonLogitsWarper": apply_to_scores,
-    "EtaLogitsWarper": cut_by_eta,
-    "ExponentialDecayLengthPenalty": decay_length,
-    "ForcedBOSTokenLogitsProcessor": lambda processor, _: force(processor.bos_token_id, lambda p: p.counts == 1),
-    "ForcedEOSTokenLogitsProcessor": lambda processor, _: force(
+    "EpsilonLogitsWarper": tree_processors.apply_to_scores,
+    "EtaLogitsWarper": tree_processors.cut_by_eta,
+    "ExponentialDecayLengthPenalty": tree_processors.decay_length,
+    "ForcedBOSTokenLogitsProcessor": lambda processor, _: tree_processors.force(
+        processor.bos_token_id, lambda p: p.counts == 1
+    ),
+    "ForcedEOSTokenLogitsProcessor": lambda processor, _: tree_processors.force(
         processor.eos_token_id, lambda p: p.counts == p.limit[:, None] - 1
     ),
-    "InfNanRemoveLogitsProcessor": apply_to_scores,
-    "LogitNormalization": apply_to_scores,
+    "InfNanRemoveLogitsProcessor": tree_processors.apply_to_scores,
+    "LogitNormalization": tree_processors.apply_to_scores,
     "MinLengthLogitsProcessor": lambda processor, call: processors.RowMinimum(
         processor.min_length - call.prompt, _ends(processor, call)
     ),
     "MinNewTokensLengthLogitsProcessor": _min_new_tokens,
     "MinPLogitsWarper": _cut(lambda processor, call: processors.RowMinP(call.per_row(processor.min_p))),
     "NoBadWordsLogitsProcessor": _bias,
-    "NoRepeatNGramLogitsProcessor": ban_repeated_ngrams,
+    "NoRepeatNGramLogitsProcessor": tree_processors.ban_repeated_ngrams,
     "PrefixConstrainedLogitsProcessor": _prefix_constrained,
     "RepetitionPenaltyLogitsProcessor": _repetition_penalty,
     "SequenceBiasLogitsProcessor": _bias,
     "SuppressTokensAtBeginLogitsProcessor": _suppress_at_begin,
-    "SuppressTokensLogitsProcessor": lambda processor, _: forbid(processor.suppress_tokens, lambda p: p.counts > 0),
+    "SuppressTokensLogitsProcessor": lambda processor, _: tree_processors.forbid(
+        processor.suppress_tokens, lambda p: p.counts > 0
+    ),
     "TemperatureLogitsWarper": _temperature,
-    "TopHLogitsWarper": cut_by_entropy,
+    "TopHLogitsWarper": tree_processors.cut_by_entropy,
     "TopKLogitsWarper": _cut(_top_k),
     "TopPLogitsWarper": _cut(lambda processor, call: processors.RowTopP(call.per_row(processor.top_p, torch.float64))),
-    "TypicalLogitsWarper": apply_to_scores,
+    "TypicalLogitsWarper": tree_processors.apply_to_scores,
 }
 
 # The argument to remove from the call, or from the model's generation_config.

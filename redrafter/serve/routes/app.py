@@ -22,17 +22,8 @@ from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.client import Stopped
 from redrafter.serve.extension import extensions, writing_paths
 from redrafter.serve.network.guards import AccessPolicy, JsonRoute, add_guards, error_answer
+from redrafter.serve.protocol import requests
 from redrafter.serve.protocol.fields import Ids, Parts, Strict, field_path
-from redrafter.serve.protocol.requests import (
-    MAX_TOOLS,
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    Message,
-    Tool,
-    blaming,
-    error_body,
-)
 from redrafter.serve.routes.page import page
 from redrafter.serve.routes.translated import chat_request
 from redrafter.version import __version__
@@ -101,7 +92,9 @@ def create_app(
     @app.get("/v1/health/model")
     async def model_health() -> dict[str, Any]:
         if not server.engine.healthy:
-            raise ApiError(503, "the engine does not respond" if server.engine.alive else "the server is stopping")
+            raise requests.ApiError(
+                503, "the engine does not respond" if server.engine.alive else "the server is stopping"
+            )
         return {"model": server.model, "running": server.engine.load.running}
 
     @app.get("/v1/models")
@@ -113,11 +106,11 @@ def create_app(
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.post("/v1/completions")
-    async def completions(body: CompletionRequest, request: Request) -> Response:
+    async def completions(body: requests.CompletionRequest, request: Request) -> Response:
         return await respond(server.completion(body, request.scope["facts"]), request)
 
     @app.post("/v1/chat/completions")
-    async def chat(body: ChatRequest, request: Request) -> Response:
+    async def chat(body: requests.ChatRequest, request: Request) -> Response:
         return await respond(server.chat(body, request.scope["facts"]), request)
 
     add_token_routes(app, server)
@@ -184,8 +177,8 @@ async def _events(parts: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
         async for part in parts:
             yield _event(part)
         yield b"data: [DONE]\n\n"
-    except ApiError as error:
-        yield _event(error_body(error.status, str(error), error.param, error.code))
+    except requests.ApiError as error:
+        yield _event(requests.error_body(error.status, str(error), error.param, error.code))
     finally:
         await parts.aclose()  # type: ignore[attr-defined]
 
@@ -202,15 +195,15 @@ def _handle_errors(app: FastAPI) -> None:
         app.add_exception_handler(kind, answer)
 
 
-def _api_error(error: Exception, request: Request) -> ApiError:
+def _api_error(error: Exception, request: Request) -> requests.ApiError:
     """Convert an exception to the error for the client, and log the details that it omits."""
-    if isinstance(error, ApiError):
+    if isinstance(error, requests.ApiError):
         return error
     if isinstance(error, HTTPException) and error.status_code == 404:
         what = f"{request.scope['path'][:MAX_PATH_CHARACTERS]!r} is not served: use {', '.join(writing_paths())}"
-        return ApiError(404, what, code="unsupported_endpoint")
+        return requests.ApiError(404, what, code="unsupported_endpoint")
     if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail), headers=error.headers)
+        return requests.ApiError(error.status_code, str(error.detail), headers=error.headers)
     if isinstance(error, RequestValidationError):
         return _refused_field(error)
     for kind, status, headers in (
@@ -219,26 +212,26 @@ def _api_error(error: Exception, request: Request) -> ApiError:
         (Stopped, 503, {"Retry-After": "5"}),
     ):
         if isinstance(error, kind):
-            return ApiError(status, str(error), headers=headers)
+            return requests.ApiError(status, str(error), headers=headers)
     if isinstance(error, UnsupportedError):  # log the hint for the operator
         _LOG.error("a request needs what is not there: %s", error)
-        return ApiError(501, "this server cannot do what the request asks for", None, "not_implemented")
+        return requests.ApiError(501, "this server cannot do what the request asks for", None, "not_implemented")
     if isinstance(error, ReDrafterError):
         _LOG.error("a request failed: %s", error)
-        return ApiError(500, str(error))
+        return requests.ApiError(500, str(error))
     # Only the log has the message of an unexpected error. The layer that adds this header is already unwound.
     request_id = request.scope.get("facts", {}).get("id", "")
     what = f"the server failed on this request; its log has the reason under the id {request_id}"
-    return ApiError(500, what, headers={"X-Request-Id": request_id})
+    return requests.ApiError(500, what, headers={"X-Request-Id": request_id})
 
 
-def _refused_field(error: RequestValidationError) -> ApiError:
+def _refused_field(error: RequestValidationError) -> requests.ApiError:
     first = error.errors()[0]
     kind, param, message = first["type"], field_path(first), first["msg"].removeprefix("Value error, ")
     if kind in ("extra_forbidden", "unsupported"):
         advice = f": {message}" if kind == "unsupported" else ""
-        return ApiError(400, f"{param} is not supported{advice}", param, "unsupported_parameter")
-    return ApiError(400, f"{param}: {message}" if param else message, param)
+        return requests.ApiError(400, f"{param} is not supported{advice}", param, "unsupported_parameter")
+    return requests.ApiError(400, f"{param}: {message}" if param else message, param)
 
 
 _ADAPTERS_CLOSED = "adapters are not changed while this server runs: start it with --allow-runtime-lora-updating"
@@ -252,8 +245,8 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[Parts[Message], Field(min_length=1)] | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    messages: Annotated[Parts[requests.Message], Field(min_length=1)] | None = None
+    tools: Annotated[list[requests.Tool], Field(fail_fast=True, max_length=requests.MAX_TOOLS)] | None = None
     add_special_tokens: StrictBool | None = None
     add_generation_prompt: StrictBool = True
     chat_template_kwargs: dict[str, Any] | None = None
@@ -313,10 +306,10 @@ def add_token_routes(app: FastAPI, server: "Server") -> None:
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         server.check_model(body.model)
-        with blaming("tokens"):
+        with requests.blaming("tokens"):
             check_token_ids(body.tokens, server.engine.facts.bounds.vocab_size)
         if len(body.tokens) > (most := server.counting_prompts.bounds.max_seq_len):
-            raise ApiError(400, f"{len(body.tokens)} tokens; at most {most}", "tokens")
+            raise requests.ApiError(400, f"{len(body.tokens)} tokens; at most {most}", "tokens")
         return {"prompt": await asyncio.to_thread(decode_tokens, server.tokenizer, body.tokens)}
 
 
@@ -338,13 +331,15 @@ def add_adapter_routes(app: FastAPI, server: "Server", allowed: bool) -> None:
 
     def check_allowed() -> None:
         if not allowed:
-            raise ApiError(404, _ADAPTERS_CLOSED, code="unsupported_endpoint")
+            raise requests.ApiError(404, _ADAPTERS_CLOSED, code="unsupported_endpoint")
 
     @app.post("/v1/load_lora_adapter")
     async def load(body: LoadAdapterRequest) -> PlainTextResponse:
         check_allowed()
         if not body.lora_name or not body.lora_path:
-            raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.", code="invalid_user_input")
+            raise requests.ApiError(
+                400, "Both 'lora_name' and 'lora_path' must be provided.", code="invalid_user_input"
+            )
         await server.load_adapter(body.lora_name, body.lora_path)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
@@ -352,6 +347,8 @@ def add_adapter_routes(app: FastAPI, server: "Server", allowed: bool) -> None:
     async def unload(body: UnloadAdapterRequest) -> PlainTextResponse:
         check_allowed()
         if not body.lora_name:
-            raise ApiError(400, "'lora_name' needs to be provided to unload a LoRA adapter.", code="invalid_user_input")
+            raise requests.ApiError(
+                400, "'lora_name' needs to be provided to unload a LoRA adapter.", code="invalid_user_input"
+            )
         await server.unload_adapter(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
