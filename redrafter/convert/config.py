@@ -60,8 +60,8 @@ class ConvertConfig:
         to: output format: a merged checkpoint of redrafter, a TensorRT-LLM checkpoint, a drafter in Apple's format, a
             drafter of redrafter, or an EAGLE-3 head or DFlash drafter as vllm-project/speculators and vLLM read it, and
             llama.cpp a head
-        dtype: number format of the drafter, and with --to trtllm of the base too (default: as stored; with --to trtllm,
-            the base's)
+        dtype: number format of the drafter, and with --to trtllm of the base too; int8, with --to redrafter and
+            drafter, saves its matrices in 8 bits (default: as stored; with --to trtllm, the base's)
         tp_size: number of ranks of a TensorRT-LLM checkpoint (default: 1, or as many as the base has)
         redrafter_num_beams: beams of the drafter's search (default: the drafter's)
         redrafter_draft_len_per_beam: tokens drafted per beam, without the token that is certain already (default: the
