@@ -168,13 +168,13 @@ def test_number_formats_of_files_have_the_same_names_as_on_the_command_line(tmp_
     assert ("dtype: invalid choice: 'int8'" in err) == (dtype is None)
 
 
-def test_the_command_of_the_draft_target_documents_runs_once_two_names_are_ours(generate, folder, expected, capsys):
-    reused = ["--kv_cache_enable_block_reuse", "--kv_cache_free_gpu_memory_fraction=0.5", "--output_generation_logits"]
-    text = ["--max_output_len=9", "--input_text=ja"]
-    model = ["--draft-model", str(folder / "small"), "--num_draft_tokens=4", *reused, *text]
-    out, err = generate(*model, "--use_py_session")
+def test_the_command_of_the_draft_target_documents_runs_with_the_flags_that_have_an_equal(
+    generate, folder, expected, capsys
+):
+    text = ["--kv_cache_free_gpu_memory_fraction=0.5", "--max_output_len=9", "--input_text=ja"]
+    out, err = generate("--draft-model", str(folder / "small"), "--num_draft_tokens=4", *text)
     assert out == expected("ja", max_new_tokens=9) + "\n"
-    assert err.count("redrafter: note: ") == 3
+    assert "redrafter: note: " not in err
     assert "unrecognized arguments: --engine-dir" in fails(capsys, "generate", "--engine_dir", "e", "--num_beams", "1")
 
 
