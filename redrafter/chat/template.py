@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer: what it reads, learnt by rendering short chats, and how it renders a chat."""
+"""The chat template of a tokenizer: the fields it reads, learnt by rendering short chats, and how it renders a chat."""
 
 import inspect
 import json
@@ -239,7 +239,7 @@ def _set_before_read(tree: "Template") -> set[str]:
 
 @lru_cache(maxsize=4)
 def _template_of(tokenizer: "PreTrainedTokenizerBase", text: str) -> ChatTemplate:
-    # `text` keeps apart what was learnt of a tokenizer's templates before and after another one was set.
+    # `text` separates a tokenizer's templates before and after another one was set.
     return ChatTemplate(tokenizer)
 
 

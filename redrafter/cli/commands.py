@@ -98,7 +98,7 @@ class CompletionOptions:
 
 
 def run_parsed(argv: list[str]) -> int:
-    """Run a command without a parser of its own, or print what is wrong with `argv`. Returns its exit code."""
+    """Run a command without a parser of its own, or print the error in `argv`. Returns its exit code."""
     if argv and argv[0] in measure_options.COMMANDS:
         return measure_options.main(argv[0], argv[1:])
     parser = build_parser()

@@ -29,7 +29,7 @@ def check_tokenizer(row: Row, tokenizer: "PreTrainedTokenizerBase") -> None:
 
 
 class RowChat:
-    """A row's conversation, rendered and encoded as the server does; what it spells of control tokens is text.
+    """A row's conversation, rendered and encoded as the server does; control tokens that it spells are text.
 
     Rendered texts have a marker in the control tokens that the row spells. All methods raise `CheckpointError`, which
     names the row, if there is no chat template or it fails.

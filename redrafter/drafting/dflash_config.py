@@ -73,7 +73,7 @@ class DFlashConfig(LayerConfig):
 
     @property
     def algorithm(self) -> str:
-        """Name of what it does, as repositories of the Hub are tagged."""
+        """Task that it serves, as repositories of the Hub are tagged."""
         return "dspark" if self.markov_rank else "dflash2" if self.selector_rank else "dflash"
 
     @property

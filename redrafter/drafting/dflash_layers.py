@@ -230,7 +230,7 @@ class Selector(nn.Module):
         return empty.scatter(2, candidates.expand_as(chosen), chosen.to(logits.dtype))
 
     def join(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Return what is multiplied with the codes of candidates, `[..., r]`.
+        """Return the vectors that are multiplied with the codes of candidates, `[..., r]`.
 
         Args:
             tokens: The token before the position, `[...]` int64.

@@ -69,7 +69,7 @@ class AnyDrafterConfig(PretrainedConfig):
 
     @property
     def algorithm(self) -> str:
-        """Name of what it does, as repositories of the Hub are tagged."""
+        """Task that it serves, as repositories of the Hub are tagged."""
         return self.model_type.removeprefix("redrafter_")
 
     @property

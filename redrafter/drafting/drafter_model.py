@@ -81,7 +81,7 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         return None
 
     def forget_texts(self) -> None:
-        """Forget what texts have left in the drafter, which is nothing but in a table of their tokens."""
+        """Forget earlier texts: only a table of their tokens keeps any state of them."""
 
     def __init__(self, config: AnyDrafterConfig):
         """Make a drafter with random weights; a subclass adds its parts.

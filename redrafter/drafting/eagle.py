@@ -222,7 +222,7 @@ class EagleDrafter(TrainableDrafter):
             embedding: The embedding of each beam's last token, `[B, w, D]`.
             hidden: The hidden state of the token before it, fused from the target's or drafted, `[B, w, D]`.
             position: Position of that token, `[B, w]` int64, or `[B, 1]` where it is the same for all beams.
-            path: What was drafted before on each beam, as `past.attend` returned it; None for nothing.
+            path: Entries of earlier drafts of each beam, as `past.attend` returned it; None for nothing.
             past: The entries of the committed tokens.
 
         Returns:

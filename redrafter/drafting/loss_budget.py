@@ -46,7 +46,7 @@ class DraftLossBudget:
 
     def would_allow(self, rows: int, loss: float, *, pays: bool) -> bool:
         """Return whether a step with these arguments may draft, without counting it as taken."""
-        # Drafts that hardly pay lose about half of what they lose if all are rejected.
+        # Drafts that hardly pay lose about half as much as if all were rejected.
         return self._left >= loss / 2 and (pays or self._waited > max(self._retry, rows))
 
     def charge(self, loss: float) -> None:

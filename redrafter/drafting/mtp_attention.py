@@ -72,7 +72,7 @@ def attend_to_past(
         )
         return out.to(dtype), None
     past.made.append((key, value))
-    if not torch.compiler.is_compiling():  # a compiler leaves out what is not used
+    if not torch.compiler.is_compiling():  # a compiler leaves out unused code
         raise Made
     return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 

@@ -185,7 +185,7 @@ class AsyncCalls:
                 scheduler.prefill()
                 scheduler.step()
             except BaseException as error:
-                with self._lock:  # no call comes between what is abandoned and what has failed
+                with self._lock:  # no call comes between the abandoned and the failed ones
                     scheduler.abandon()
                     failed, self._calls, self._thread = self._calls, [], None
                 for pending in failed:

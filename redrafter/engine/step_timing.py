@@ -76,7 +76,7 @@ def _shapes(module: nn.Module) -> Iterator[list[object]]:
 
 
 def _read_costs(kept: object) -> StepCosts | None:
-    """Return costs from what is kept of them; None where that is missing or damaged."""
+    """Return costs from their stored form; None where it is missing or damaged."""
     try:
         costs = StepCosts(**kept)  # type: ignore[arg-type]
         numbers = [x for curve in (costs.forward, costs.level) for point in curve for x in point] + [costs.reading]

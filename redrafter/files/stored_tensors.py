@@ -111,6 +111,6 @@ def read_pickle(path: Path, *, mapped: bool = False) -> dict[str, Tensor]:
 
 
 def map_tensor(file: Path, name: str) -> Tensor:
-    """Return a tensor of a safetensors file that is mapped into memory: of the file, only what is used is read."""
+    """Return a tensor of a safetensors file that is mapped into memory: only its used parts are read."""
     with open_safetensors(file, "pt") as tensors:
         return tensors.get_tensor(name)

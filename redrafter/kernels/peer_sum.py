@@ -104,7 +104,7 @@ def _set(flags, call):
 
 @triton.jit
 def _wait(flags, call):
-    """Wait until all ranks have set these flags to the number of the call: what they wrote before can be read then."""
+    """Wait until all ranks have set these flags to the number of the call: their messages can be read then."""
     while tl.max((tl.atomic_add(flags, 0, sem="acquire", scope="sys") != call).to(tl.int32), 0) > 0:
         pass
 

@@ -118,8 +118,8 @@ def top_continuations(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Select the best pairs as `redrafter.tree.beam_search.top_continuations` does.
 
-    Ranks may each score a part of the ids, of whole chunks. What they find in their chunks is then exchanged as a sum
-    of what each has written between zeros: one message, in which ids are floating-point numbers.
+    Ranks may each score a part of the ids, of whole chunks. Their best pairs are then exchanged as a sum of
+    messages with zeros in place of other ranks' pairs: one message, in which ids are floating-point numbers.
 
     Args:
         scores: Unnormalised log-probabilities, `[B, w, V']`, or this rank's part of them.

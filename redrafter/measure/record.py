@@ -139,8 +139,8 @@ def hardware(device: torch.device) -> str:
 class Records:
     """The records of a command so far, which a file receives as lines of JSON after each addition.
 
-    Each line also has the conditions, so that it can be read by itself; a command that is cut short leaves what it has
-    measured.
+    Each line also has the conditions, so that it can be read by itself; a command that is interrupted leaves the
+    records of finished measurements.
     """
 
     conditions: Mapping[str, Any]

@@ -13,7 +13,7 @@ from redrafter.measure.record import Record, to_json
 MIN_WIDTH = 5  # of a column: the width of a share with three decimals
 SHOWN_POSITIONS = 8  # of drafts, in a table; CSV has all
 SPEED = ("tok/s", "speedup", "tokens/step", "same texts")  # columns that compare modes
-# What identifies a record: a column where records differ. What it measured: a column where any record has a value.
+# Fields that identify a record get a column where records differ; measured ones where any record has a value.
 IDENTITY = {"category": "category", "T": "temperature", "batch": "batch_size", "prompt": "prompt_length"}
 MEASURED = {
     "texts": "texts",

@@ -34,7 +34,7 @@ _Stamps: TypeAlias = list[tuple[str, Stamp]]  # of files, by their paths
 
 
 class PassedTests:
-    """The self-tests that one model has passed, each with what it has found."""
+    """The self-tests that one model has passed, each with its result."""
 
     def __init__(self, digest: str | None = None):
         """Refer to the results of a digest; None for a model of which none are kept."""
@@ -60,7 +60,7 @@ NONE_PASSED = PassedTests()
 
 
 def stamps_of_model(name: str | Path, load: Mapping[str, object]) -> _Stamps | None:
-    """Return the stamps of the files of a model; None where these and `load` do not decide what is loaded."""
+    """Return the stamps of the files of a model; None where these and `load` do not determine the model."""
     unknown = [key for key in load if key not in _COVERED and load[key] not in _OF_NO_EFFECT.get(key, (None,))]
     objects = [key for key in load if not isinstance(load[key], _COVERED.get(key, object) | None)]
     if unknown or objects:

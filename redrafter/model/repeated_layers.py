@@ -33,7 +33,7 @@ class RepeatedLayers:
 
     Attributes:
         checked: Whether all that was compiled has been compared with the uncompiled forward.
-        refused: Whether a graph could not be continued, so that what was compiled has too few layers.
+        refused: Whether a graph could not be continued, so that the compiled code has too few layers.
     """
 
     def __init__(self, parent: nn.Module, name: str, layers: nn.ModuleList):

@@ -162,7 +162,7 @@ class Target(BoundModel):
             supported.check_eval(self.model)
 
     def _follow(self) -> None:
-        """Record what has changed since the last call."""
+        """Record changes since the last call."""
         before, now = self._state, ModelState.from_model(self.model)
         if (now.memory, now.writes, now.code) != (before.memory, before.writes, before.code):
             for what, fact in self._facts().items():

@@ -108,7 +108,7 @@ class VarlenForward(TreeForward):
 
         def flat_positions(of_rows: Tensor) -> Tensor:
             flat = batch.flat(of_rows, in_chunks)
-            return flat if bound.context is None else flat.clamp(max=bound.context - 1)  # what is past it is never kept
+            return flat if bound.context is None else flat.clamp(max=bound.context - 1)  # later entries are never kept
 
         places = positions = flat_positions(in_rows)
         if (shift := batch.inputs.get(IMAGES)) is not None:

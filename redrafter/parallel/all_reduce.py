@@ -91,7 +91,7 @@ class PeerMemory:
     def probe(self) -> None:
         """Raise `UnsupportedError` if messages of a peer do not arrive in `PROBE_SECONDS`. Collective, the first sums.
 
-        A kernel waits for its peers for ever. If it does, it receives what it waits for from a copy on another stream,
+        A kernel waits for its peers for ever. If it does, a copy on another stream sends it the missing message,
         so that the GPU can be used without these sums.
         """
         for nbytes in (self._sent, MAX_BYTES):

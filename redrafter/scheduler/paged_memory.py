@@ -71,7 +71,10 @@ class PagedMemory:
         self.released = threading.Condition(self.lock)
         self.turns = list[object]()
         self.capturer = GraphCapturer(target)
-        self._compile, self._weights = compile, dict[Target, int]()  # revision of the weights behind stored prefixes
+        self._compile, self._weights = (
+            compile,
+            dict[Target, int](),
+        )  # revision of the weights that computed stored prefixes
         target.shared.memories.add(self)
 
     def forget_prefixes(self) -> None:

@@ -335,7 +335,7 @@ class RunningBatch:
         longest = longest_draft = max([len(row.tokens) - 1 + ahead * row.launched for row in self.rows], default=0)
         if self._translates:
             longest_draft = max(row.draft_bound(len(row.tokens) + ahead * row.launched) - 1 for row in self.rows)
-        # On a CPU a step's own proposer limits what it reads; a captured step's window is the same for all proposers.
+        # On a CPU a step's own proposer limits its window; that of a captured step is the same for all proposers.
         reach = overshoot(proposer) + proposer.scratch_slots if self.target.device.type == "cpu" else self.overshoot
         window = min(self._round_up(longest + reach), self._positions)
         self.caches.prepare(rows, longest, longest_draft, proposer)

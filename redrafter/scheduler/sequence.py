@@ -249,7 +249,7 @@ class TokenSequence:
     def _sharing(self) -> int:
         """The number of the texts that share recycled drafts with this one, equal on all ranks; 0 for most texts.
 
-        A salt keeps what others wrote out of the timing of a text, and an adapter writes other tokens.
+        A salt keeps other clients' texts out of the timing of this one, and an adapter writes other tokens.
         """
         request = self.request
         if request.cache_salt is None and request.adapter is None:

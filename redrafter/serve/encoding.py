@@ -14,7 +14,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 LONG_TEXT = 1 << 13  # characters; a shorter text takes up to 3 ms
 # Requests encoded at once in total and per client, for small (False) and large (True) bodies.
 AT_ONCE = {False: (4, 2), True: (2, 1)}
-LOOP_REST = 4  # rest of the event loop, in times of what it took to encode a request: a fifth of its time at most
+LOOP_REST = (
+    4  # pause after encoding a request, in multiples of its time: encoding takes a fifth of the event loop at most
+)
 T = TypeVar("T")
 
 

@@ -40,7 +40,7 @@ class Extension:
     """Base of extensions of the server. A subclass overrides the hooks that it needs; the defaults add nothing.
 
     `redrafter serve --help` imports the module of each extension, so it imports neither torch nor FastAPI: the methods
-    import what they need.
+    import them.
 
     Attributes:
         options: Dataclass whose fields are flags of `redrafter serve`, for `launcher`.

@@ -229,7 +229,7 @@ class BlockWriter(PartWriter):
     @property
     def usage(self) -> dict[str, Any]:
         """Token counts so far. `input_tokens` excludes tokens found in the cache."""
-        usage = self.told["usage"]
+        usage = self.reported["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         counted = {
             # Anthropic counts cached tokens apart from input tokens; OpenAI includes them.
@@ -314,8 +314,8 @@ async def message_events(
                 yield event
         for event in blocks.close():
             yield event
-        told = {"usage": blocks.usage, "metrics": blocks.told.get("metrics")}
-        yield {"type": "message_delta", "delta": blocks.ending} | told
+        counts = {"usage": blocks.usage, "metrics": blocks.reported.get("metrics")}
+        yield {"type": "message_delta", "delta": blocks.ending} | counts
         yield {"type": "message_stop"}
     except ApiError as error:
         yield protocol.messages_error(error)[1]

@@ -308,7 +308,7 @@ def _usage(chat: dict[str, Any]) -> dict[str, Any]:
     """Return a chat answer's usage under the names of the Responses protocol, with its metrics."""
     usage = chat["usage"]
     reasoning = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
-    told = {
+    counts = {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {
             "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
@@ -318,7 +318,7 @@ def _usage(chat: dict[str, Any]) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": reasoning},
         "total_tokens": usage["total_tokens"],
     }
-    return {"usage": told, "metrics": chat["metrics"]}
+    return {"usage": counts, "metrics": chat["metrics"]}
 
 
 def _text_part(text: str) -> dict[str, Any]:
@@ -408,5 +408,5 @@ async def _events(head: dict[str, Any], chunks: AsyncIterator[dict[str, Any]]) -
         return
     for event in items.close():
         yield event
-    told = _usage(items.told) if items.told else {}
-    yield {"type": f"response.{items.status}", "response": head | _ending(items) | told}
+    usage = _usage(items.reported) if items.reported else {}
+    yield {"type": f"response.{items.status}", "response": head | _ending(items) | usage}

@@ -48,7 +48,7 @@ def multiply(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | None, bi
         return None
     if inner // scale.shape[1] % UNITS[codes.dtype] or codes.shape[1] << (codes.dtype is torch.uint8) != inner:
         return None
-    # The kernel reads addresses: torch's product refuses what it would read past the end of, or from another device.
+    # The kernel reads addresses: torch's product refuses codes and biases that are too short or on another device.
     if not codes.is_cpu or (bias is not None and bias.shape[0] != features):
         return None
     if not codes.is_contiguous():  # some of the input features

@@ -304,8 +304,8 @@ def summarize(choices: Sequence[Choice], unfinished: str = "left") -> dict[str, 
     """
     if not any(choice.begun for choice in choices):
         return {}
-    told = usage_and_metrics(choices)
-    usage, speculation = told["usage"], told["metrics"]["speculative_decoding"]
+    counts = usage_and_metrics(choices)
+    usage, speculation = counts["usage"], counts["metrics"]["speculative_decoding"]
     waits = [choice.first_token_at - choice.arrived_at for choice in choices if choice.first_token_at is not None]
     return {
         "prompt_tokens": usage["prompt_tokens"],

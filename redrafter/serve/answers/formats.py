@@ -49,7 +49,7 @@ class CompletionChoice(Choice):
         """Return the `logprobs` field of new tokens; the `first` call begins with the echoed prompt."""
         if self._count is None:
             return None
-        offset, told = len(self._echo), list[TokenLine]()
+        offset, reported = len(self._echo), list[TokenLine]()
         # Offsets refer to the returned text, which begins with the echoed prompt.
         if self._echoes and first:
             detokenizer, end, at_first = Detokenizer(self._tokenizer), 0, True
@@ -58,11 +58,11 @@ class CompletionChoice(Choice):
                 if index:  # the first token has no context
                     score = self.prompt_scores[index - 1]
                     logprob, likeliest = score.logprob, dict(islice(score.likeliest.items(), self._count))
-                told.append(TokenLine(token, logprob, likeliest, end, at_first))
+                reported.append(TokenLine(token, logprob, likeliest, end, at_first))
                 at_first &= token in self._token_writer.hidden
                 end += len(detokenizer.push([token]))  # the echoed text lacks special tokens
-        told += [line._replace(offset=line.offset + offset) for line in lines]
-        return self._token_writer.completion_field(told)
+        reported += [line._replace(offset=line.offset + offset) for line in lines]
+        return self._token_writer.completion_field(reported)
 
 
 class ChatChoice(Choice):

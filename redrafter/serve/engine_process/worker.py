@@ -321,7 +321,7 @@ class SharedWorker(Worker):
         self._heard: deque[messages.Submit | messages.Cancel | messages.ChangeAdapters | messages.ChangeEngine] = (
             deque()
         )
-        self._asked = dict[int, Done]()  # what is called after the changes that were heard, by their numbers
+        self._asked = dict[int, Done]()  # callbacks of received changes, by number
         self._grammars: dict[tuple[int, ...], Grammar] = {}  # of requests that were heard, by their sequences' numbers
 
     def submit(self, request: messages.Submit, grammar: Grammar | None) -> None:

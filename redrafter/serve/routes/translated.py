@@ -41,14 +41,14 @@ class PartWriter(ABC):
         done: The parts that are complete.
         finish: OpenAI's finish reason of the chat; None until it has ended.
         stop: The stop string that ended it, if one did.
-        told: Latest `usage` and `metrics` of the chat.
+        reported: Latest `usage` and `metrics` of the chat.
     """
 
     def __init__(self) -> None:
         self.done: list[dict[str, Any]] = []
         self.finish: str | None = None
         self.stop: str | None = None
-        self.told: dict[str, Any] = {}
+        self.reported: dict[str, Any] = {}
         self._kind: Kind | None = None  # of the open part
         self._pieces: list[str] = []  # of the open part
         self._call: int | None = None  # the number of the open call
@@ -72,7 +72,7 @@ class PartWriter(ABC):
 
     def translate(self, answer: dict[str, Any]) -> Iterator[Event]:
         """Process a chunk of a chat's stream, or a whole answer, and yield events."""
-        self.told |= {name: answer[name] for name in ("usage", "metrics") if answer.get(name) is not None}
+        self.reported |= {name: answer[name] for name in ("usage", "metrics") if answer.get(name) is not None}
         for choice in answer["choices"]:
             self.finish = choice["finish_reason"] or self.finish
             self.stop = choice.get("stop_reason") or self.stop
