@@ -49,7 +49,7 @@ class TokenWriter:
         self._added = {token: entry.content.encode() for token, entry in added.items()}
         self.hidden = {token for token, entry in added.items() if entry.special} if hidden is None else hidden
         self._pieces: TokenBytes | None = None
-        with suppress(UnsupportedError):  # otherwise each token is what it decodes to by itself
+        with suppress(UnsupportedError):  # otherwise each token's text is that of the token alone
             self._pieces = TokenBytes(tokenizer)
 
     def bytes(self, token: int, first: bool) -> bytes:

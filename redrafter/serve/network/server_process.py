@@ -140,7 +140,7 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Reject what is no HTTP request. Two lengths of a body would let proxies split requests differently."""
+        """Reject bytes that are no HTTP request. Two lengths of a body would let proxies split requests differently."""
         if self.answering:
             self.cycle.keep_alive = False
         else:
