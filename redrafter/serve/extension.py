@@ -11,7 +11,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from pkgutil import iter_modules
+from pkgutil import iter_modules, resolve_name
 from typing import TYPE_CHECKING, Any
 
 from redrafter.errors import ArgumentError, first_line
@@ -49,6 +49,7 @@ class Extension:
         writing_paths: Paths of generation requests, which have a `seed`.
         key_header: Header in which its clients send their key, in addition to `Authorization`; None for no other.
         cors_headers: Other headers of its clients, which pages of `--allowed-origins` may send.
+        route_maker: Function that makes its routes, as `module:function`; it has the arguments of `routes`.
     """
 
     options: type = NoOptions
@@ -57,6 +58,7 @@ class Extension:
     writing_paths: tuple[str, ...] = ()
     key_header: str | None = None
     cors_headers: tuple[str, ...] = ()
+    route_maker: str | None = None
 
     def launcher(self, options: Any) -> Launch | None:
         """Return a function that replaces this process's server, or None. `options` has the type `self.options`."""
@@ -67,7 +69,7 @@ class Extension:
 
         `respond` sends a dictionary or a stream, and cancels the work when the client disconnects.
         """
-        return ()
+        return () if self.route_maker is None else resolve_name(self.route_maker)(server, respond)
 
     def format_error(self, error: "ApiError") -> tuple[int, dict[str, Any]]:
         """Return the status and the body of an error at `protocol_path`."""

@@ -10,8 +10,7 @@ from fastapi.responses import Response
 from starlette.routing import BaseRoute
 
 from redrafter.chat.template import ChatTemplate
-from redrafter.extensions.messages import protocol
-from redrafter.extensions.messages.names import BILLING_MARK, MESSAGES_PATH
+from redrafter.extensions.messages import MESSAGES_PATH, protocol
 from redrafter.serve.extension import Respond
 from redrafter.serve.network.guards import JsonRoute
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
@@ -20,6 +19,9 @@ from redrafter.serve.routes.translated import Event, Kind, PartWriter, chat_requ
 if TYPE_CHECKING:
     from redrafter.serve.server import Server
 
+# Claude Code's system prompt begins with a block of this kind: a hash for Anthropic's billing, which differs in every
+# request. Kept in the prompt, it would prevent the cache from matching anything after it.
+BILLING_MARK = "x-anthropic-billing-header"
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "cancelled": "end_turn"}
 
 

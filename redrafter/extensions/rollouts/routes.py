@@ -14,6 +14,7 @@ from starlette.routing import BaseRoute
 from redrafter.errors import CacheFullError, ReDrafterError
 from redrafter.serve.engine_process.client import Stopped
 from redrafter.serve.engine_process.messages import EngineError
+from redrafter.serve.extension import Respond
 from redrafter.serve.network.guards import OperatorRoute
 from redrafter.serve.protocol.fields import Strict
 from redrafter.serve.protocol.requests import ApiError
@@ -112,7 +113,7 @@ class OperatedEngine:
         return ChangedEngine(**self.state.model_dump(), not_finite=list(not_finite))
 
 
-def rollout_routes(server: "Server") -> list[BaseRoute]:
+def rollout_routes(server: "Server", respond: Respond) -> list[BaseRoute]:
     """Return the routes; all of them require an operator's key."""
     operated, routes = OperatedEngine(server), APIRouter(route_class=OperatorRoute)
 
