@@ -19,7 +19,7 @@ _KEY_NAME = re.compile(r"key-[1-9]\d*")
 class ServeOptions:
     """Serve a model over HTTP. Without MODEL, the pair in the box.
 
-    Paths: /v1/chat/completions, /v1/completions and those of extensions, /v1/models, /tokenize, /health, /metrics, /docs.
+    Paths: /v1/chat/completions, /v1/completions, those of extensions, /v1/models, /tokenize, /health, /metrics, /docs.
 
     Examples:
         redrafter serve my-merged --port 8000
