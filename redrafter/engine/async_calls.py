@@ -103,17 +103,13 @@ class AsyncCalls:
         if arguments.get("streamer") is not None:
             raise UnsupportedError("agenerate() takes no streamer: write async for token in engine.astream(...)")
         held = ExitStack()
+        prepare = self._preparing.submit(self._read, prompts, arguments, held)
         try:
-            prepare = asyncio.get_running_loop().run_in_executor(self._preparing, self._read, prompts, arguments, held)
-            try:
-                request = await asyncio.shield(prepare)
-            except asyncio.CancelledError:
-                await asyncio.wait([prepare])  # which still enters contexts of `held`
-                raise
-            pending = _PendingCall(request, held, stream)
+            pending = _PendingCall(await asyncio.wrap_future(prepare), held, stream)
             self._submit(pending)
         except BaseException:
-            held.close()
+            # A call that is cancelled while it is read still enters contexts of `held`.
+            prepare.add_done_callback(lambda _: held.close())
             raise
         try:
             await pending.done

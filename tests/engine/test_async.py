@@ -1,6 +1,7 @@
 """Calls of coroutines, which share a batch and write what `generate` writes."""
 
 import asyncio
+import gc
 import threading
 import time
 
@@ -93,6 +94,38 @@ def test_a_call_that_is_cancelled_ends_its_sequences_and_the_others_continue(eng
         thread.join(timeout=60)
     assert not threads()
     assert engine.target.shared.calls == 0, "a call that has ended holds the weights"
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_call_that_is_cancelled_twice_while_it_is_read_holds_nothing(engine, monkeypatch, refused):
+    asyncs, reading, logged = engine._async_calls, threading.Event(), []
+    read = asyncs._read
+
+    def slow(*arguments):
+        reading.wait(timeout=60)
+        request = read(*arguments)
+        if refused:
+            raise ArgumentError("after its contexts were entered")
+        return request
+
+    monkeypatch.setattr(asyncs, "_read", slow)
+
+    async def work():
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+        call = asyncio.ensure_future(engine.agenerate(IDS[:1], **GREEDY))
+        for _ in range(2):
+            await asyncio.sleep(0.05)
+            call.cancel()
+        await asyncio.wait([call], timeout=0.2)
+        reading.set()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await asyncio.to_thread(asyncs._preparing.submit(int).result)  # the one before it has ended
+        gc.collect()
+
+    asyncio.run(work())
+    assert engine.target.shared.calls == 0, "the weights are held for ever"
+    assert not logged
 
 
 def test_a_cancelled_call_takes_part_in_no_later_step(engine, monkeypatch):

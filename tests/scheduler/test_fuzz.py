@@ -93,7 +93,7 @@ MODELS |= {
     "experts": lambda: tiny_model("qwen3_moe"),
     "shared layers": lambda: tiny_model("gemma4_text", **SHARED_LAYERS),
 }
-MODELS |= {name: lambda name=name: recurrent_model(name) for name in RECURRENT}
+MODELS |= {name: lambda name=name: recurrent_model(name) for name in RECURRENT if not name.startswith("zamba")}
 HAS_STATES = {"states", "convolutions", *RECURRENT}
 
 
