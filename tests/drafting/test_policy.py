@@ -92,6 +92,15 @@ def test_a_good_drafter_drafts_always_and_a_bad_one_pauses():
     assert depths.count(0) > 0.8 * len(depths)
 
 
+@pytest.mark.parametrize(("rows", "gain", "least"), [(1, 1.16, 0.85), (1, 1.25, 0.95), (8, 1.1, 0.55), (8, 0.97, 0.0)])
+def test_drafts_with_a_small_gain_are_kept_through_their_unlucky_steps(rows, gain, least):
+    cost, count = 1.3, 3000
+    chosen = choice(StepCosts(FLAT, ((1, 0.15),)), search(1, 2, 3), size=rows)
+    drafted = sum(depth > 0 for depth in steps(chosen, count, accepted=(gain * cost - 1) / 2, size=rows)) / count
+    assert drafted > least
+    assert gain > 1 or drafted < 0.05
+
+
 @pytest.mark.parametrize("rows", [128, 256, 512])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0, 1.4])
 def test_sampled_steps_of_many_rows_take_no_longer_for_their_tokens_than_undrafted_ones(rows, share):
