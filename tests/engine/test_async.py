@@ -13,6 +13,7 @@ from helpers.adapters import saved
 from helpers.models import tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import ArgumentError, DraftTarget, PromptLookup, ReDrafter, UnsupportedError, boxed_pair
 from redrafter.engine.options import EngineOptions
+from redrafter.engine.request import read_request
 from redrafter.model.target import Target
 from redrafter.scheduler.scheduler import Scheduler
 
@@ -97,18 +98,16 @@ def test_a_call_that_is_cancelled_ends_its_sequences_and_the_others_continue(eng
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_a_call_that_is_cancelled_twice_while_it_is_read_holds_nothing(engine, monkeypatch, refused):
-    asyncs, reading, logged = engine._async_calls, threading.Event(), []
-    read = asyncs._read
+def test_a_call_that_is_cancelled_twice_while_it_is_read_holds_nothing_and_logs_nothing(engine, monkeypatch, refused):
+    reading, read, logged = threading.Event(), read_request, []
 
-    def slow(*arguments):
+    def slow(*arguments, **prepared):
         reading.wait(timeout=60)
-        request = read(*arguments)
         if refused:
-            raise ArgumentError("after its contexts were entered")
-        return request
+            raise ArgumentError("a mistake that nobody hears of")
+        return read(*arguments, **prepared)
 
-    monkeypatch.setattr(asyncs, "_read", slow)
+    monkeypatch.setattr("redrafter.engine.engine.read_request", slow)
 
     async def work():
         asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
@@ -120,10 +119,13 @@ def test_a_call_that_is_cancelled_twice_while_it_is_read_holds_nothing(engine, m
         reading.set()
         with pytest.raises(asyncio.CancelledError):
             await call
-        await asyncio.to_thread(asyncs._preparing.submit(int).result)  # the one before it has ended
+        monkeypatch.undo()
+        await engine.agenerate(IDS[:1], **GREEDY)  # which is read after it
         gc.collect()
 
     asyncio.run(work())
+    for thread in threads():
+        thread.join(timeout=60)
     assert engine.target.shared.calls == 0, "the weights are held for ever"
     assert not logged
 
