@@ -16,6 +16,25 @@ from redrafter.files.atomic_folder import check_output_folder
 from redrafter.options import check_values, dtype_word, option
 from redrafter.parallel.launched import launched_processes
 
+RECORD_FILE = "training.json"
+DTYPES = ("float32", "bfloat16", "float16")
+OPTIMIZERS = ("adamw", "muon")
+DEFAULT_LENGTH = 512  # tokens
+# Peak learning rates of new weights, of a drafter that is trained further, and of its low-rank updates.
+NEW_LR, FURTHER_LR, LOW_RANK_LR = 1e-3, 5e-4, 3e-3
+# Options that define the form of a new drafter; a drafter to train further already has one.
+FORM_OPTIONS = (
+    *("form", "recurrence", "num_layers", "target_layers", "context_window", "head_rank", "draft_vocab_size"),
+)
+# The options that each form supports. DFlash2's selector knows all ids.
+FORMS = {
+    "recurrent": FORM_OPTIONS,
+    "eagle3": ("form", "target_layers", "draft_vocab_size"),
+    **dict.fromkeys(("dflash", "dspark"), ("form", "num_layers", "target_layers", "draft_vocab_size")),
+    "dflash2": ("form", "num_layers", "target_layers"),
+}
+MAX_SIZE = 1 << 24  # upper bound of numbers of tokens, rows and weights: larger ones exceed any memory
+
 SMALL_BASE = 3_000_000_000  # parameters; small was measured at 135M and 1.5B, large at 135M alone
 
 
@@ -56,8 +75,6 @@ RECIPES = {
     ),
 }
 
-RECORD_FILE = "training.json"
-
 
 def check_output(output: Path, overwrite: bool) -> None:
     """Raise `ArgumentError` if `save_drafter` cannot write to `output`, or must not replace its content."""
@@ -78,25 +95,6 @@ def check_no_checkpoints(output: Path) -> None:
         raise ArgumentError(
             f"{folder} holds an earlier training's checkpoints; continue with --resume, or start again with --overwrite"
         )
-
-
-DTYPES = ("float32", "bfloat16", "float16")
-OPTIMIZERS = ("adamw", "muon")
-DEFAULT_LENGTH = 512  # tokens
-# Peak learning rates of new weights, of a drafter that is trained further, and of its low-rank updates.
-NEW_LR, FURTHER_LR, LOW_RANK_LR = 1e-3, 5e-4, 3e-3
-# Options that define the form of a new drafter; a drafter to train further already has one.
-FORM_OPTIONS = (
-    *("form", "recurrence", "num_layers", "target_layers", "context_window", "head_rank", "draft_vocab_size"),
-)
-# The options that each form supports. DFlash2's selector knows all ids.
-FORMS = {
-    "recurrent": FORM_OPTIONS,
-    "eagle3": ("form", "target_layers", "draft_vocab_size"),
-    **dict.fromkeys(("dflash", "dspark"), ("form", "num_layers", "target_layers", "draft_vocab_size")),
-    "dflash2": ("form", "num_layers", "target_layers"),
-}
-MAX_SIZE = 1 << 24  # upper bound of numbers of tokens, rows and weights: larger ones exceed any memory
 
 
 def layers(text: str) -> tuple[int, ...]:

@@ -20,6 +20,8 @@ from redrafter.drafting.text_drafters import GivenTexts, TrainableDrafter
 from redrafter.model.teacher import TeacherOutput
 from redrafter.train.config import TrainConfig
 
+DECAY = 0.9  # weight of each draft step relative to the one before; 0.8 gained no more than seeds differ
+
 CHUNK_BYTES = 1 << 29  # of one float32 copy of a chunk's logits; a few copies are alive at once
 # A trade-off on a CPU: a chunk's logits should stay in its cache, but each chunk also reads the whole head.
 CHUNK_PREDICTIONS_ON_CPU = 256
@@ -156,9 +158,6 @@ class HeadLoss(torch.autograd.Function):
                 head_gradient.mul_(gradient)
             scaled += [x_gradient.to(dtype).mul_(gradient), head_gradient]
         return (*scaled[:2], *[None] * 7, *scaled[2:])
-
-
-DECAY = 0.9  # weight of each draft step relative to the one before; 0.8 gained no more than seeds differ
 
 
 def target_mask(mask: Tensor, draft_len: int) -> Tensor:

@@ -31,6 +31,10 @@ from redrafter.train.loss import DECAY
 from redrafter.train.progress import TrainingState
 from redrafter.tree.sizes import TreeShape
 
+WIDTHS = (3, 4, 5, 8)  # candidate widths for a trained drafter's default tree
+# Trees within this fraction of the best count as equal: 32 texts of 64 tokens do not resolve smaller differences.
+TIE = 0.01
+
 
 def save_drafter(
     drafter: DrafterModel, output: Path, card: str, facts: dict[str, Any], dtype: torch.dtype, overwrite: bool = False
@@ -165,11 +169,6 @@ def _config_without_folders(config: TrainConfig) -> dict[str, object]:
             value = tuple(map(short_name, value)) if isinstance(value, tuple) else value and short_name(value)
         options[field.name] = value
     return options
-
-
-WIDTHS = (3, 4, 5, 8)  # candidate widths for a trained drafter's default tree
-# Trees within this fraction of the best count as equal: 32 texts of 64 tokens do not resolve smaller differences.
-TIE = 0.01
 
 
 def candidates(drafter: TrainableDrafter, draft_len: int) -> list[TreeShape]:

@@ -53,6 +53,13 @@ from redrafter.train.output import (
 from redrafter.train.processes import broadcast_weights, load_sharded, new_accelerator, stays_on_cpu
 from redrafter.train.progress import TrainingState
 
+# Explains `right` in lines of progress.
+RIGHT = (
+    "right 0.5 0.4 ...: the drafter's best guess was the text's own token at draft step 1 in 0.5 of all cases, and at "
+    "step 2 in 0.4 of those where step 1 was right"
+)
+__all__ = ["TrainConfig", "main", "new_drafter", "train"]
+
 CURRENT = "current"  # value of --drafter for the existing one
 REPLAYED_ROWS = 2048  # of earlier files, newest first, that a round trains on again
 POLL_SECONDS = 2.0  # between scans of directories without enough new rows
@@ -130,15 +137,6 @@ def _count_rows(file: Path) -> int:
         return sum(1 for _ in open_lines(file))
     except CheckpointError:
         return 0  # it was just dropped, or is invalid, which training will report
-
-
-# Explains `right` in lines of progress.
-RIGHT = (
-    "right 0.5 0.4 ...: the drafter's best guess was the text's own token at draft step 1 in 0.5 of all cases, and at "
-    "step 2 in 0.4 of those where step 1 was right"
-)
-
-__all__ = ["TrainConfig", "main", "new_drafter", "train"]
 
 
 def train_from_files(config: TrainConfig, log: Callable[[str], object]) -> None:

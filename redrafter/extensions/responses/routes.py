@@ -23,6 +23,11 @@ from redrafter.serve.routes.translated import Event, Kind, PartWriter, chat_requ
 if TYPE_CHECKING:
     from redrafter.serve.server import Server
 
+# Fields of a request that its response repeats.
+_ECHOED = (
+    *("instructions", "max_output_tokens", "prompt_cache_key", "safety_identifier", "temperature", "top_p", "user"),
+)
+
 _ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
 
 
@@ -161,12 +166,6 @@ class ResponsesRequest(requests.SharedFields):
     background: Literal[False] | None = None
     include: Annotated[list[Any], Field(max_length=0)] | None = None
     reasoning: Reasoning | None = None
-
-
-# Fields of a request that its response repeats.
-_ECHOED = (
-    *("instructions", "max_output_tokens", "prompt_cache_key", "safety_identifier", "temperature", "top_p", "user"),
-)
 
 
 def responses_routes(server: "Server", respond: Respond) -> list[BaseRoute]:

@@ -33,6 +33,22 @@ from redrafter.serve.network.guards import error_answer
 from redrafter.serve.protocol.requests import ApiError, error_body
 from redrafter.serve.routes.page import page
 
+try:
+    from uvloop import run
+except ImportError:  # it is not built for every platform; the loop of asyncio takes longer for each chunk of a stream
+    from asyncio import run  # type: ignore[assignment]
+
+if TYPE_CHECKING:  # it imports torch
+    from redrafter.serve.engine_process.client import EngineClient
+    from redrafter.serve.server import Server
+
+_LOG = logging.getLogger(__name__)
+ACCEPTED_AT_ONCE = 32  # connections accepted per event-loop iteration, before they are counted: fewer than spare files
+BACKLOG_CONNECTIONS = 2048  # queued by the system until they are accepted
+LOADING_LOG_SECONDS = 15.0  # between log lines while the model is being loaded
+# Time from a signal to end until the process is killed: more than the engine's process has, before it is killed.
+FORCED_END_SECONDS = END_SECONDS + 5.0
+
 MAX_CONNECTIONS = 1024  # if enough files may be opened
 SPARE_FILES = 64  # descriptors reserved for later files and closing connections
 REQUEST_SECONDS = 30.0  # time for a request to begin, and then to arrive as a whole
@@ -185,23 +201,6 @@ def room_for_connections(wanted: int | None) -> int:
         message = f"--max-connections {wanted} needs more files than may be open: at most {files}; see ulimit -n"
         raise ArgumentError(message)
     return min(MAX_CONNECTIONS, files) if wanted is None else wanted
-
-
-try:
-    from uvloop import run
-except ImportError:  # it is not built for every platform; the loop of asyncio takes longer for each chunk of a stream
-    from asyncio import run  # type: ignore[assignment]
-
-if TYPE_CHECKING:  # it imports torch
-    from redrafter.serve.engine_process.client import EngineClient
-    from redrafter.serve.server import Server
-
-_LOG = logging.getLogger(__name__)
-ACCEPTED_AT_ONCE = 32  # connections accepted per event-loop iteration, before they are counted: fewer than spare files
-BACKLOG_CONNECTIONS = 2048  # queued by the system until they are accepted
-LOADING_LOG_SECONDS = 15.0  # between log lines while the model is being loaded
-# Time from a signal to end until the process is killed: more than the engine's process has, before it is killed.
-FORCED_END_SECONDS = END_SECONDS + 5.0
 
 
 class ServerProcess:
