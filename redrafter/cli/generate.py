@@ -26,9 +26,16 @@ from redrafter.engine.streamers import StepStreamer
 from redrafter.errors import ArgumentError, first_line
 from redrafter.files.gguf_file import SUFFIX
 from redrafter.measure.decode import PromptIds, RepeatedRuns
-from redrafter.measure.differences import ROUNDS_INSIDE
 from redrafter.measure.prompts import ROW_SUFFIXES, encode, read_prompts
-from redrafter.measure.record import UNDRAFTED, Record, conditions, describe_stats, drafts_left_out, to_json
+from redrafter.measure.record import (
+    ROUNDS_INSIDE,
+    UNDRAFTED,
+    Record,
+    conditions,
+    describe_stats,
+    drafts_left_out,
+    to_json,
+)
 from redrafter.measure.table import SPEED, format_records
 from redrafter.measure.trial import Trial, describe
 from redrafter.parallel.launched import launched_processes

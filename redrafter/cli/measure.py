@@ -9,9 +9,9 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-from redrafter.app import engines
+from redrafter.app import loading
 from redrafter.app.flags import short_name
-from redrafter.app.loading import Pair, check_options
+from redrafter.app.loading import Pair
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.app.templates import load_chat_tokenizer
 from redrafter.chat.template import chat_template_of
@@ -30,9 +30,8 @@ from redrafter.formats.model_card import acceptance_section, read_or_begin, repl
 from redrafter.measure import misses
 from redrafter.measure.decode import DEFAULT_BATCH_SIZE as ANSWERED_AT_ONCE
 from redrafter.measure.decode import PromptIds, Texts, pad_token_of, repeated_share, write_texts
-from redrafter.measure.differences import ROUNDS_INSIDE
 from redrafter.measure.prompts import PromptSource, encode, read_prompts
-from redrafter.measure.record import PROMPT_LOOKUP, UNDRAFTED, Record, Records, conditions
+from redrafter.measure.record import PROMPT_LOOKUP, ROUNDS_INSIDE, UNDRAFTED, Record, Records, conditions
 from redrafter.measure.replay import ReplayStats, name_tree, replay
 from redrafter.measure.steps import StepWork, copy_bandwidth, measure_step
 from redrafter.measure.table import SPEED, draw, format_markdown, format_records, table_of, write_csv
@@ -120,7 +119,7 @@ def compare(options: CompareOptions, load: LoadOptions, draft: DraftOptions, gen
         raise ArgumentError("--assisted is for --draft-model: give that too")
     if options.assisted and generation.stop:
         raise ArgumentError("--assisted takes no --stop: transformers' assisted generation has no tokenizer for it")
-    pairs = _load_pairs(*check_options(load, draft))
+    pairs = _load_pairs(*loading.check_options(load, draft))
     pair, tokens = pairs[0], generation.max_new_tokens
     prompts, skipped = _prompts(pair, options, options.num_prompts, tokens, temperature, seed or 0)
     limit = options.max_input_len or sys.maxsize
@@ -149,7 +148,7 @@ def compare(options: CompareOptions, load: LoadOptions, draft: DraftOptions, gen
 
 def evaluate(options: EvaluateOptions, load: LoadOptions) -> int:
     """Run `redrafter evaluate`. Returns its exit code."""
-    if not engines.has_drafter(load):
+    if not loading.has_drafter(load):
         raise ArgumentError(f"{load.model} holds no drafter that could be evaluated: give one (--drafter D)")
     pair = Pair.load(load)
     if options.adapter is not None:
@@ -292,7 +291,14 @@ def _prompts(
 
 
 def _answer(
-    pair: Pair, name: str, questions: int | None, tokens: int, temperature: float, seed: int, most: int, rows: int
+    pair: Pair,
+    name: str,
+    questions: int | None,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    most: int,
+    rows: int,
 ) -> tuple[Texts, dict[str, int], dict[str, int]]:
     """Let the model answer a suite by undrafted decoding, `rows` turns at once; return what `answer_suite` does."""
     chat_template_of(pair.tokenizer)  # raises an error before the first line of progress
@@ -361,17 +367,17 @@ def _describe(
 def _load_pairs(name: str, load: LoadOptions, draft: DraftOptions) -> list[Pair]:
     """Load one pair per usable drafting method, all on one target; prompt lookup is always usable."""
     methods = [
-        engines.DRAFTER if engines.has_drafter(load) else engines.RECYCLED,
-        *([engines.DRAFT_MODEL] if draft.draft_model else []),
+        loading.DRAFTER if loading.has_drafter(load) else loading.RECYCLED,
+        *([loading.DRAFT_MODEL] if draft.draft_model else []),
         PROMPT_LOOKUP,
     ]
-    engines.check_method_options(load, draft, set(methods))
+    loading.check_method_options(load, draft, set(methods))
     tokenizer = load_chat_tokenizer(name, load, trust_remote_code=load.trust_remote_code)
     pairs: list[Pair] = []
     for method in methods:
         # All methods share one target, so that its weights are in memory once.
-        engine = engines.load_engine(method, pairs[0].engine.target if pairs else name, load, draft)
-        pairs.append(Pair(name, method, engines.drafting_model_name(method, name, load, draft), tokenizer, engine))
+        engine = loading.load_engine(method, pairs[0].engine.target if pairs else name, load, draft)
+        pairs.append(Pair(name, method, loading.drafting_model_name(method, name, load, draft), tokenizer, engine))
     made = [pair.engine for pair in pairs]
     lender = next((engine for engine in made if engine.draft_model is not None), made[0])
     for engine in made:
@@ -393,7 +399,7 @@ def _short_enough(prompts: Mapping[str, list[list[int]]], options: CompareOption
 
 def _assisted(pairs: Sequence[Pair], undrafted: Trial, trust_remote_code: bool) -> TransformersTrial:
     """Return assisted generation of transformers with the draft model of a pair."""
-    pair = next(pair for pair in pairs if pair.method == engines.DRAFT_MODEL)
+    pair = next(pair for pair in pairs if pair.method == loading.DRAFT_MODEL)
     draft, more = pair.engine.draft_model, dict[str, Any]()
     assert draft is not None
     if pair.engine.draft_vocabulary is not None:

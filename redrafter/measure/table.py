@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from redrafter.files.atomic_file import write_atomically
-from redrafter.measure.differences import describe_differences
-from redrafter.measure.record import Record, to_json
+from redrafter.measure.record import Record, describe_differences, to_json
 
 MIN_WIDTH = 5  # of a column: the width of a share with three decimals
 SHOWN_POSITIONS = 8  # of drafts, in a table; CSV has all

@@ -12,8 +12,7 @@ from redrafter.engine.call import GenerateStats
 from redrafter.engine.engine import Engine
 from redrafter.errors import ArgumentError
 from redrafter.measure.decode import PromptIds, RepeatedRuns, Run, Texts, pad_token_of, timed_run, transformers_run
-from redrafter.measure.differences import find_differences
-from redrafter.measure.record import Record
+from redrafter.measure.record import Record, find_differences
 
 
 @dataclass

@@ -147,7 +147,7 @@ def test_compare_tells_where_tokens_differ(generate, monkeypatch):
     _, err = generate("Zürich", "--compare")
     assert "0 of 1\n  OTHER TOKENS in prompt 1" in err
     assert re.search(r"\n  OTHER TOKENS in prompt 1 at new token 8: .+; rounding explains 0.0001\n    undrafted ", err)
-    monkeypatch.setattr("redrafter.measure.differences.tolerance", lambda *_: 1e9)
+    monkeypatch.setattr("redrafter.measure.record.tolerance", lambda *_: 1e9)
     document = json.loads(generate("Zürich", "--compare", "--json", "--dtype", "bfloat16")[0])
     assert document["compare"][1]["near_ties"] == 1
     _, err = generate("Zürich", "--compare", "--dtype", "bfloat16")

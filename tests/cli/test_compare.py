@@ -12,7 +12,7 @@ from helpers.models import tiny_model
 from helpers.tokenizers import TEXTS, byte_level, sentencepiece_like
 from redrafter.cli import main
 from redrafter.cli import measure as measure_module
-from redrafter.measure.differences import first_difference, tolerance
+from redrafter.measure.record import first_difference, tolerance
 from redrafter.measure.trial import Trial
 from redrafter.sampling.noise import gumbel
 from redrafter.tree import report as report_module

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from helpers.gguf_files import HALVES, write_gguf
 from helpers.packed import AWQ, GPTQ, TORCHAO, as_awq, as_compressed, as_gptq, as_torchao, save_packed
 from redrafter import ReDrafter
-from redrafter.measure.differences import find_differences
+from redrafter.measure.record import find_differences
 from redrafter.model.quantized_layers import quantized_form
 
 Source = tuple[Any, dict[str, Any]]  # a base and further arguments of `from_pretrained`

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from helpers.models import tiny_model
-from redrafter.measure.differences import FLOAT32_TOLERANCE, tolerance
+from redrafter.measure.record import FLOAT32_TOLERANCE, tolerance
 from redrafter.model.target import Target
 
 
