@@ -6,14 +6,13 @@
 // from codes of 4 bits, in the instruction that widens them.
 //
 // A program has WARPS x 32 output features, whose codes it copies tile by tile to shared memory, one after another.
-// It starts to copy them before the previous kernel is done, which they do not depend on. Tiles are divided into ranges,
-// row by row. Ranges that share a row of tiles share the work of adding up their parts. All orders of sums depend only on
-// the sizes of the weight and of the GPU, so that a token has the same bits whatever else is in the forward.
+// It starts to copy them before the previous kernel is done, which they do not depend on. Several programs share the
+// input features of a small weight, and then the work of adding up their parts. All orders of sums depend only on the
+// sizes of the weight, so that a token has the same bits whatever else is in the forward.
 //
 // Macros: BITS (4, 8), X, SCALE, MINIMUM, BIAS (0 bfloat16, 1 float16, 2 float32, -1 none), TILES (of 8 tokens), WARPS,
 // BLOCKS (of 16 bytes of a row, in a tile: 4, 8), STAGES (tiles in shared memory), PROGRAMS (at least, for which a
-// multiprocessor has registers), PER (scales of a row in a tile), WHOLE (1 if tiles are, and scales whole words), SPREAD
-// (1 if a range may have tiles of several rows).
+// multiprocessor has registers), PER (scales of a row in a tile), WHOLE (1 if tiles are, and scales whole words).
 
 #ifdef __CUDACC_RTC__  // tests define these for a CPU
 typedef unsigned int u32;
@@ -54,22 +53,38 @@ DEVICE Four load_matrices(u32 at) {
 DEVICE u32 load2(u32 at) { u16 r; asm volatile("ld.shared.u16 %0, [%1];" : "=h"(r) : "r"(at) : "memory"); return r; }
 DEVICE u32 load4(u32 at) { u32 r; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(at) : "memory"); return r; }
 DEVICE Two load8(u32 at) { Two r; asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "r"(at) : "memory"); return r; }
-DEVICE Four load16(u32 at) { Four r; asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(at) : "memory"); return r; }
+DEVICE Four load16(u32 at) {
+    Four r;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(at) : "memory");
+    return r;
+}
 DEVICE void store2(u32 at, u32 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"((u16)v) : "memory"); }
 DEVICE void store4(u32 at, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
 DEVICE void store8(u32 at, float x, float y) { asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x), "f"(y) : "memory"); }
-DEVICE float2 load_global(const float2* at) { float2 r; asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(r.x), "=f"(r.y) : "l"(at) : "memory"); return r; }
+DEVICE float2 load_global(const float2* at) {
+    float2 r;
+    asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(r.x), "=f"(r.y) : "l"(at) : "memory");
+    return r;
+}
 DEVICE int load_count(const int* at) { int r; asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(r) : "l"(at) : "memory"); return r; }
 DEVICE float from_half(u32 bits) { float r; asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"((u16)bits)); return r; }
 DEVICE u32 to_half(float number) { u16 r; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(number)); return r; }
 DEVICE u32 to_bfloat16(float number) { u16 r; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(number)); return r; }
 DEVICE u32 to_bfloat16_pair(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
+DEVICE u32 fma_pair(u32 a, u32 b, u32 c) {
+    u32 r;
+#if X == 1
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+#else
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+#endif
+    return r;
+}
 #if X == 1
 #define KIND "f16"
 #else
 #define KIND "bf16"
 #endif
-DEVICE u32 fma_pair(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn." KIND "x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 DEVICE void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32." KIND "." KIND ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -82,7 +97,7 @@ DEVICE u32 permute(u32 a, u32 selector) { return __byte_perm(a, 0, selector); }
 DEVICE u32 and_or(u32 a, u32 b, u32 c) { u32 r; asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 #endif
 
-constexpr int ROWS = 32 * WARPS, THREADS = 32 * WARPS, COLUMNS = 8 / WARPS;  // programs for the 256 rows of a tile
+constexpr int ROWS = 32 * WARPS, THREADS = 32 * WARPS;
 constexpr int TILE_BYTES = 16 * BLOCKS;               // of a row
 constexpr int UNITS = BLOCKS * (BITS == 4 ? 2 : 1);  // of 16 input features, in a tile
 constexpr int UNITS_PER_BLOCK = UNITS / BLOCKS;
@@ -306,7 +321,7 @@ DEVICE void add_minima(float (&acc)[TILES][2][4], u32 minima, u32 sums, int odd,
 DEVICE void add_products(float (&acc)[TILES][2][4], u32 stage, int odd, int warp, int lane) {
     const int row = 32 * warp + lane;
     const u32 codes = stage, x = stage + X_AT, scales = stage + SCALE_AT;
-#pragma unroll (TILES > 4 ? 1 : TILES > 2 ? 4 : BLOCKS)  // a step's codes are widened during the products before
+#pragma unroll (TILES > 4 ? 1 : TILES > 2 ? 4 : BLOCKS)
     for (int step = 0; step < BLOCKS / SPAN; step++) {
         u32 wide[SPAN][4][2 * UNITS_PER_BLOCK];
 #pragma unroll
@@ -367,133 +382,106 @@ struct Arguments {
     int *counts, tokens, features, inner, stride, groups, group;  // stride and groups as in `Weight`
 };
 
-// Returns the weight from the first output feature on that a program has of a row of tiles.
-DEVICE Weight weight_of_row(const Arguments& a, int row) {
-    const int first = (row * COLUMNS + blockIdx.x) * ROWS;
-    const long long numbers_before = (long long)first * a.groups;
-    return {a.codes + (long long)first * a.stride, a.scale + numbers_before * SCALE_BYTES, a.minimum + numbers_before * MINIMUM_BYTES,
-            a.features - first, a.inner * BITS / 8, a.stride, a.groups, a.group};
-}
-
-// Stores the results of a range in a row of tiles, or its part of them, and sets its sums to 0. Parts of the ranges `low`
-// to `high` are added up in their order: by the first, whose last row it is, or a share by each if all end in the row.
-DEVICE void store_row(float (&acc)[TILES][2][4], const Arguments& a, int row, int all, int tiles, int thread) {
-    constexpr int PLACES = 4 * TILES, ITEMS = PLACES * THREADS;
-    const int range = blockIdx.y, ranges = gridDim.y, first = (row * COLUMNS + blockIdx.x) * ROWS;
-    const int low = ((row * all + 1) * ranges - 1) / tiles, high = ((row + 1) * all * ranges - 1) / tiles, others = high - low;
-    const bool adds_alone = SPREAD && range == low && others;
-    float2* mine = a.parts + ((long long)(range + row) * COLUMNS + blockIdx.x) * ITEMS;
-    int* count = a.counts + low * COLUMNS + blockIdx.x;
-    while (adds_alone && load_count(count) < others) {}
-    for (int other = 1; adds_alone && other <= others; other++)  // before a result is stored, which loads would wait for
-#pragma unroll
-        for (int p = 0; p < PLACES; p++) {
-            float2 part = load_global(mine + other * COLUMNS * ITEMS + p * THREADS + thread);
-            acc[p / 4][p / 2 % 2][p % 2 * 2] += part.x, acc[p / 4][p / 2 % 2][p % 2 * 2 + 1] += part.y;
-        }
-#pragma unroll
-    for (int p = 0; p < PLACES; p++) {
-        float* c = &acc[p / 4][p / 2 % 2][p % 2 * 2];
-        if (adds_alone || !others) store_results(a.out, a.bias, c[0], c[1], p, thread, first, a.tokens, a.features);
-        else if (p / 4 * 8 + thread % 4 * 2 < a.tokens) mine[p * THREADS + thread] = make_float2(c[0], c[1]);
-        c[0] = c[1] = 0;
-    }
-    if (!others) return;
-    __syncthreads();
-    if (thread == 0 && adds_alone) *count = 0;
-    else if (thread == 0) {
-        __threadfence();
-        atomicAdd(count, 1);
-        while (!SPREAD && load_count(count) <= others) {}
-        __threadfence();
-    }
-    if (SPREAD) return;
-    __syncthreads();
-    const int end = ITEMS * (range - low + 1) / (others + 1);
-    for (int item = ITEMS * (range - low) / (others + 1) + thread; item < end; item += THREADS) {
-        if (item / THREADS / 4 * 8 + item % 4 * 2 >= a.tokens) continue;
-        float2 sum = {0, 0};
-#pragma unroll 8
-        for (int other = low - range; other <= high - range; other++) {
-            float2 part = load_global(mine + (long long)other * COLUMNS * ITEMS + item);
-            sum.x += part.x, sum.y += part.y;
-        }
-        store_results(a.out, a.bias, sum.x, sum.y, item / THREADS, item % THREADS, first, a.tokens, a.features);
-    }
-    // The last program to read the count resets it for the next launch.
-    if (thread == 0 && atomicAdd(count, 1) == 2 * others + 1) *count = 0;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS) grouped_product(const Arguments arguments) {
     const auto [x, codes, scale, minimum, bias, out, parts, counts, tokens, features, inner, stride, groups, group] = arguments;
     extern __shared__ __align__(128) char memory[];
     const u32 shared = shared_address(memory);
-    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, range = blockIdx.y, ranges = gridDim.y;
-    const int all = (inner + INPUTS - 1) / INPUTS, tiles = (features + ROWS * COLUMNS - 1) / (ROWS * COLUMNS) * all;
-    const int begin = tiles * range / ranges, count = tiles * (range + 1) / ranges - begin;
-    int row = begin / all, k = begin % all, next_row = row, next_k = k;
-    Weight w = weight_of_row(arguments, row);
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int split = blockIdx.x, splits = gridDim.x, first = blockIdx.y * ROWS;
+    const long long numbers_before = (long long)first * groups;
+    const Weight w = {codes + (long long)first * stride, scale + numbers_before * SCALE_BYTES, minimum + numbers_before * MINIMUM_BYTES,
+                      features - first, inner * BITS / 8, stride, groups, group};
+    const int all = (inner + INPUTS - 1) / INPUTS;
+    const int low = (int)((long long)all * split / splits), count = (int)((long long)all * (split + 1) / splits) - low;
     float acc[TILES][2][4] = {};
     let_next_kernel_start();
-    auto go_to_next = [&] {
-        if (++next_k == all && SPREAD) next_k = 0, w = weight_of_row(arguments, ++next_row);
-    };
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++)
         if (i < count) {
             const u32 stage = shared + i * STAGE_BYTES, minima = shared + MINIMUM_AT + i * MINIMUM_BYTES_OF_TILE;
-            copy_weight(w, stage, minima, next_k, thread);
+            copy_weight(w, stage, minima, low + i, thread);
 #if !WHOLE
             Numbers numbers;
-            read_numbers(numbers, w, next_k, thread);
+            read_numbers(numbers, w, low + i, thread);
             store_numbers(numbers, stage, minima, thread);
 #endif
-            go_to_next();
         }
     wait_for_previous_kernel();
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
-        if (i < count) copy_inputs(x, shared + i * STAGE_BYTES, tokens, inner, SPREAD ? (k + i) % all : k + i, thread);
+        if (i < count) copy_inputs(x, shared + i * STAGE_BYTES, tokens, inner, low + i, thread);
         end_copies();
     }
     const u32 sums = shared + SUMS_AT;
     u32 stage = 0, ahead = (STAGES - 1) * STAGE_BYTES, minima = STAGES * MINIMUM_BYTES_OF_TILE, minima_ahead = (STAGES - 1) * MINIMUM_BYTES_OF_TILE;
-    auto end_row = [&](int i) {
-#if MINIMUM >= 0
-        __syncthreads();
-        add_minima(acc, shared + MINIMUM_AT + minima, sums + i % 2 * SUMS_BYTES, half_of_word(k, arguments.group), warp, lane);
-#endif
-        store_row(acc, arguments, row, all, tiles, thread);
-    };
     for (int i = 0; i < count; i++) {
         wait_for_copies<STAGES - 2>();
         __syncthreads();
-        const bool more = i + STAGES - 1 < count;
-        if (more) {
-            copy_weight(w, shared + ahead, shared + MINIMUM_AT + minima_ahead, next_k, thread);
-            copy_inputs(x, shared + ahead, tokens, inner, next_k, thread);
+        const int next = i + STAGES - 1;
+        if (next < count) {
+            copy_weight(w, shared + ahead, shared + MINIMUM_AT + minima_ahead, low + next, thread);
+            copy_inputs(x, shared + ahead, tokens, inner, low + next, thread);
         }
         end_copies();
 #if !WHOLE
         Numbers numbers;
-        if (more) read_numbers(numbers, w, next_k, thread);
+        if (next < count) read_numbers(numbers, w, low + next, thread);
 #endif
 #if MINIMUM >= 0
         // Of the tile before, whose sums are there since the barrier.
-        if (i && (k || !SPREAD)) add_minima(acc, shared + MINIMUM_AT + minima, sums + (i + 1) % 2 * SUMS_BYTES, half_of_word(k - 1, group), warp, lane);
+        if (i) add_minima(acc, shared + MINIMUM_AT + minima, sums + (i + 1) % 2 * SUMS_BYTES, half_of_word(low + i - 1, group), warp, lane);
         add_inputs(shared + stage + X_AT, sums + i % 2 * SUMS_BYTES, warp, lane);
 #endif
-        add_products(acc, shared + stage, half_of_word(k, group), warp, lane);
+        add_products(acc, shared + stage, half_of_word(low + i, group), warp, lane);
 #if !WHOLE
-        if (more) store_numbers(numbers, shared + ahead, shared + MINIMUM_AT + minima_ahead, thread);
+        if (next < count) store_numbers(numbers, shared + ahead, shared + MINIMUM_AT + minima_ahead, thread);
 #endif
-        go_to_next();
         stage = stage == (STAGES - 1) * STAGE_BYTES ? 0 : stage + STAGE_BYTES;
         ahead = ahead == (STAGES - 1) * STAGE_BYTES ? 0 : ahead + STAGE_BYTES;
         minima = minima == STAGES * MINIMUM_BYTES_OF_TILE ? 0 : minima + MINIMUM_BYTES_OF_TILE;
         minima_ahead = minima_ahead == STAGES * MINIMUM_BYTES_OF_TILE ? 0 : minima_ahead + MINIMUM_BYTES_OF_TILE;
-        if (SPREAD && (k + 1 == all || i + 1 == count)) end_row(i), k = 0, row++;
-        else k++;
     }
-    if (!SPREAD) k--, end_row(count - 1);
+#if MINIMUM >= 0
+    if (count) {
+        __syncthreads();
+        add_minima(acc, shared + MINIMUM_AT + minima, sums + (count + 1) % 2 * SUMS_BYTES, half_of_word(low + count - 1, group), warp, lane);
+    }
+#endif
+    constexpr int PLACES = 4 * TILES, ITEMS = PLACES * THREADS;
+    if (splits == 1) {
+#pragma unroll
+        for (int p = 0; p < PLACES; p++) {
+            float* c = &acc[p / 4][p / 2 % 2][p % 2 * 2];
+            store_results(out, bias, c[0], c[1], p, thread, first, tokens, features);
+        }
+        return;
+    }
+    float2* mine = parts + (long long)blockIdx.y * splits * ITEMS;
+#pragma unroll
+    for (int p = 0; p < PLACES; p++)
+        if (p / 4 * 8 + lane % 4 * 2 < tokens) {
+            float* c = &acc[p / 4][p / 2 % 2][p % 2 * 2];
+            mine[(long long)split * ITEMS + p * THREADS + thread] = make_float2(c[0], c[1]);
+        }
+    __syncthreads();
+    if (thread == 0) {
+        __threadfence();
+        atomicAdd(counts + blockIdx.y, 1);
+        while (load_count(counts + blockIdx.y) < splits) {}
+        __threadfence();
+    }
+    __syncthreads();
+    // Each program adds up a share of the results, in the order of the parts.
+    const int end = ITEMS * (split + 1) / splits;
+    for (int item = ITEMS * split / splits + thread; item < end; item += THREADS) {
+        if (item / THREADS / 4 * 8 + item % 4 * 2 >= tokens) continue;
+        float2 sum = {0, 0};
+        for (int s = 0; s < splits; s++) {
+            float2 part = load_global(mine + (long long)s * ITEMS + item);
+            sum.x += part.x, sum.y += part.y;
+        }
+        store_results(out, bias, sum.x, sum.y, item / THREADS, item % THREADS, first, tokens, features);
+    }
+    // The last program to read the count resets it for the next launch.
+    if (thread == 0 && atomicAdd(counts + blockIdx.y, 1) == 2 * splits - 1) counts[blockIdx.y] = 0;
 }

@@ -18,8 +18,7 @@ MAX_TOKENS = 64  # of a launch
 MAX_FEW_TOKENS = 64  # from more on, it is as fast to dequantise the weight and to use torch's product
 BLOCKS = 8  # of 16 bytes of a row, in a tile; the order of sums depends on it
 TILE_BYTES = 16 * BLOCKS
-WARP_FEATURES, TILE_FEATURES = 32, 256  # output features of a warp and of a tile
-MIN_BUSY = 0.8  # share of multiprocessors that have work, below which ranges need not end with a row of tiles
+WARP_FEATURES = 32  # output features of a warp
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
@@ -27,17 +26,16 @@ class WeightTiling(NamedTuple):
     """Describes how a product is divided into programs.
 
     Attributes:
-        warps: Warps of a program, of 32 output features each: 4 or 8.
+        warps: Warps of a program, of 32 output features each.
         stages: Tiles of codes and inputs in shared memory.
         programs: Programs for which a multiprocessor has registers.
-        ranges: Ranges into which the tiles are divided, row by row; not more than there are. The order of sums depends
-            on them.
+        splits: Programs that share the input features.
     """
 
     warps: int
     stages: int
     programs: int
-    ranges: int
+    splits: int
 
 
 def is_available(device: torch.device) -> bool:
@@ -96,14 +94,10 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def choose_tiling(tokens: int, weight: GroupedWeight, device: torch.device) -> WeightTiling:
-    """Return the tiling for a number of tokens, whose ranges do not depend on that number."""
-    rows, tiles = math.ceil(len(weight.codes) / TILE_FEATURES), math.ceil(weight.codes.shape[1] / TILE_BYTES)
-    most = _multiprocessors(device)
-    splits = max(min(most // rows, 8, tiles), 1)
-    busy = rows * splits / (most * math.ceil(rows / most))
-    ranges = most if splits == 1 and busy < MIN_BUSY and rows * tiles > most else rows * splits
-    return WeightTiling(4, 3, 2, ranges) if tokens <= 16 else WeightTiling(8, 3, 1, ranges)
+def _choose_tiling(tokens: int, weight: GroupedWeight, device: torch.device) -> WeightTiling:
+    tiles = math.ceil(len(weight.codes) / (8 * WARP_FEATURES))
+    splits = max(min(_multiprocessors(device) // tiles, 8, math.ceil(weight.codes.shape[1] / TILE_BYTES)), 1)
+    return WeightTiling(4, 3, 2, splits) if tokens <= 16 else WeightTiling(8, 3, 1, splits)
 
 
 def multiply(
@@ -126,27 +120,26 @@ def multiply(
         return out
     x, weight = _aligned(x.contiguous()), _aligned_weight(weight)
     codes, scale, minimum = weight.codes, weight.scale, weight.minimum
-    tiling = tiling or choose_tiling(tokens, weight, device)
+    tiling = tiling or _choose_tiling(tokens, weight, device)
     scales, kinds = scales_of_tile(weight), [x, scale, minimum, bias]
     names = zip(("X", "SCALE", "MINIMUM", "BIAS"), kinds, strict=True)
-    rows = math.ceil(features / TILE_FEATURES)
     token_tiles = 1 << max(math.ceil(tokens / 8) - 1, 0).bit_length()
     kernel = _kernel(
         device.index, tiling.stages, BITS=weight.bits, TILES=token_tiles, WARPS=tiling.warps,
         PROGRAMS=tiling.programs, PER=scales or BLOCKS, WHOLE=scales > 0,
-        SPREAD=tiling.ranges % rows > 0,
         **{name: -1 if part is None else DTYPES[part.dtype] for name, part in names},
     )  # fmt: skip
     if kernel is None:  # for so many tokens
         return torch.cat([multiply(part, weight, bias, tiling) for part in x.split(4 * token_tiles)])
+    tiles = math.ceil(features / (WARP_FEATURES * tiling.warps))
     parts = None
-    if tiling.ranges != rows:
-        size = (tiling.ranges + rows) * TILE_FEATURES * 8 * token_tiles
+    if tiling.splits > 1:
+        size = tiles * tiling.splits * WARP_FEATURES * tiling.warps * 8 * token_tiles
         parts = out.new_empty(size, dtype=torch.float32)
     arguments = _Arguments(
         _address(x), _address(codes), _address(scale), _address(minimum), _address(bias), _address(out),
         _address(parts), _address(finished_counts(device)), tokens, features, inner,
         codes.stride(0), scale.stride(0), weight.group,
     )  # fmt: skip
-    kernel.launch((TILE_FEATURES // (WARP_FEATURES * tiling.warps), tiling.ranges), arguments)
+    kernel.launch((tiling.splits, tiles), arguments)
     return out
