@@ -161,12 +161,8 @@ class DraftPolicy:
         """All proposers that the policy may choose, for any batch size."""
         return list(self._proposers.values())
 
-    def first(self, size: int, *, sampled: bool = False) -> Proposer:
-        """Return the proposer that the policy prefers for a batch size before any step."""
-        return self.choices(size, sampled=sampled)[0]
-
     def choices(self, size: int, *, sampled: bool = False) -> Sequence[Proposer]:
-        """Return the proposers that the policy may choose for a batch size to draft with, the preferred one first."""
+        """Return the proposers that steps of a batch size may draft with, first the one to prefer before any step."""
         return [self._proposers[size]]
 
     def choose(self, step: StepRows) -> Proposer:

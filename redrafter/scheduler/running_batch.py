@@ -165,7 +165,7 @@ class RunningBatch:
     def step_nodes(self) -> tuple[int, int]:
         """Number of tree nodes that a step computes now, with drafts and without, including those of padding rows."""
         size = self._sizes[len(self.rows)] if self.rows else 0
-        return step_tokens(self.policy.first(max(size, 1)), size), size
+        return step_tokens(self.policy.choices(max(size, 1))[0], size), size
 
     @property
     def state(self) -> State:

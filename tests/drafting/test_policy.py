@@ -420,7 +420,7 @@ def test_steps_that_sample_choose_from_proposers_of_their_own():
     policy = CostPolicy(StepTimes(StepCosts(FLAT, FREE), UndraftedProposer()), {1: [many]}, sampled={1: [few]})
     for sampled, chosen in ((False, many), (True, few)):
         assert policy.choose(StepRows(1, 1, 1, sampled=sampled)) is chosen
-        assert policy.first(1, sampled=sampled) is chosen
+        assert policy.choices(1, sampled=sampled) == [chosen]
     assert {many, few} < set(policy.proposers)
 
 

@@ -54,7 +54,7 @@ def test_an_engine_on_a_gpu_has_a_proposer_for_each_size(monkeypatch):
     monkeypatch.setattr(ReDrafter, "pauses", True)
     table = RecycledTokens(RecycledConfig(hidden_size=8, vocab_size=64, entries=16))
     policy = ReDrafter(gpu, table).draft_policy([1], None)
-    greedy, sampled = (policy.first(1, sampled=each) for each in (False, True))
+    greedy, sampled = (policy.choices(1, sampled=each)[0] for each in (False, True))
     assert sampled.nodes < greedy.nodes
     assert sampled.without_text is None
     assert [each.without_text for each in policy.proposers].count(sampled) == 1
