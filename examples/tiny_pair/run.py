@@ -27,6 +27,7 @@ from recipe import TINY, Recipe, UserError
 from transformers.utils import logging
 
 from redrafter.app.flags import add_options, read_options
+from redrafter.app.parser import Parser
 
 # In order. A stage is a module with `make(recipe, into) -> facts`: it reads what the stages before it left in
 # `recipe.out`, writes a file or a folder at the path `into`, and returns what it measured. Its name is the module's,
@@ -113,9 +114,7 @@ def main(argv: list[str] | None = None) -> None:
     """Parse the command line and run the stages it asks for."""
     preset = argparse.ArgumentParser(add_help=False)
     preset.add_argument("--tiny", action="store_true", help="sizes that a CPU makes in under a minute, to try it out")
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[preset], allow_abbrev=False
-    )
+    parser = Parser(description=__doc__, parents=[preset])
     parser.add_argument("--stages", default=",".join(STAGES), help="stages to run (default: %(default)s)")
     parser.add_argument("--force", choices=STAGES, help="redo this stage and all after it")
     add_options(parser, Recipe, "settings")
