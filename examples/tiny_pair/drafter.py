@@ -74,7 +74,7 @@ def make(recipe: Recipe, into: Path) -> dict[str, Any]:
     drafter.config.update(
         {
             "base_model": NAME,
-            "base_embedding_norms": embedding_norms(model.get_input_embeddings()),
+            "base_embedding_norms": embedding_norms(model.get_input_embeddings().weight),
             "trained_draft_len": recipe.drafter_len,
             "draft_beams": recipe.drafter_beams,
         }

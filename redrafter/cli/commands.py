@@ -99,8 +99,6 @@ class CompletionOptions:
 
 def run_parsed(argv: list[str]) -> int:
     """Run a command without a parser of its own, or print the error in `argv`. Returns its exit code."""
-    if argv and argv[0] in measure_options.COMMANDS:
-        return measure_options.main(argv[0], argv[1:])
     parser = build_parser()
     if not argv:
         parser.print_help(sys.stderr)
@@ -108,21 +106,25 @@ def run_parsed(argv: list[str]) -> int:
     if not argv[0].startswith("-") and argv[0] not in parser.commands:
         hint = did_you_mean(argv[0], parser.commands)
         parser.error(f"there is no command {argv[0]}{hint or ': choose ' + ', '.join(parser.commands)}")
-    args = parser.parse_args(argv)
+    measures = argv[0] in measure_options.COMMANDS
+    added = measure_options.build_parser(argv[0]) if measures else parser.commands.get(argv[0], parser)
+    args = added.parse_args(argv[1:]) if measures else parser.parse_args(argv)
 
     def command() -> int:
-        if args.command == "completion":
+        if argv[0] == "completion":
             # Only completion needs the parsers of all commands, whose imports take time.
             scripts = {name: importlib.import_module(module).build_parser() for name, (module, _) in SCRIPTS.items()}
             scripts |= {name: measure_options.build_parser(name) for name in measure_options.COMMANDS}
             print(importlib.import_module("redrafter.cli.completion").completion_script(args.shell, parser, scripts))
             return 0
         use_base_of_drafter(args)
-        groups: list[Any] = [read_options(kind, args) for kind in parser.commands[args.command].option_types]
+        groups: list[Any] = [read_options(kind, args) for kind in added.option_types]
         check_paths(*groups)
         vars(args).update(vars(groups[0]))  # with the defaults of the command's own options
         if (of_ranks := run_on_ranks(vars(args).get("tensor_parallel_size"), argv)) is not None:
             return of_ranks
+        if measures:
+            return int(getattr(import_libraries("redrafter.cli.measure"), argv[0])(*groups))
         return int(import_libraries(f"redrafter.cli.{args.command}").run_checked(args))
 
     return run_command(command)

@@ -148,6 +148,8 @@ def compare(options: CompareOptions, load: LoadOptions, draft: DraftOptions, gen
 
 def evaluate(options: EvaluateOptions, load: LoadOptions) -> int:
     """Run `redrafter evaluate`. Returns its exit code."""
+    if options.card and not Path(load.drafter or "/dev/null").is_dir():
+        raise ArgumentError("--card writes into the directory of a drafter: give it with --drafter")
     if not loading.has_drafter(load):
         raise ArgumentError(f"{load.model} holds no drafter that could be evaluated: give one (--drafter D)")
     pair = Pair.load(load)

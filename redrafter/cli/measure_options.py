@@ -5,11 +5,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from redrafter.app.config_file import ConfigParser, command_parser
-from redrafter.app.drafter_alone import use_base_of_drafter
-from redrafter.app.flags import flag, floats, format_value, integers, names, read_options
+from redrafter.app.flags import flag, floats, format_value, integers, names
 from redrafter.app.options import (
     MAX_SEED,
     DraftOptions,
@@ -18,9 +17,6 @@ from redrafter.app.options import (
     PromptOptions,
     check_numbers,
 )
-from redrafter.app.paths import check_paths
-from redrafter.app.program import import_libraries, run_command
-from redrafter.app.rank_launcher import run_on_ranks
 from redrafter.errors import ArgumentError
 from redrafter.options import option
 from redrafter.tree.sizes import TreeShape
@@ -276,20 +272,3 @@ COMMANDS: dict[str, tuple[str, tuple[tuple[type, str, tuple[str, ...]], ...]]] =
 def build_parser(name: str) -> ConfigParser:
     """Return the parser of a command of `COMMANDS`."""
     return command_parser(f"redrafter {name}", *COMMANDS[name][1])
-
-
-def main(name: str, argv: Sequence[str]) -> int:
-    """Run the command of this name. Returns its exit code."""
-    args = build_parser(name).parse_args(list(argv))
-
-    def command() -> int:
-        use_base_of_drafter(args)
-        groups: list[Any] = [read_options(options, args) for options, *_ in COMMANDS[name][1]]
-        check_paths(*groups)
-        if name == "evaluate" and groups[0].card and not Path(groups[1].drafter or "/dev/null").is_dir():
-            raise ArgumentError("--card writes into the directory of a drafter: give it with --drafter")
-        if (of_ranks := run_on_ranks(vars(args).get("tensor_parallel_size"), [name, *argv])) is not None:
-            return of_ranks
-        return int(getattr(import_libraries("redrafter.cli.measure"), name)(*groups))
-
-    return run_command(command)
