@@ -17,6 +17,7 @@ from transformers import LogitsProcessor
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.sampling import processors, tree_processors
 from redrafter.sampling.host_processors import PerNode
+from redrafter.sampling.prefixes import Prefixes
 
 Reader = Callable[[Any, tree_processors.CallPrompts], processors.OwnProcessor | processors.Processor]
 
@@ -176,14 +177,29 @@ def _ends(processor: Any, call: tree_processors.CallPrompts) -> Tensor:
     return mask.to(call.prompt.device).expand(len(call.prompt), -1)
 
 
+def _check_ids(name: str, ids: Iterable[int], call: tree_processors.CallPrompts) -> None:
+    if (largest := max(ids, default=0)) >= call.vocabulary:
+        raise ArgumentError(
+            f"{name} names token {largest}, but the vocabulary has {call.vocabulary} tokens. Make the ids with this "
+            "model's own tokenizer."
+        )
+
+
+def _force(name: str, when: Callable[[Prefixes], Tensor]) -> Reader:
+    """Return a reader of an object that forces the ids of its attribute `name` at nodes."""
+
+    def read_ids(processor: Any, call: tree_processors.CallPrompts) -> processors.Processor:
+        ids = torch.as_tensor(getattr(processor, name)).flatten().tolist()
+        _check_ids(f"forced_{name}", ids, call)
+        return tree_processors.force(ids, when)
+
+    return read_ids
+
+
 def _bias(processor: Any, call: tree_processors.CallPrompts) -> processors.OwnProcessor | processors.Processor:
     """Read biases of single tokens as a tensor per row, whose values captured steps take, and others as constants."""
     biases = processor.sequence_bias
-    if (largest := max((max(tokens) for tokens in biases), default=0)) >= call.vocabulary:
-        raise ArgumentError(
-            f"bad_words_ids or sequence_bias names token {largest}, but the vocabulary has {call.vocabulary} "
-            "tokens. Make the ids with this model's own tokenizer."
-        )
+    _check_ids("bad_words_ids or sequence_bias", [token for tokens in biases for token in tokens], call)
     if any(len(tokens) > 1 for tokens in biases):
         return tree_processors.bias_sequences(processor, call)
     bias = torch.zeros(call.vocabulary)
@@ -206,12 +222,8 @@ READERS: dict[str, Reader] = {
     "EpsilonLogitsWarper": tree_processors.apply_to_scores,
     "EtaLogitsWarper": tree_processors.cut_by_eta,
     "ExponentialDecayLengthPenalty": tree_processors.decay_length,
-    "ForcedBOSTokenLogitsProcessor": lambda processor, _: tree_processors.force(
-        processor.bos_token_id, lambda p: p.counts == 1
-    ),
-    "ForcedEOSTokenLogitsProcessor": lambda processor, _: tree_processors.force(
-        processor.eos_token_id, lambda p: p.counts == p.limit[:, None] - 1
-    ),
+    "ForcedBOSTokenLogitsProcessor": _force("bos_token_id", lambda p: p.counts == 1),
+    "ForcedEOSTokenLogitsProcessor": _force("eos_token_id", lambda p: p.counts == p.limit[:, None] - 1),
     "InfNanRemoveLogitsProcessor": tree_processors.apply_to_scores,
     "LogitNormalization": tree_processors.apply_to_scores,
     "MinLengthLogitsProcessor": lambda processor, call: processors.RowMinimum(

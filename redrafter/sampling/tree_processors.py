@@ -48,10 +48,9 @@ def forbid(ids: Tensor | Sequence[int] | int, when: Callable[[Prefixes], Tensor]
     return lambda scores, prefixes: scores.masked_fill(when(prefixes)[..., None] & mask(scores), -math.inf)
 
 
-def force(ids: Tensor | Sequence[int] | int, when: Callable[[Prefixes], Tensor]) -> Processor:
+def force(ids: Sequence[int], when: Callable[[Prefixes], Tensor]) -> Processor:
     """Give 0 to `ids` and -inf to all others, at the nodes where `when` `[B, N]` is true."""
-    ids = torch.as_tensor(ids).cpu().flatten()
-    forced = _constant(lambda vocab: torch.full((vocab,), -math.inf).index_fill_(0, ids, 0.0))
+    forced = _constant(lambda vocab: torch.full((vocab,), -math.inf).index_fill_(0, torch.tensor(ids), 0.0))
     return lambda scores, prefixes: torch.where(when(prefixes)[..., None], forced(scores), scores)
 
 

@@ -19,6 +19,8 @@ def ids(*tokens: float) -> dict:
 
 
 WRONG = [  # besides a prompt, or in its place
+    ({"forced_eos_token_id": [5, VOCAB]}, f"forced_eos_token_id names token {VOCAB}, but the vocabulary has {VOCAB}"),
+    ({"forced_bos_token_id": VOCAB}, f"forced_bos_token_id names token {VOCAB}"),
     ({"logit_bias": {5: "x"}}, "logit_bias is a dict"),
     ({"logit_bias": {5: float("nan")}}, "logit_bias is a dict"),
     ({"logit_bias": {True: 1.0}}, "logit_bias is a dict"),
