@@ -228,7 +228,7 @@ def stack_block_tables(block_tables: Sequence[BlockTable], device: torch.device,
 
 
 def _free_memory(device: torch.device, ranks: Ranks) -> int:
-    gc.collect()  # an engine that nobody holds any more is part of cycles, and so is its cache
+    gc.collect()  # an engine that nobody holds any more may be part of cycles, and so its cache
     if device.type == "cuda":
         # The driver counts memory in torch's cache as used, so the pool would be smaller by it.
         torch.cuda.empty_cache()

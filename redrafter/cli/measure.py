@@ -22,6 +22,7 @@ from redrafter.cli.measure_options import BenchOptions, CompareOptions, Evaluate
 from redrafter.data.suites import read_suite
 from redrafter.drafting.proposer import SearchProposer
 from redrafter.drafting.text_drafters import require
+from redrafter.engine.engine import Engine
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import write_atomically
@@ -73,6 +74,8 @@ def bench_pair(pair: Pair, load: LoadOptions, options: BenchOptions, note: str |
     assert isinstance(engine, ReDrafter)
     # The default of --num-prompts applies to other prompts; a suite is measured on all its questions.
     questions = None if options.num_prompts == BenchOptions.num_prompts else options.num_prompts
+    at_once = max(engine.options.max_batch_size, *options.batch_sizes)  # do not split a large batch into several
+    engine.options = replace(engine.options, max_batch_size=at_once)
     prompts, skipped = _prompts(pair, options, questions, tokens, options.temperature, options.seed)
     every = [ids for members in prompts.values() for ids in members]
     arguments = fixed_length(engine, pair.tokenizer, tokens, options.temperature) | {"seed": options.seed}
@@ -80,8 +83,6 @@ def bench_pair(pair: Pair, load: LoadOptions, options: BenchOptions, note: str |
         arguments["eos_token_id"] = sorted(end_tokens(engine.model, pair.tokenizer))
     # `generate` would write fewer tokens.
     check_room(max(map(len, every)), tokens, engine.target.context, engine.options.max_seq_len)
-    at_once = max(engine.options.max_batch_size, *options.batch_sizes)  # do not split a large batch into several
-    engine.options = replace(engine.options, max_batch_size=at_once)
     bandwidth, pad_token = copy_bandwidth(engine.target.device), pad_token_of(pair.tokenizer)
     facts = _facts(pair, options, load, options) | {"bytes_per_second": bandwidth, "note": note}
     line = f"{len(every)} prompts, {tokens} new tokens each; copies move {bandwidth / 1e9:.1f} GB/s, read and written"
@@ -204,14 +205,7 @@ def evaluate_pair(pair: Pair, options: EvaluateOptions, records: Records) -> lis
         chosen = {None: source.by_category(most)}
     found, lines = list[dict[str, Any]](), list[str]()
     for temperature, length in product(options.written_temperatures, chosen):
-        skipped: dict[str, int] = {}
-        if options.suite is None:
-            categories = {name: len(members) for name, members in chosen[length].items()}
-            prompts = [ids for members in chosen[length].values() for ids in members]
-            texts = _write(pair, options.new_tokens, temperature, prompts, options.seed, options.batch_size)
-        else:
-            settings = options.num_prompts, options.new_tokens, temperature, options.seed, most, options.batch_size
-            texts, categories, skipped = _answer(pair, options.suite, *settings)
+        texts, categories, skipped = _texts(pair, options, chosen[length], temperature, most)
         for shape, stats in zip(trees, replay(drafter, target, texts, trees), strict=True):
             first, spans = 0, dict[str | None, slice]()
             for name, size in categories.items() if len(categories) > 1 else ():
@@ -235,6 +229,20 @@ def evaluate_pair(pair: Pair, options: EvaluateOptions, records: Records) -> lis
         advice = misses.advise(found, trees[0], head, vocabulary, sum(categories.values()))
         lines += ["", "suggestions", *(f"  {line}" for line in advice)]
     return lines
+
+
+def _texts(
+    pair: Pair, options: EvaluateOptions, prompts: Mapping[str, list[list[int]]], temperature: float, most: int
+) -> tuple[Texts, dict[str, int], dict[str, int]]:
+    """Return the texts to replay, and the numbers of texts and of skipped turns by category."""
+    # By an engine that is gone when the texts are replayed, which needs the memory of its cache.
+    pair = replace(pair, engine=Engine(pair.engine.target, pair.engine.undrafted, pair.engine.options))
+    if options.suite is not None:
+        settings = options.num_prompts, options.new_tokens, temperature, options.seed, most, options.batch_size
+        return _answer(pair, options.suite, *settings)
+    every = [ids for members in prompts.values() for ids in members]
+    texts = _write(pair, options.new_tokens, temperature, every, options.seed, options.batch_size)
+    return texts, {name: len(members) for name, members in prompts.items()}, {}
 
 
 def _say(what: str, text: str) -> None:
@@ -317,17 +325,15 @@ def _answer(
 
 def _write(pair: Pair, tokens: int, temperature: float, prompts: list[list[int]], seed: int, batch_size: int) -> Texts:
     """Let the model continue prompts by undrafted decoding."""
-    engine, what = pair.engine, f"temperature {temperature:g}"
     return write_texts(
-        engine.target,
+        pair.engine,
         prompts,
         tokens,
         temperature,
         seed,
-        end_ids=end_tokens(engine.model, pair.tokenizer),
+        end_ids=end_tokens(pair.engine.model, pair.tokenizer),
         batch_size=batch_size,
-        options=engine.options,
-        report=lambda done: _say(what, f"{done} of {len(prompts)} texts"),
+        report=lambda done: _say(f"temperature {temperature:g}", f"{done} of {len(prompts)} texts"),
     )
 
 

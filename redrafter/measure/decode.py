@@ -13,12 +13,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.checkpoints.tokenizers import end_tokens
-from redrafter.drafting.proposer import UNDRAFTED
 from redrafter.engine.call import GenerateOutput, GenerateStats
 from redrafter.engine.engine import Engine
-from redrafter.engine.options import EngineOptions
 from redrafter.engine.streamers import StepStreamer
-from redrafter.model.target import Target
 from redrafter.scheduler.sequence import Stats
 
 PromptIds = Sequence[Sequence[int]]  # token ids of each prompt
@@ -218,7 +215,7 @@ class Texts:
 
 
 def write_texts(
-    target: Target,
+    engine: Engine,
     prompts: Sequence[list[int]],
     new_tokens: int,
     temperature: float = 0.0,
@@ -226,7 +223,6 @@ def write_texts(
     *,
     end_ids: Collection[int] | None = None,
     batch_size: int = DEFAULT_BATCH_SIZE,
-    options: EngineOptions | None = None,
     report: Callable[[int], object] = lambda done: None,
 ) -> Texts:
     """Continue each prompt by undrafted decoding at a temperature, with all other sampling settings disabled.
@@ -235,9 +231,7 @@ def write_texts(
     end a text; None uses the generation config's. `batch_size` prompts are decoded at once, and `report` is
     called after each batch with the number of completed texts.
     """
-    # Written without drafts, so that texts do not depend on the measured drafter.
-    engine = Engine(target, UNDRAFTED, options)
-    ends = sorted(end_tokens(target.model) if end_ids is None else end_ids)
+    ends = sorted(end_tokens(engine.model) if end_ids is None else end_ids)
     # Sort by length to keep padding small; results are stored by the original index.
     tokens, order = list(map(list, prompts)), sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     settings: dict[str, Any] = _NEUTRAL | ({"eos_token_id": ends} if ends else {}) | {"do_sample": temperature > 0}
@@ -249,7 +243,8 @@ def write_texts(
         # Seeds follow the prompt, not the batch, so that the batch size does not change texts.
         seeds = [seed + index for index in indices] if temperature > 0 else None
         batch = [prompts[index] for index in indices]
-        run = timed_run(engine, batch, 0, max_new_tokens=new_tokens, seed=seeds, **settings)
+        # Without drafts, so that texts do not depend on the measured drafter.
+        run = timed_run(engine, batch, 0, max_new_tokens=new_tokens, seed=seeds, speculate=False, **settings)
         for index, text in zip(indices, run.tokens, strict=True):
             tokens[index] += text
         report(first + len(indices))

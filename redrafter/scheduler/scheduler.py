@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import isnan
+from weakref import proxy
 
 import torch
 
@@ -104,7 +105,8 @@ class Scheduler:
         batch.draft_with(engine, limits.max_batch_size, speculate=speculate)
         self.prefiller = Prefiller(engine.target, draft_model, limits)
         self._blocks = None if memory is None else SequenceBlocks(memory, draft_model is not None, limits.reuse)
-        self.running_set = RunningSet(batch, self._blocks, limits, self.settle)
+        weak = proxy(self)  # a cycle would keep an engine that nobody holds, and its cache, until garbage is collected
+        self.running_set = RunningSet(batch, self._blocks, limits, lambda: weak.settle())
         self.longest = self._bound()
         self.overlap = memory is not None and engine.target.device.type == "cuda"
         self.mixed_prefill = self.overlap and self.prefiller.can_mix
@@ -122,7 +124,8 @@ class Scheduler:
             bounds.append((self._memory.store.num_blocks - 1) * BLOCK_SIZE - self.batch.overshoot)
         return min((bound for bound in bounds if bound is not None), default=sys.maxsize)
 
-    def _log_failure(self, error: Exception, count: int) -> None:
+    @staticmethod
+    def _log_failure(error: Exception, count: int) -> None:
         _LOG.error("a round failed: %d sequences are given up", count, exc_info=error)
 
     @property

@@ -127,7 +127,7 @@ def test_what_was_not_asked_for_is_the_pair_s_own(boxed):
     whole = next(one for one in records if one.category is None)
     assert (whole.texts, whole.tokens, whole.ended) == (3, 18, 0)
     [first, *_] = PromptSource([], tokenizer, 1).by_category(500).values()
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(write_texts(engine.target, first, 6).continuations[0][2])
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(write_texts(engine, first, 6).continuations[0][2])
     records, _ = evaluated(engine, tokenizer, **options)
     assert next(one for one in records if one.category == "classic_books").ended == 1
 
@@ -157,7 +157,7 @@ def test_each_length_counts_what_a_replay_of_its_prompts_counts(boxed, tmp_path)
     choice = PromptSource([path], tokenizer, seed=5).of_lengths((3, 12))
     for one in records:
         if one.mode == "3x4, 13 nodes":
-            texts = write_texts(engine.target, choice[one.prompt_length]["rows"], 12, one.temperature, 5)
+            texts = write_texts(engine, choice[one.prompt_length]["rows"], 12, one.temperature, 5)
             shape = TreeShape(3, 4, 13)
             stats = ReplayStats.sum(shape, replay(engine.drafter, engine.target, texts, [shape])[0])
             assert (one.steps, one.accepted_by_depth) == (stats.steps, stats.accepted_by_depth)

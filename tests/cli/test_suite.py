@@ -8,9 +8,11 @@ import pytest
 
 from helpers.chats import write
 from helpers.command_line import fails, measured, ran
+from helpers.generation import noted
 from redrafter import ReDrafter
 from redrafter.app.flags import flag
 from redrafter.checkpoints.tokenizers import load_tokenizer
+from redrafter.engine.engine import Engine
 
 SHAPE = {"num_beams": 5, "draft_len_per_beam": 5, "node_budget": 12}
 TREE = [word for name, value in SHAPE.items() for word in (flag(name), str(value))]
@@ -66,6 +68,13 @@ def test_both_modes_answer_all_turns_alike_and_are_timed(both):
         rows = list(csv.DictReader(file))
     assert [float(row["accepted_length"] or 1) for row in rows] == [one.get("accepted_length", 1.0) for one in timed]
     assert "| drafter | qa |" in (folder / "bench.markdown").read_text()
+
+
+def test_one_engine_answers_all_turns_at_a_temperature(suite, monkeypatch):
+    made = noted(monkeypatch, Engine, "__init__", lambda _, engine, *parts: type(engine))
+    words = ("--device", "cpu", "--suite", suite, "--new-tokens", "2", "--temperatures", "0,1", "--shapes", "2x2")
+    measured("evaluate", *words)
+    assert made == [ReDrafter, Engine, Engine]
 
 
 def test_evaluate_replays_the_same_answers(both):

@@ -2,6 +2,7 @@
 
 import gc
 import warnings
+from weakref import ref
 
 import pytest
 import torch
@@ -206,3 +207,17 @@ def test_no_full_collection_stops_a_call(llama, monkeypatch):
     engine.generate(ids, torch.ones_like(ids), streamer=Noting(), max_new_tokens=30, min_new_tokens=30, do_sample=False)
     assert set(collected) == {1}, collected
     assert gc.isenabled()
+
+
+@ON_BOTH_CACHES
+def test_an_engine_that_nobody_holds_is_freed_with_its_cache_at_once(on):
+    engine = on(with_tree(tiny_model("llama"), tiny_drafter(), 3, 3))
+    gc.collect()
+    gc.disable()
+    try:
+        engine.generate(IDS, MASK, **GREEDY)
+        parts = [ref(part) for part in (engine, *filter(None, [engine.memory]), *engine.batches.idle)]
+        del engine
+        assert [part() for part in parts] == [None] * len(parts)
+    finally:
+        gc.enable()

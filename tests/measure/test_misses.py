@@ -5,6 +5,8 @@ import torch
 
 from helpers.models import VOCAB, tiny_drafter, tiny_model
 from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.proposer import UNDRAFTED
+from redrafter.engine.engine import Engine
 from redrafter.measure.decode import Texts, write_texts
 from redrafter.measure.misses import (
     ALL_ACCEPTED,
@@ -87,7 +89,9 @@ def test_each_class_of_misses_comes_from_its_cause(monkeypatch, continuation, no
 @pytest.mark.parametrize("head", [None, 40])
 def test_traced_steps_are_those_of_the_replay(head, shape, temperature):
     target, drafter = Target(tiny_model("llama")), tiny_drafter(draft_vocab_size=head)
-    texts = write_texts(target, [[5], [6, 7, 8], [9, 10]], 30, temperature, seed=3, end_ids=[2, 11, 12])
+    texts = write_texts(
+        Engine(target, UNDRAFTED), [[5], [6, 7, 8], [9, 10]], 30, temperature, seed=3, end_ids=[2, 11, 12]
+    )
     steps = trace_steps(drafter, target, texts, shape)
     for index, stats in enumerate(replay(drafter, target, texts, [shape])[0]):
         own = [step.accepted for step in steps if step.text == index]
@@ -108,7 +112,7 @@ def test_a_rank_is_that_of_the_search(form, temperature):
         torch.nn.init.normal_(weight, std=0.15)
     if drafter.context is not None:
         torch.nn.init.normal_(drafter.context.out.weight, std=0.5)  # or nothing that is read would show
-    texts = write_texts(target, [[token] for token in range(5, 25)], 60, temperature, seed=3)
+    texts = write_texts(Engine(target, UNDRAFTED), [[token] for token in range(5, 25)], 60, temperature, seed=3)
     steps = trace_steps(drafter, target, texts, TreeShape(1, 3, 3))
     missed = [step for step in steps if step.accepted < min(step.left, 3)]
     assert all((step.rank == 0) == (step.searched > step.accepted) for step in missed)
@@ -148,7 +152,9 @@ def test_a_context_counts_the_tokens_before_a_draft():
 
 def test_groups_add_up_to_the_steps_of_the_replay():
     target, drafter, shape = Target(tiny_model("llama")), tiny_drafter(draft_vocab_size=40), TreeShape(3, 3, 8)
-    texts = write_texts(target, [[token, 7] for token in range(5, 13)], 30, 1.0, seed=3, end_ids=[2, 11, 12])
+    texts = write_texts(
+        Engine(target, UNDRAFTED), [[token, 7] for token in range(5, 13)], 30, 1.0, seed=3, end_ids=[2, 11, 12]
+    )
     found = explain(drafter, target, texts, shape, {"a": 5, "b": 3})
     stats = ReplayStats.sum(shape, replay(drafter, target, texts, [shape])[0])
     groups = found["groups"]

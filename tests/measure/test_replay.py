@@ -16,7 +16,8 @@ from helpers.training import learn_circle, round_circle
 from redrafter import RecurrentDrafter, ReDrafter, boxed_pair
 from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
 from redrafter.drafting.drafter import RecurrentProposer
-from redrafter.drafting.proposer import State
+from redrafter.drafting.proposer import UNDRAFTED, State
+from redrafter.engine.engine import Engine
 from redrafter.measure import decode as decode_module
 from redrafter.measure import replay as replay_module
 from redrafter.measure.decode import Texts, repeated_share, write_texts
@@ -88,7 +89,7 @@ def test_a_replay_counts_what_generate_reports(request, pair, temperature, monke
     elif drafter.context is not None:
         torch.nn.init.normal_(drafter.context.out.weight, std=3)  # or nothing that is read would show
     target, prompts = Target(model), random_prompts()
-    texts = write_texts(target, prompts, 23, temperature, seed=5, batch_size=2)
+    texts = write_texts(Engine(target, UNDRAFTED), prompts, 23, temperature, seed=5, batch_size=2)
     assert 0 < sum(texts.ended) < len(prompts) or temperature == 0
     found = replay(drafter, target, texts, SHAPES)
     ids = torch.tensor([[0] * (17 - len(prompt)) + prompt for prompt in prompts])
@@ -176,7 +177,7 @@ def _path(tree, row: int, node: int) -> list[int]:
 def test_one_forward_of_the_base_and_one_search_of_a_width_serve_all_shapes(patterned, monkeypatch):
     model, drafter = patterned
     target, calls = Target(model), []
-    texts = write_texts(target, random_prompts(), 12)
+    texts = write_texts(Engine(target, UNDRAFTED), random_prompts(), 12)
     for owner, name in ((Teacher, "read_batch"), (drafter, "step")):
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, n=name, of=real: calls.append(n) or of(*args))
@@ -192,7 +193,7 @@ def test_one_forward_of_the_base_and_one_search_of_a_width_serve_all_shapes(patt
 def test_memory_bounds_what_is_done_at_once_and_not_the_result(monkeypatch):
     model, drafter = random_pair()
     target, sizes, seen, read = Target(model), [], [], Teacher.read_batch
-    texts = write_texts(target, random_prompts(), 20, 1.0)
+    texts = write_texts(Engine(target, UNDRAFTED), random_prompts(), 20, 1.0)
     given = Texts(random_prompts((6, 26, 7, 20, 19)), [2] * 5, [False] * 5)
     whole, other = replay(drafter, target, texts, SHAPES), replay(drafter, target, given, SHAPES[-1:])
 
@@ -236,8 +237,8 @@ def test_validation_texts_are_written_once_and_measure_any_drafter(patterned, mo
     mute = ValidationTexts(Target(model), random_prompts(), 12, end_ids=range(VOCAB))
     assert mute.count == mute.measure(drafter, shape).steps == 0
     validation_texts = ValidationTexts(Target(model), random_prompts(), 12)
-    assert validation_texts.texts == write_texts(Target(model), random_prompts(), 12)
-    monkeypatch.setattr(decode_module, "Engine", None)  # from here on nothing may be written
+    assert validation_texts.texts == write_texts(Engine(Target(model), UNDRAFTED), random_prompts(), 12)
+    monkeypatch.setattr(decode_module, "timed_run", None)  # from here on nothing may be written
     first = validation_texts.measure(drafter.train(), shape)
     assert drafter.training
     assert validation_texts.measure(drafter.eval(), shape) == first
@@ -252,7 +253,9 @@ def test_validation_texts_are_written_once_and_measure_any_drafter(patterned, mo
 def test_texts_say_how_they_ended_and_do_not_depend_on_their_batch():
     model, _ = random_pair()
     target, prompts = Target(model), random_prompts()
-    alone, together = (write_texts(target, prompts, 20, 1.0, seed=9, batch_size=rows) for rows in (1, 5))
+    alone, together = (
+        write_texts(Engine(target, UNDRAFTED), prompts, 20, 1.0, seed=9, batch_size=rows) for rows in (1, 5)
+    )
     assert alone == together
     assert alone.prompt_lengths == [1, 9, 4, 17, 6]
     assert alone.seeds == [9, 10, 11, 12, 13]
@@ -262,7 +265,9 @@ def test_texts_say_how_they_ended_and_do_not_depend_on_their_batch():
     assert any(alone.ended)
     assert not any(set(own[:-1]) & ends for own in alone.continuations)
     said = []
-    other = write_texts(target, prompts, 20, 1.0, seed=9, end_ids=[3], batch_size=2, report=said.append)
+    other = write_texts(
+        Engine(target, UNDRAFTED), prompts, 20, 1.0, seed=9, end_ids=[3], batch_size=2, report=said.append
+    )
     assert other.ended == [own[-1] == 3 for own in other.continuations]
     assert said == [0, 2, 4, 5]
     assert all(len(own) == 20 or own[-1] == 3 for own in other.continuations)
@@ -270,9 +275,13 @@ def test_texts_say_how_they_ended_and_do_not_depend_on_their_batch():
 
 def test_only_a_temperature_stands_between_model_and_text():
     model, _ = random_pair()
-    plain = [write_texts(Target(model), random_prompts(), 16, temperature) for temperature in (0.0, 1.0)]
+    plain = [
+        write_texts(Engine(Target(model), UNDRAFTED), random_prompts(), 16, temperature) for temperature in (0.0, 1.0)
+    ]
     model.generation_config.update(repetition_penalty=3.0, top_k=1, top_p=0.1, temperature=0.3)
-    assert [write_texts(Target(model), random_prompts(), 16, temperature) for temperature in (0.0, 1.0)] == plain
+    assert [
+        write_texts(Engine(Target(model), UNDRAFTED), random_prompts(), 16, temperature) for temperature in (0.0, 1.0)
+    ] == plain
 
 
 def test_repetition_is_of_runs_that_occurred_before_in_the_same_text():
