@@ -299,12 +299,11 @@ def test_sequences_that_arrive_in_a_warm_up_take_part_with_their_own_tokens(engi
     nothing_is_held(served)
 
 
-def test_a_warm_up_also_reads_prompts_in_large_steps_without_drafts(engine, monkeypatch):
-    monkeypatch.setattr("redrafter.serve.engine_process.warm_up.MANY_ROWS", 4)
+def test_a_warm_up_also_reads_prompts_in_steps_without_drafts(engine):
     served = scheduler(engine, max_batch_size=4)
     warm_up_whole(served)
-    keys = served.batch.captured_steps
-    assert {key.rows for key in keys if key.proposer == id(engine.undrafted) and key.rows > 1 and key.chunks} == {4}
+    undrafted = [key for key in served.batch.captured_steps if key.proposer == id(engine.undrafted) and key.chunks]
+    assert {key.rows for key in undrafted} == set(served.batch.sizes)
 
 
 @pytest.mark.parametrize("usual", [{}, {"top_p": 0.8}, {"top_k": 12, "repetition_penalty": 1.2}], ids=str)
