@@ -1,6 +1,7 @@
 """Pad a small model to the cost of a large one, with unchanged output, and measure it as `redrafter bench` does.
 
 python benchmarks/padded_model.py --pad-to llama-3.1-8b --model base-25m --drafter drafter-25m --device cuda ...
+python benchmarks/padded_model.py --pad-to smollm2-8b --model smollm2 --drafter drafter --save big --w4a16
 
 A trained pair generates real text but is too small to measure a GPU; an untrained large model has the cost but
 generates noise that no drafter predicts. Padding combines both. The residual stream gets dims that stay zero, attention
@@ -30,10 +31,11 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2ForCausalLM
 
+from packed_checkpoint import save_checkpoint
 from redrafter.app.flags import read_options
 from redrafter.app.loading import NO_DRAFT_OPTIONS, Pair, check_options
 from redrafter.app.options import LoadOptions
-from redrafter.app.program import run_command
+from redrafter.app.program import run_command, silence_libraries
 from redrafter.checkpoints.quantization import quantize_model
 from redrafter.cli.measure import bench_pair
 from redrafter.cli.measure_options import BenchOptions, build_parser
@@ -72,6 +74,7 @@ SHAPES = {
     "llama-3.1-8b": PadShape(4096, 14336, 32, 32, 8, 128, 128256),
     "llama-3.2-1b": PadShape(2048, 8192, 16, 32, 8, 64, 128256),
     "qwen2.5-7b": PadShape(3584, 18944, 28, 28, 4, 128, 152064),
+    "smollm2-8b": PadShape(4096, 14336, 32, 64, 16, 64, 49152),  # an 8B's cost with SmolLM2's heads and vocabulary
 }
 
 
@@ -118,7 +121,7 @@ def pad_model(
 ) -> PreTrainedModel:
     """Pad a Llama or Qwen2: its logits are equal for the model's own ids, and -inf for the added ones.
 
-    The result has the model's dtype and is for inference only: a checkpoint would not restore its masked head.
+    The result has the model's dtype and is for inference only: a checkpoint would not restore a masked head.
 
     Raises:
         ArgumentError: The model is of another type, or does not fit into the shape.
@@ -375,29 +378,65 @@ def load_pair(args: argparse.Namespace) -> tuple[Pair, str | None]:
         return Pair.load(load), None
     # The small pair is only copied into the padded one, which is quantized afterwards.
     pair = Pair.load(replace(load, device="cpu", quantization=None, draft_quantization=None))
-    shape, small, device = SHAPES[args.pad_to], pair.engine, str(load.device)
-    assert isinstance(small, ReDrafter)
-    if not isinstance(small.drafter, RecurrentDrafter):
-        raise UnsupportedError("--pad-to pads recurrent drafters alone, and this is none: leave it out")
-    sizes = shape.hidden_size, shape.vocab_size
-    drafter = pad_drafter(small.drafter, *sizes, head_rank=args.pad_head_rank, device=device)
-    model: Any = small.model
-    padded = pad_model(model, shape, device=device)
+    padded, drafter = pad_pair(pair, args.pad_to, args.pad_head_rank, str(load.device))
     if load.quantization is not None:
         quantize_model(padded, args.pad_to, load.quantization)
     if load.draft_quantization is not None:
         quantize_linears(drafter, load.draft_quantization, keep=(drafter.unquantized,))
     with unmasked(padded):
         target = Target(padded)
-    pair.engine = ReDrafter(target, drafter, small.shape, options=small.options)
+    assert isinstance(pair.engine, ReDrafter)
+    pair.engine = ReDrafter(target, drafter, pair.engine.shape, options=pair.engine.options)
     return pair, describe(args.pad_to, Path(pair.name).name)
 
 
+def pad_pair(pair: Pair, shape_name: str, head_rank: int | None, device: str) -> tuple[Any, RecurrentDrafter]:
+    """Pad the base and the drafter of a loaded pair."""
+    shape, small = SHAPES[shape_name], pair.engine
+    assert isinstance(small, ReDrafter)
+    if not isinstance(small.drafter, RecurrentDrafter):
+        raise UnsupportedError("--pad-to pads recurrent drafters alone, and this is none: leave it out")
+    drafter = pad_drafter(small.drafter, shape.hidden_size, shape.vocab_size, head_rank=head_rank, device=device)
+    model: Any = small.model
+    return pad_model(model, shape, device=device), drafter
+
+
+def save_pair(args: argparse.Namespace) -> int:
+    """Save the padded pair that flags name as the directories `base` and `drafter`. Returns the exit code."""
+    _, load, _ = check_options(read_options(LoadOptions, args), NO_DRAFT_OPTIONS)
+    folder = Path(args.save)
+    if args.pad_to is None or load.quantization or load.draft_quantization:
+        raise ArgumentError("--save needs --pad-to, and neither --quantization nor --draft-quantization")
+    if folder.exists():
+        raise ArgumentError(f"--save {folder}: it exists")
+    pair = Pair.load(replace(load, device="cpu"))
+    ids, shape_ids = pair.engine.target.vocab_size, SHAPES[args.pad_to].vocab_size
+    if ids != shape_ids:
+        raise ArgumentError(
+            f"{args.pad_to} adds ids, which a checkpoint cannot mask: it has {shape_ids}, the base {ids}"
+        )
+    padded, drafter = pad_pair(pair, args.pad_to, args.pad_head_rank, str(load.device))
+    save_checkpoint(padded, folder / "base", w4a16=args.w4a16)
+    pair.tokenizer.save_pretrained(folder / "base")
+    drafter.config.base_model = str(folder / "base")
+    drafter.save_pretrained(folder / "drafter")
+    print(f"saved {folder / 'base'} and {folder / 'drafter'}. {describe(args.pad_to, Path(pair.name).name)}")
+    return 0
+
+
 def main() -> int:
-    """Measure a padded pair. Returns the exit code of `redrafter bench`."""
-    args = bench_parser("benchmarks/padded_model.py").parse_args()
+    """Measure or save a padded pair. Returns the exit code."""
+    parser = bench_parser("benchmarks/padded_model.py")
+    parser.add_argument("--save", metavar="DIR", help="save the pair as DIR/base and DIR/drafter, and measure nothing")
+    parser.add_argument("--w4a16", action="store_true", help="save the base with weights of 4 bits in groups of 32")
+    args = parser.parse_args()
 
     def command() -> int:
+        silence_libraries()
+        if args.save is not None:
+            return save_pair(args)
+        if args.w4a16:
+            raise ArgumentError("--w4a16 needs --save; --quantization int4 measures weights of 4 bits")
         pair, note = load_pair(args)
         return bench_pair(pair, read_options(LoadOptions, args), read_options(BenchOptions, args), note)
 
