@@ -7,7 +7,7 @@ Answers are timed chunk by chunk. Request i continues prompt i (`/v1/completions
 (`/v1/chat/completions`), modulo their number, with the seed plus i. Each concurrency or rate has its own prompts while
 they last, and a warm-up the last ones of the file: a server that learns from the texts that it writes shall not know
 those that it is measured on. Texts are compared with those of the first server. Above 0.8 of a processor, the client
-limits the measurement.
+limits the measurement. `servers.py` also starts the servers.
 """
 
 import argparse
@@ -17,7 +17,8 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -28,12 +29,41 @@ from uuid import uuid4
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
 from redrafter.app.flags import integers
+from redrafter.app.program import run_command
 from redrafter.data.prompts import turns_before_answer
 from redrafter.data.rows import Row
+from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.measure.prompts import read_prompts
 from redrafter.measure.table import format_table
 
 FAILURES = (ClientError, OSError, ValueError, LookupError, AttributeError, TypeError, asyncio.TimeoutError)
+
+
+class LoadError(ReDrafterError):
+    """A server cannot be measured."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests to one server, and how they are sent.
+
+    Attributes:
+        size: Requests at once; on average those that arrive per second, if they are `random`.
+        count: Number of requests.
+        first: Number of the first request, which selects its prompt and its seed.
+        temperature: Their temperature.
+        random: Whether requests arrive in a Poisson stream.
+    """
+
+    size: int
+    count: int
+    first: int = 0
+    temperature: float = 0.0
+    random: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.size, self.count) < 1:
+            raise ArgumentError(f"a load has at least one stream and one request, got {self.size} and {self.count}")
 
 
 @dataclass
@@ -184,8 +214,97 @@ def summarize(completions: Sequence[Completion], slots: int, seconds: float) -> 
     }
 
 
-async def main() -> int:
+@dataclass
+class Client:
+    """Loads servers with the same requests, and compares their texts.
+
+    Attributes:
+        session: The connections.
+        rows: The prompts.
+        args: The flags of `add_client_flags`.
+        texts: The first text that a server wrote, by the number of its request.
+    """
+
+    session: ClientSession
+    rows: Sequence[Row]
+    args: argparse.Namespace
+    texts: dict[int, str] = field(default_factory=dict)
+
+    async def measure(self, url: str, load: Load) -> dict[str, Any]:
+        """Load a server after a warm-up, and return throughput, latencies and how many texts are those of the first.
+
+        Raises:
+            LoadError: It answers no request of the warm-up, or is not a server of OpenAI's protocol.
+        """
+        args, first, salted = self.args, load.first, not self.args.shared
+        fields = {"model": args.model or await self._first_model(url), "temperature": load.temperature}
+        fields |= {"max_tokens": args.max_new_tokens, "top_p": 1.0, "ignore_eos": True}
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        bodies = [
+            body_of(self.rows[index % len(self.rows)]) | fields | {"seed": args.seed + abs(index)}
+            for index in (*range(first, first + load.count), *range(-load.size, 0))
+        ]
+        warm_up = await run_load(self.session, url, bodies[load.count :], load.size, salted=salted)
+        if all(one.error for one in warm_up):
+            raise LoadError(f"{url} answers nothing: {warm_up[0].error}")
+        arrivals = poisson_arrivals(load.count, load.size, args.seed) if load.random else None
+        slots = load.count if load.random else load.size
+        began, cpu = time.perf_counter(), time.process_time()
+        done = await run_load(self.session, url, bodies[: load.count], slots, salted=salted, arrivals=arrivals)
+        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+        texts = {first + one.index: one.text for one in done if not one.error}
+        self.texts = texts | self.texts
+        same = sum(text == self.texts[index] for index, text in texts.items())
+        line = summarize(done, 0 if load.random else load.size, seconds)
+        return line | {"same texts": f"{same}/{len(texts)}", "client": cpu / seconds}
+
+    async def _first_model(self, url: str) -> str:
+        try:
+            async with self.session.get(f"{url}/v1/models") as response:
+                return json.loads(await response.read())["data"][0]["id"]
+        except FAILURES as error:
+            raise LoadError(f"{url} is not a server of OpenAI's protocol: {type(error).__name__}: {error}") from error
+
+
+def add_client_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a `Client`."""
+    parser.add_argument("--prompts", help="file of prompts or rows (default: those that ship)")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", help="the server's name of its model (default: the first that it lists)")
+    parser.add_argument(
+        "--shared", action="store_true", help="requests share prefixes and recycled tokens, as a user's do"
+    )
+
+
+@asynccontextmanager
+async def connect(args: argparse.Namespace) -> AsyncIterator[Client]:
+    """Yield a client with the flags of `add_client_flags`, and with the key of the environment."""
+    rows, key = read_prompts(args.prompts), os.environ.get("REDRAFTER_API_KEY") or os.environ.get("OPENAI_API_KEY")
+    headers, timeout = {"Authorization": f"Bearer {key}"} if key else {}, ClientTimeout(3600, sock_connect=10)
+    async with ClientSession(headers=headers, connector=TCPConnector(limit=0), timeout=timeout) as session:
+        yield Client(session, rows, args)
+
+
+async def compare_urls(args: argparse.Namespace) -> int:
     """Measure each server at each concurrency or rate, and print a row for each. Returns 1 if a request failed."""
+    lines, first, random = list[dict[str, Any]](), args.first, args.rate is not None
+    async with connect(args) as client:
+        for size in args.rate or args.concurrency:
+            count = args.num_requests or max(8, (15 if random else 4) * size)
+            load = Load(size, count, first, args.temperature, random)
+            for url in (url.rstrip("/").removesuffix("/v1") for url in args.urls):
+                found = await client.measure(url, load)
+                lines.append({"server": url, "req/s sent" if random else "at once": size, **found})
+            first += count
+    print(*format_table(list(lines[0]), [list(line.values()) for line in lines]), sep="\n")
+    if args.json:
+        Path(args.json).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return int(any(line["failed"] for line in lines))
+
+
+def main() -> int:
+    """Compare the servers that the command line names. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("urls", nargs="+", metavar="URL")
     parser.add_argument("--concurrency", type=integers, default=(1, 8, 32), metavar="N,...")
@@ -199,55 +318,13 @@ async def main() -> int:
     parser.add_argument(
         "--num-requests", type=int, help="of each load (default: 4 times the concurrency, 8 at least; 15 s of a rate)"
     )
-    parser.add_argument("--prompts", help="file of prompts or rows (default: those that ship)")
     parser.add_argument("--first", type=int, default=0, help="number of the first request, from 0 (default: 0)")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", help="the server's name of its model (default: the first that it lists)")
-    parser.add_argument(
-        "--shared", action="store_true", help="requests share prefixes and recycled tokens, as a user's do"
-    )
     parser.add_argument("--json", metavar="FILE", help="also write a line for each row")
+    add_client_flags(parser)
     args = parser.parse_args()
-    rows, key = read_prompts(args.prompts), os.environ.get("REDRAFTER_API_KEY") or os.environ.get("OPENAI_API_KEY")
-    shared = {"max_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": 1.0, "ignore_eos": True}
-    shared |= {"stream": True, "stream_options": {"include_usage": True}}
-    headers, timeout = {"Authorization": f"Bearer {key}"} if key else {}, ClientTimeout(3600, sock_connect=10)
-    reference, lines = dict[int, str](), list[dict[str, Any]]()  # texts of the first server by request; rows
-    first, column = args.first, "at once" if args.rate is None else "req/s sent"
-    async with ClientSession(headers=headers, connector=TCPConnector(limit=0), timeout=timeout) as session:
-        for size in args.concurrency if args.rate is None else args.rate:
-            count = args.num_requests or max(8, (4 if args.rate is None else 15) * size)
-            arrivals = None if args.rate is None else poisson_arrivals(count, size, args.seed)
-            slots = size if args.rate is None else count
-            for url in (url.rstrip("/").removesuffix("/v1") for url in args.urls):
-                async with session.get(f"{url}/v1/models") as response:
-                    model = args.model or json.loads(await response.read())["data"][0]["id"]
-                bodies = [
-                    body_of(rows[index % len(rows)]) | shared | {"model": model, "seed": args.seed + abs(index)}
-                    for index in (*range(first, first + count), *range(-size, 0))
-                ]
-                warm_up = await run_load(session, url, bodies[count:], size, salted=not args.shared)
-                if all(one.error for one in warm_up):
-                    raise SystemExit(f"{url} answers nothing: {warm_up[0].error}")
-                began, cpu = time.perf_counter(), time.process_time()
-                done = await run_load(session, url, bodies[:count], slots, salted=not args.shared, arrivals=arrivals)
-                seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-                texts = {first + one.index: one.text for one in done if not one.error}
-                reference = texts | reference
-                same = sum(text == reference.get(index, text) for index, text in texts.items())
-                line = {"server": url, column: size, **summarize(done, 0 if arrivals else size, seconds)}
-                lines.append(line | {"same texts": f"{same}/{len(texts)}", "client": cpu / seconds})
-            first += count
-    print(*format_table(list(lines[0]), [list(line.values()) for line in lines]), sep="\n")
-    if args.json:
-        Path(args.json).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return int(any(line["failed"] for line in lines))
+    return run_command(lambda: asyncio.run(compare_urls(args)))
 
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(asyncio.run(main()))
-    except (ClientError, LookupError, ValueError) as error:
-        raise SystemExit(f"not a server of OpenAI's protocol: {error}") from error
+    raise SystemExit(main())

@@ -69,8 +69,10 @@ def measure(monkeypatch, tmp_path):
         names = ["--prompts", str(tmp_path / "prompts.txt"), "--json", str(tmp_path / "load.json")]
         names += ["--concurrency", "1", "--num-requests", "4", "--max-new-tokens", "3", *words.split()]
         monkeypatch.setattr(sys, "argv", ["load.py", *(server.url for server in servers), *names])
-        code = asyncio.run(load.main())
-        return code, [json.loads(line) for line in (tmp_path / "load.json").read_text().splitlines()]
+        code = load.main()
+        return code, [
+            json.loads(line) for line in (tmp_path / "load.json").read_text().splitlines()
+        ] if code < 2 else []
 
     return run
 
@@ -173,10 +175,19 @@ def test_a_request_that_fails_is_counted_and_the_load_continues(broken, message)
     assert summarize(done, 1, 1.0)["failed"] == 1
 
 
-def test_a_server_that_answers_nothing_ends_the_load_before_it_is_timed(measure):
-    with server(lambda body: 503) as asked, pytest.raises(SystemExit, match="HTTP 503: busy"):
-        measure(asked)
+def test_a_server_that_answers_nothing_ends_the_load_before_it_is_timed(measure, capsys):
+    with server(lambda body: 503) as asked:
+        assert measure(asked)[0] == 2
+    assert "HTTP 503: busy" in capsys.readouterr().err
     assert len(asked.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), [("", "is not a server of OpenAI's protocol"), ("--concurrency 0", "at least one stream")]
+)
+def test_what_cannot_be_measured_is_refused_by_name(measure, capsys, words, message):
+    assert measure(SimpleNamespace(url="http://127.0.0.1:1"), words=words)[0] == 2
+    assert message in capsys.readouterr().err
 
 
 def completed(index: int, sent: float, chunks: list[float], ended: float, **more) -> Completion:
