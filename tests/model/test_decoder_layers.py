@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from helpers.models import tiny_model, with_spread_weights
+from redrafter.kernels.cpu import decoder_layer
 from redrafter.kernels.cpu.decoder_layer import find_kernel
-from redrafter.model import decoder_layers
 from redrafter.model.decoder_layers import FastLayers
 from redrafter.model.forward_batch import ForwardBatch
 from redrafter.model.quantized_layers import quantize_linears
@@ -80,7 +80,7 @@ def test_a_token_has_the_same_bits_alone_and_on_more_threads():
 @pytest.mark.parametrize("layers", [(0, 1), (0, 3), (1, 2)])
 def test_hidden_states_between_layers_are_recorded_from_one_call(layers, monkeypatch):
     kernel, calls = find_kernel(), []
-    monkeypatch.setattr(decoder_layers, "find_kernel", lambda: lambda at: calls.append(at) or kernel(at))
+    monkeypatch.setattr(decoder_layer, "find_kernel", lambda: lambda at: calls.append(at) or kernel(at))
     target = Target(grouped_model("llama", num_hidden_layers=4))
     target.read_aux_hidden(layers)
     expected = slow_logits_of(target, monkeypatch, output="hidden")

@@ -19,7 +19,7 @@ from redrafter.cache.states import StatesOfRows
 from redrafter.drafting.prompt_lookup import WithPromptLookup
 from redrafter.drafting.proposer import UNDRAFTED
 from redrafter.drafting.vocabulary_map import VocabularyMap
-from redrafter.model import traits, varlen_forward
+from redrafter.model import traits
 from redrafter.model.forward_batch import Prompts
 from redrafter.model.lora import LoraWeights
 from redrafter.model.target import Target
@@ -125,7 +125,7 @@ def test_a_prompt_read_in_pieces_leaves_what_it_leaves_whole(target):
 def test_prompts_are_read_without_a_wait_for_a_gpu(target, paged, monkeypatch):
     """Prompts are read as on a GPU, and in a paged cache one row's states are copied on the way."""
     monkeypatch.setattr(target.prompt_reader, "masks", True)
-    monkeypatch.setattr(varlen_forward, "HOST_ATTENTION_NAME", tree_attention.ATTENTION_NAME)
+    monkeypatch.setattr(tree_attention, "HOST_ATTENTION_NAME", tree_attention.ATTENTION_NAME)
     if paged and not target.paged.ok:
         pytest.skip("its keys and values are not paged")
     tokens, caches = torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(2)), []
