@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2ForCausalLM
 
 from packed_checkpoint import save_checkpoint
+from padded_drafters import pad_drafter, pad_eagle
+from padding import PadShape, by_head, check_fits, corner, random_on
 from redrafter.app.flags import read_options
 from redrafter.app.loading import NO_DRAFT_OPTIONS, Pair, check_options
 from redrafter.app.options import LoadOptions
@@ -40,35 +42,11 @@ from redrafter.checkpoints.quantization import quantize_model
 from redrafter.cli.measure import bench_pair
 from redrafter.cli.measure_options import BenchOptions, build_parser
 from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.eagle import EagleDrafter
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.model.quantized_layers import quantize_linears
 from redrafter.model.target import Target
-
-ADDED_WEIGHT_STD = 0.02  # initialisation of Llama and Qwen models
-
-
-@dataclass(frozen=True)
-class PadShape:
-    """The sizes that set a model's cost, under the names of `LlamaConfig`."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-
-    def __post_init__(self) -> None:
-        sizes = asdict(self)
-        for name, value in sizes.items():
-            if type(value) is not int or value < 1:
-                raise ArgumentError(f"PadShape.{name} must be a positive integer, got {value!r}")
-        for whole, part in (("num_attention_heads", "num_key_value_heads"), ("hidden_size", "num_attention_heads")):
-            if sizes[whole] % sizes[part]:
-                raise ArgumentError(f"PadShape.{whole} must be a multiple of {part}={sizes[part]}, got {sizes[whole]}")
-
 
 SHAPES = {
     "llama-3.1-8b": PadShape(4096, 14336, 32, 32, 8, 128, 128256),
@@ -127,7 +105,7 @@ def pad_model(
         ArgumentError: The model is of another type, or does not fit into the shape.
     """
     sizes = _sizes_of(model.config)
-    _check_fits(sizes, shape)
+    check_fits(sizes, shape)
     config = copy.deepcopy(model.config)
     for name, value in asdict(shape).items():
         setattr(config, name, value)
@@ -142,14 +120,14 @@ def pad_model(
         kind: Any = type(model)
         padded = kind(config)
         padded.lm_head = PaddedHead(large, shape.vocab_size, model.config.vocab_size)
-    padded = _random_on(padded, device, model.dtype, seed)
+    padded = random_on(padded, device, model.dtype, seed)
     padded.model.rotary_emb = copy.deepcopy(model.model.rotary_emb).to(device)  # its buffers are not weights
     padded.generation_config = copy.deepcopy(model.generation_config)
 
     # Keeps the added dims of the residual stream at zero at the input; the layers keep them there.
     padded.model.embed_tokens.weight[:, small:] = 0
-    _corner(padded.model.embed_tokens.weight, model.model.embed_tokens.weight)
-    _corner(padded.lm_head.weight, model.lm_head.weight)
+    corner(padded.model.embed_tokens.weight, model.model.embed_tokens.weight)
+    corner(padded.lm_head.weight, model.lm_head.weight)
     _scale_norm(padded.model.norm.weight, model.model.norm.weight)
     for layer in padded.model.layers:
         # Zero outputs: an added layer, head or neuron contributes nothing to the residual stream.
@@ -159,126 +137,12 @@ def pad_model(
         ours = dict(big.named_parameters())
         for name, weight in layer.named_parameters():
             if name.startswith("self_attn"):
-                _corner(_by_head(ours[name], name, shape), _by_head(weight, name, sizes))
+                corner(by_head(ours[name], name, shape), by_head(weight, name, sizes))
             elif name.startswith("mlp"):
-                _corner(ours[name], weight)
+                corner(ours[name], weight)
             else:
                 _scale_norm(ours[name], weight)
     return padded
-
-
-@torch.no_grad()
-def pad_drafter(
-    drafter: RecurrentDrafter,
-    hidden_size: int,
-    vocab_size: int,
-    *,
-    head_rank: int | None = None,
-    device: str | torch.device,
-    seed: int = 0,
-) -> RecurrentDrafter:
-    """Pad a drafter for a padded model: its logits are the same, over the same ids.
-
-    The exit dim, the gate and the layer that fuses the target's hidden states grow with the hidden size; the indices of
-    the target's layers are unchanged. The head keeps its rows, since a drafter learns the ids that a target generates.
-    Context attention keeps its heads and its window.
-
-    Args:
-        drafter: The small model's drafter.
-        hidden_size: Hidden size of the padded model.
-        vocab_size: Vocabulary of the padded model.
-        head_rank: Rank of the padded head, where the drafter's has one; None lets it grow with the hidden size.
-        device: As of `pad_model`.
-        seed: As of `pad_model`.
-
-    Raises:
-        ArgumentError: The drafter is larger than the padded model, or `head_rank` is given and its head has no rank.
-    """
-    d, e, r = drafter.config.hidden_size, drafter.config.exit_dim, drafter.config.head_rank
-    if r is None and head_rank is not None:
-        raise ArgumentError(f"this drafter's head has no head_rank that could be padded to {head_rank}: give none")
-    config = copy.deepcopy(drafter.config)
-    config.hidden_size, config.vocab_size, config.exit_dim = hidden_size, vocab_size, e * hidden_size // d
-    if r is not None:
-        config.head_rank = r * hidden_size // d if head_rank is None else head_rank
-    for name in ("hidden_size", "vocab_size", *(["head_rank"] if r else [])):
-        _check_grows(name, getattr(drafter.config, name), getattr(config, name))
-    # As in the model: padding lowers the mean square, so epsilon is lowered alike.
-    config.rms_norm_eps = drafter.config.rms_norm_eps * d / hidden_size
-    config.draft_vocab_size = drafter.lm_head.out_features
-    config.base_embedding_norms = None  # padding changes the embedding rows that identify a base
-    with torch.device("meta"):
-        module: Any = RecurrentDrafter(config)
-    padded: RecurrentDrafter = _random_on(module, device, drafter.dtype, seed)
-    assert padded.draft_ids is not None
-    padded.draft_ids.copy_(torch.arange(config.draft_vocab_size) if drafter.draft_ids is None else drafter.draft_ids)
-
-    # An embedding is zero where it was padded; so is h, unless it is fused from outputs of layers.
-    h_silent = drafter.fuse is None
-    if drafter.fuse is not None:
-        assert padded.fuse is not None
-        parts = (1 + len(config.target_layers), d)
-        _connect(padded.fuse, drafter.fuse, (1, d), parts, silent=range(parts[0]))
-        read = padded.fuse.weight.unflatten(1, (parts[0], hidden_size))  # [D, 1 + layers, D]
-        read[:d, 1:, :d] *= (d / hidden_size) ** 0.5
-    if config.rnn and config.recurrence == "gated":
-        _connect(padded.rnn_gate, drafter.rnn_gate, (2, d), (3, d), silent=(0, 2) if h_silent else (0,))  # [e; s; h]
-    elif config.rnn:
-        _connect(padded.rnn_w, drafter.rnn_w, (1, d), (1, d), silent=(0,))
-        _connect(padded.rnn_u, drafter.rnn_u, (1, d), (1, d))
-    if drafter.context is not None:
-        _connect_context(padded, drafter)
-    exit_parts = (2, d) if drafter.input_proj is None else (1, e)  # [h; s] itself, or a projection of it
-    if drafter.input_proj is not None:
-        assert padded.input_proj is not None
-        _connect(padded.input_proj, drafter.input_proj, exit_parts, (2, d), silent=(0,) if h_silent else ())
-    for index, (big, layer) in enumerate(zip(padded.layers, drafter.layers, strict=True)):
-        reads_h = index == 0 and drafter.input_proj is None  # a layer's output is not zero where it was padded
-        silent = (0,) if reads_h and h_silent else ()
-        _connect(big.linear, layer.linear, exit_parts, exit_parts, silent)  # type: ignore[arg-type]
-    head_parts = exit_parts
-    if drafter.head_proj is not None:
-        assert padded.head_proj is not None
-        assert r is not None
-        head_parts = (1, r)
-        _connect(padded.head_proj, drafter.head_proj, head_parts, exit_parts)
-    _connect(padded.lm_head, drafter.lm_head, (1, drafter.lm_head.out_features), head_parts)
-    return padded
-
-
-def _connect_context(padded: RecurrentDrafter, drafter: RecurrentDrafter) -> None:
-    """Write a drafter's context attention into a padded drafter.
-
-    It normalises states and hidden states, so their added dims must be zero, as in an embedding. Their norm then scales
-    them by the root of D/d. Queries and keys are normalised again, unpadded, with an epsilon that is scaled by d/D; so
-    their weights are scaled by that root twice.
-    """
-    d, wide = drafter.config.hidden_size, padded.config.hidden_size
-    if padded.fuse is not None:
-        _silence(padded.fuse, d)
-    if drafter.config.rnn and drafter.config.recurrence == "gated":
-        _silence(padded.rnn_gate, wide + d)  # the gate of a zero state has no effect
-    elif drafter.config.rnn:
-        _silence(padded.rnn_w, d)
-        _silence(padded.rnn_u, d)
-    big, small = padded.context, drafter.context
-    assert big is not None
-    assert small is not None
-    for large, layer, inputs, scale in (
-        (big.query, small.query, 1, d / wide),
-        (big.key, small.key, 2, d / wide),
-        (big.value, small.value, 2, (d / wide) ** 0.5),
-    ):
-        _connect(large, layer, (1, layer.out_features), (inputs, d), silent=range(inputs))
-        large.weight.unflatten(1, (inputs, wide))[..., :d] *= scale
-    big.scale.copy_(small.scale)
-    _connect(big.out, small.out, (1, d), (1, small.out.in_features))
-
-
-def _silence(layer: nn.Linear, first: int) -> None:
-    layer.weight[first:] = 0
-    if layer.bias is not None:
-        layer.bias[first:] = 0
 
 
 def _sizes_of(config: PreTrainedConfig) -> PadShape:
@@ -296,70 +160,9 @@ def _sizes_of(config: PreTrainedConfig) -> PadShape:
     return PadShape(**values)
 
 
-def _check_fits(sizes: PadShape, shape: PadShape) -> None:
-    if sizes.head_dim != shape.head_dim:
-        raise ArgumentError(f"head_dim cannot be padded: the model has {sizes.head_dim}, the shape {shape.head_dim}")
-    for name, value in asdict(shape).items():
-        _check_grows(name, getattr(sizes, name), value)
-    group, large_group = (x.num_attention_heads // x.num_key_value_heads for x in (sizes, shape))
-    if group > large_group:
-        raise ArgumentError(
-            f"heads cannot be placed: {group} of the model's read one key-value head, but only {large_group} of the "
-            "shape's do"
-        )
-
-
-def _check_grows(name: str, size: int, asked: int) -> None:
-    if asked < size:
-        raise ArgumentError(f"cannot pad {name}={size} to {asked}; choose a shape that is at least as large")
-
-
-def _random_on(module: Any, device: str | torch.device, dtype: torch.dtype, seed: int) -> Any:
-    """Move a module from the meta device to `device`, for inference, with random weights."""
-    module = module.to(dtype).to_empty(device=device).eval().requires_grad_(False)
-    generator = torch.Generator(device).manual_seed(seed)
-    for parameter in module.parameters():
-        parameter.normal_(std=ADDED_WEIGHT_STD, generator=generator)
-    return module
-
-
-def _corner(big: Tensor, small: Tensor) -> None:
-    big[tuple(slice(size) for size in small.shape)].copy_(small)
-
-
 def _scale_norm(big: Tensor, small: Tensor) -> None:
     """Write a norm's weights times the root of d/D: added zeros scale the mean square of its input by d/D."""
-    _corner(big, small * (len(small) / len(big)) ** 0.5)
-
-
-def _by_head(weight: Tensor, name: str, sizes: PadShape) -> Tensor:
-    """Split the axis of heads by key-value head, so that a corner keeps each head with the key-value head it reads."""
-    groups, head_dim = sizes.num_key_value_heads, sizes.head_dim
-    if "k_proj" in name or "v_proj" in name:
-        return weight.unflatten(0, (groups, head_dim))  # [kv, head_dim, D], a bias [kv, head_dim]
-    heads = (groups, sizes.num_attention_heads // groups, head_dim)
-    return weight.unflatten(int("o_proj" in name), heads)  # [kv, group, head_dim, D], o_proj [D, kv, group, head_dim]
-
-
-def _connect(
-    big: nn.Linear, small: nn.Linear, outs: tuple[int, int], ins: tuple[int, int], silent: Collection[int] = ()
-) -> None:
-    """Write a small layer's weights into a padded one, whose first outputs then depend on the small inputs only.
-
-    Args:
-        big: The padded layer, with random weights.
-        small: The layer to write.
-        outs: `(parts, size)` of the small output: `parts` vectors one after the other, each padded by itself.
-        ins: The same of the small input.
-        silent: Input parts whose padding is zero; the weights that read the padding stay random.
-    """
-    shape = (outs[0], big.out_features // outs[0], ins[0], big.in_features // ins[0])
-    weight = big.weight.view(shape)  # [parts, M, parts, N]
-    for part in set(range(ins[0])) - set(silent):
-        weight[:, : outs[1], part, ins[1] :] = 0
-    _corner(weight, small.weight.view(*outs, *ins))
-    if small.bias is not None:
-        _corner(big.bias.view(shape[:2]), small.bias.view(outs))
+    corner(big, small * (len(small) / len(big)) ** 0.5)
 
 
 def bench_parser(name: str) -> argparse.ArgumentParser:
@@ -390,14 +193,18 @@ def load_pair(args: argparse.Namespace) -> tuple[Pair, str | None]:
     return pair, describe(args.pad_to, Path(pair.name).name)
 
 
-def pad_pair(pair: Pair, shape_name: str, head_rank: int | None, device: str) -> tuple[Any, RecurrentDrafter]:
+def pad_pair(pair: Pair, shape_name: str, head_rank: int | None, device: str) -> tuple[Any, Any]:
     """Pad the base and the drafter of a loaded pair."""
     shape, small = SHAPES[shape_name], pair.engine
     assert isinstance(small, ReDrafter)
-    if not isinstance(small.drafter, RecurrentDrafter):
-        raise UnsupportedError("--pad-to pads recurrent drafters alone, and this is none: leave it out")
-    drafter = pad_drafter(small.drafter, shape.hidden_size, shape.vocab_size, head_rank=head_rank, device=device)
     model: Any = small.model
+    drafter: Any = small.drafter
+    if isinstance(drafter, EagleDrafter) and head_rank is None:
+        drafter = pad_eagle(drafter, model.config.num_hidden_layers, shape, device=device)
+    elif isinstance(drafter, RecurrentDrafter):
+        drafter = pad_drafter(drafter, shape.hidden_size, shape.vocab_size, head_rank=head_rank, device=device)
+    else:
+        raise UnsupportedError("--pad-to pads recurrent drafters, and EAGLE-3 heads without --pad-head-rank, alone")
     return pad_model(model, shape, device=device), drafter
 
 

@@ -12,7 +12,8 @@ from helpers.command_line import printed
 from helpers.models import assert_close_by_scale
 from helpers.packed import as_compressed, quantize
 from packed_checkpoint import GROUP, W4A16, pack
-from padded_model import SHAPES, PadShape
+from padded_model import SHAPES
+from padding import PadShape
 from redrafter import ReDrafter, boxed_pair
 from redrafter.checkpoints.models import load_model
 from redrafter.model.packed_weights import PackedWeight, find_layout

@@ -7,8 +7,11 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM, Qwen2ForCausalLM
 
+from helpers.eagle import EAGLE_FORMS, random_head
 from helpers.models import HIDDEN, VOCAB, assert_close_by_scale, tiny_drafter, tiny_model, uneven_batch
-from padded_model import SHAPES, PadShape, pad_drafter, pad_model, unmasked
+from padded_drafters import pad_drafter, pad_eagle
+from padded_model import SHAPES, pad_model, unmasked
+from padding import PadShape
 from redrafter import ArgumentError, ReDrafter, UnsupportedError
 
 SHAPE = PadShape(4 * HIDDEN, 160, 5, 16, 4, 8, 160)  # four times the hidden size: a norm's scale is then a power of 2
@@ -141,6 +144,42 @@ def test_a_padded_pair_writes_and_speculates_the_same(pair, changes, arguments):
     assert outs[0].stats == outs[1].stats
     assert outs[0].stats.tokens_per_step > 1
     assert outs[0].stats.accepted > 3
+
+
+HEADS = ["published", "speculators", "3.1", "joined norm"]
+
+
+@pytest.mark.filterwarnings("ignore:the drafter.s embedding table")  # a random one, on purpose
+@pytest.mark.parametrize("form", HEADS)
+@pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True, "temperature": 0.7, "seed": 3}])
+def test_a_padded_eagle_head_writes_and_speculates_the_same(pair, form, arguments):
+    model, padded = pair
+    head = random_head(rms_norm_eps=0.9, **EAGLE_FORMS[form])
+    wide = pad_eagle(head, 3, SHAPE, device="cpu")
+    with unmasked(padded):
+        large = ReDrafter.from_pretrained(padded, wide, num_beams=12, node_budget=61)
+    small = ReDrafter.from_pretrained(model, head, num_beams=12, node_budget=61)
+    outs = [
+        x.generate(IDS, attention_mask=MASK, max_new_tokens=50, return_dict_in_generate=True, **arguments)
+        for x in (small, large)
+    ]
+    assert torch.equal(outs[0].sequences, outs[1].sequences)
+    assert outs[0].stats == outs[1].stats
+    assert outs[0].stats.accepted > 3
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "message"),
+    [
+        ("narrow", {}, "of its target's width"),
+        ("every id", {}, "without biases"),
+        ("published", {"hidden_size": 16}, "hidden_size=32 to 16"),
+        ("published", {"intermediate_size": 32}, "intermediate_size=40 to 32"),
+    ],
+)
+def test_an_eagle_head_that_cannot_be_padded_is_refused(form, changes, message):
+    with pytest.raises(ArgumentError, match=message):
+        pad_eagle(random_head(**EAGLE_FORMS[form]), 3, replace(SHAPE, **changes), device="cpu")
 
 
 def test_the_mask_is_off_only_while_binding(pair):

@@ -6,7 +6,8 @@ import pytest
 
 import standing_batch
 from helpers.models import CONTEXT, HIDDEN, VOCAB, tiny_drafter, tiny_model, with_tree
-from padded_model import SHAPES, PadShape, load_pair
+from padded_model import SHAPES, load_pair
+from padding import PadShape
 from redrafter import ArgumentError
 from redrafter.cli.measure_options import BenchOptions
 from redrafter.kernels.block_size import BLOCK_SIZE
