@@ -1,4 +1,4 @@
-"""Start servers of one checkpoint or several, load them in turn, print one table, and end them.
+r"""Start servers of one checkpoint or several, load them in turn, print one table, and end them.
 
 python benchmarks/servers.py --server "drafter=redrafter serve w4 --drafter drafter" \
     --server "undrafted=redrafter serve w4 --no-speculate" --server "vllm=vllm serve w4" \
