@@ -182,13 +182,13 @@ def prepare_call(
         )
     except (ValueError, ImportError) as error:
         raise ArgumentError(str(error)) from error
-    except TypeError as error:  # of transformers' own code, which names no argument
-        names = ", ".join((*generation_kwargs, "generation_config"))
-        raise ArgumentError(f"one of {names} has a value of a wrong type: {error}") from error
-    except (RuntimeError, IndexError) as error:
-        if not images or isinstance(error, torch.OutOfMemoryError):
+    except (TypeError, IndexError, RuntimeError) as error:  # of transformers' own code, which names no argument
+        if images and not isinstance(error, TypeError | torch.OutOfMemoryError):
+            raise ArgumentError(f"the model cannot read these images: {first_line(error)}") from error
+        if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
             raise
-        raise ArgumentError(f"the model cannot read these images: {first_line(error)}") from error
+        names = ", ".join(("input_ids", *generation_kwargs, "generation_config"))
+        raise ArgumentError(f"one of {names} has a value of a wrong type: {first_line(error)}") from error
 
 
 def read_arguments(arguments: Mapping[str, object]) -> dict[str, Any]:

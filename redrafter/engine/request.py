@@ -159,6 +159,8 @@ def read_request(
             # An id that the model lacks is never drawn, and is no index of its logits.
             eos |= {token for token in criterion.eos_token_id.tolist() if 0 <= token < target.vocab_size}
         elif type(criterion) is MaxTimeCriteria:
+            if not isinstance(criterion.max_time, int | float):
+                raise ArgumentError(f"max_time is a number of seconds, got {criterion.max_time!r}")
             deadline = min(deadline, criterion.initial_timestamp + criterion.max_time)
         else:
             criteria.append(criterion)

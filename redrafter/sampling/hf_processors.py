@@ -200,6 +200,8 @@ def _bias(processor: Any, call: tree_processors.CallPrompts) -> processors.OwnPr
     """Read biases of single tokens as a tensor per row, whose values captured steps take, and others as constants."""
     biases = processor.sequence_bias
     _check_ids("bad_words_ids or sequence_bias", [token for tokens in biases for token in tokens], call)
+    if () in biases:
+        raise ArgumentError("bad_words_ids or sequence_bias has a list without tokens")
     if any(len(tokens) > 1 for tokens in biases):
         return tree_processors.bias_sequences(processor, call)
     bias = torch.zeros(call.vocabulary)
