@@ -48,8 +48,7 @@ from redrafter.step import StepOutput, draw_first_tokens
 
 # Positions that the buffers of each row and the window of a step have at least, by type of device.
 MIN_POSITIONS = {"cpu": 256, "cuda": 2048}
-# Captured steps of one batch; the least recently used are dropped. Seven batch sizes, eight kinds of sampling, up to
-# eight sizes of chunks and four kinds of drafts make some 600 for one window.
+# Captured steps of one batch; the least recently used are dropped. A server captures some 600 for one window.
 MAX_CAPTURED_STEPS = 1024
 # One row in this many may be empty before those of a bulk call are moved, which takes some 40 launches.
 ROWS_PER_EMPTY_ROW = 32
@@ -59,8 +58,7 @@ GRAPH_BYTES = 2 << 20  # estimate for a captured step without its output: some h
 def overshoot(proposer: Proposer) -> int:
     """Return how many positions past its limit a row may write to.
 
-    Its last step may overshoot by K tokens. Where the next step is launched before the host knows, the row overshoots
-    by K + 1 more. Once ended, it is still drafted for K positions further.
+    Its last step may overshoot by K tokens, the step launched before the host knows by K + 1, later drafts by K more.
     """
     return 3 * proposer.depth + 2
 
