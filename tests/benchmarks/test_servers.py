@@ -53,7 +53,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if asked == args.hang_at:
             time.sleep(600)
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        print("asked", body["temperature"], body["seed"], flush=True)
+        os.write(1, f"asked {body['temperature']} {body['seed']}\\n".encode())  # threads would mix their prints
         events = [{"choices": [{"text": args.text}]}, {"choices": [], "usage": {"completion_tokens": 1}}]
         self.answer("".join(f"data: {json.dumps(event)}\\n\\n" for event in events) + "data: [DONE]\\n\\n")
 

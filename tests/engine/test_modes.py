@@ -190,7 +190,11 @@ def test_processors_that_sum_by_rows_are_refused_on_a_gpu(monkeypatch):
 def test_memory_of_an_engine_that_is_gone_is_free_for_the_next_one():
     target = paged(engine_of(tiny_target())).target
     with collection_paused():
-        engine_of(target).generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4)
+        gone = [engine_of(target)]
+        gone[0].generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4)
         [old] = map(weakref.ref, target.shared.memories)
+        gone.append(gone)  # a cycle, as the frames of a traceback may make
+        del gone
+        assert old() is not None
         engine_of(target).generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4)
         assert old() is None
