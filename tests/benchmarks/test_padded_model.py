@@ -115,6 +115,21 @@ def test_a_drafter_that_cannot_be_padded_is_refused(drafter, hidden, vocab, rank
         pad_drafter(tiny_drafter(**drafter), hidden, vocab, head_rank=rank, device="cpu")
 
 
+def speculated_alike(pair, drafter, wide, arguments):
+    """Return the statistics of a pair, which are those of the padded pair, as its text is."""
+    model, padded = pair
+    with unmasked(padded):
+        large = ReDrafter.from_pretrained(padded, wide, num_beams=12, node_budget=61)
+    small = ReDrafter.from_pretrained(model, drafter, num_beams=12, node_budget=61)
+    outs = [
+        x.generate(IDS, attention_mask=MASK, max_new_tokens=50, return_dict_in_generate=True, **arguments)
+        for x in (small, large)
+    ]
+    assert torch.equal(outs[0].sequences, outs[1].sequences)
+    assert outs[0].stats == outs[1].stats
+    return outs[0].stats
+
+
 @pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True, "temperature": 0.7, "seed": 3}])
 @pytest.mark.parametrize(
     "changes",
@@ -129,21 +144,12 @@ def test_a_drafter_that_cannot_be_padded_is_refused(drafter, hidden, vocab, rank
     ],
 )
 def test_a_padded_pair_writes_and_speculates_the_same(pair, changes, arguments):
-    model, padded = pair
     drafter = small_drafter(base_embedding_norms=None, base_model="tiny", **changes)
     wide = pad_drafter(drafter, 4 * HIDDEN, 160, device="cpu")
     assert wide.config.base_model == "tiny"
-    with unmasked(padded):
-        large = ReDrafter.from_pretrained(padded, wide, num_beams=12, node_budget=61)
-    small = ReDrafter.from_pretrained(model, drafter, num_beams=12, node_budget=61)
-    outs = [
-        x.generate(IDS, attention_mask=MASK, max_new_tokens=50, return_dict_in_generate=True, **arguments)
-        for x in (small, large)
-    ]
-    assert torch.equal(outs[0].sequences, outs[1].sequences)
-    assert outs[0].stats == outs[1].stats
-    assert outs[0].stats.tokens_per_step > 1
-    assert outs[0].stats.accepted > 3
+    stats = speculated_alike(pair, drafter, wide, arguments)
+    assert stats.tokens_per_step > 1
+    assert stats.accepted > 3
 
 
 HEADS = ["published", "speculators", "3.1", "joined norm"]
@@ -153,19 +159,9 @@ HEADS = ["published", "speculators", "3.1", "joined norm"]
 @pytest.mark.parametrize("form", HEADS)
 @pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True, "temperature": 0.7, "seed": 3}])
 def test_a_padded_eagle_head_writes_and_speculates_the_same(pair, form, arguments):
-    model, padded = pair
     head = random_head(rms_norm_eps=0.9, **EAGLE_FORMS[form])
     wide = pad_eagle(head, 3, SHAPE, device="cpu")
-    with unmasked(padded):
-        large = ReDrafter.from_pretrained(padded, wide, num_beams=12, node_budget=61)
-    small = ReDrafter.from_pretrained(model, head, num_beams=12, node_budget=61)
-    outs = [
-        x.generate(IDS, attention_mask=MASK, max_new_tokens=50, return_dict_in_generate=True, **arguments)
-        for x in (small, large)
-    ]
-    assert torch.equal(outs[0].sequences, outs[1].sequences)
-    assert outs[0].stats == outs[1].stats
-    assert outs[0].stats.accepted > 3
+    assert speculated_alike(pair, head, wide, arguments).accepted > 3
 
 
 @pytest.mark.parametrize(

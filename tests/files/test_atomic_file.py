@@ -22,7 +22,7 @@ def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path):
 
 
 def test_writers_of_one_process_id_do_not_write_into_each_others_file(tmp_path, monkeypatch):
-    """As threads are, and processes of containers that share a folder."""
+    """Threads share a process id, and so may processes of containers that share a folder."""
     path, replace, between = tmp_path / "a.json", Path.replace, ["two"]
 
     def replaced(temporary, target):

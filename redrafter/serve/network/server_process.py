@@ -111,7 +111,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def answering(self) -> bool:
-        """Whether a whole request has arrived that has no whole answer yet."""
+        """Return whether a whole request has arrived that has no whole answer yet."""
         return self.cycle is not None and not (self.cycle.response_complete or self.cycle.more_body)
 
     def on_message_begin(self) -> None:
