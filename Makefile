@@ -31,13 +31,13 @@ real: $(READY) $(SMOLLM2)/config.json
 $(SMOLLM2)/config.json: | $(READY)
 	$(BIN)/python examples/smollm2/make.py $(SMOLLM2)
 
-# One case of each test that is not slow; then other cases, until each value of a test's parameters was there; until any two
-# of them have met; then the rest and what takes long; then all, with coverage.
+# One case of each test that is not slow; with other cases, until each value of a cheap test's parameters was there; other
+# cases, until any two values of each test have met; then the rest and what takes long; then all, with coverage.
 test: $(READY)
 	$(PYTEST) -m "not slow and not variant"
 
 test-values: $(READY)
-	$(PYTEST) -m "variant and not pair and not slow"
+	$(PYTEST) -m "not pair and not slow"
 
 test-variants: $(READY)
 	$(PYTEST) -m "variant and not slow"
@@ -86,14 +86,15 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# torch goes first, alone: with its version already there, nothing later pulls in another build of it.
+# torch goes first, alone: with its version already there, nothing later pulls in another build of it. Of the thousands of
+# files few are imported, and those are compiled then.
 # setuptools warns of every editable installation.
 $(READY): pyproject.toml constraints.txt
 	@echo "making $(VENV), once: pip installs torch and what else is needed, some minutes without a line"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile $$(grep '^torch==' constraints.txt)
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	@case $(TRANSFORMERS) in \
 		lowest) $(BIN)/python -m pip install --quiet "transformers==$$(sed -n 's/.*"transformers>=\([0-9.]*\).*/\1.*/p' pyproject.toml)";; \
 		newest) $(BIN)/python -m pip install --quiet --upgrade "transformers<6";; \

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 from helpers.models import tiny_model
 from helpers.progress import FolderProgress
+from redrafter.app.program import freeze_objects
 from redrafter.engine.engine import Engine
 
 # Folders whose parametrised tests are seldom fast; tests/matrix chooses by itself.
@@ -73,8 +74,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave one case of each costly test on each cache among the fast ones: the one whose name has the least checksum.
 
     A checksum spreads what is left over the values of all parameters. Of the other cases, those without which any two
-    values of parameters still meet are slow, and those without which each value is still tested are marked `pair`.
+    values of parameters still meet are slow, and those without which each value is still tested are marked `pair`. So
+    are costly variants: those that are marked in their file, but for tests/matrix, and those of tests marked `costly`.
     """
+    for item in items:
+        variant = item.get_closest_marker("variant")
+        if variant is not None and "own_way" not in variant.kwargs:
+            item.add_marker(pytest.mark.pair)
     cases: dict[tuple, list[Any]] = defaultdict(list)
     for item in items:
         marked = "slow" in item.keywords or "variant" in item.keywords
@@ -83,6 +89,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for alike in cases.values():
         for item in sorted(alike, key=checksum)[1:]:
             item.add_marker(pytest.mark.variant)
+            if "costly" in item.keywords:
+                item.add_marker(pytest.mark.pair)
     tests: dict[tuple, list[Any]] = defaultdict(list)
     for item in items:
         if hasattr(item, "callspec") and "slow" not in item.keywords:
@@ -95,6 +103,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in redundant([item for item in crossing if item not in slow], 1) if count > 1 else ():
             if not item.get_closest_marker("variant").kwargs.get("own_way"):
                 item.add_marker(pytest.mark.pair)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what tests share out of garbage collections, one of which each paged cache begins with."""
+    freeze_objects()
 
 
 def checksum(item: Any) -> int:

@@ -130,6 +130,7 @@ def speculated_alike(pair, drafter, wide, arguments):
     return outs[0].stats
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True, "temperature": 0.7, "seed": 3}])
 @pytest.mark.parametrize(
     "changes",
@@ -155,6 +156,7 @@ def test_a_padded_pair_writes_and_speculates_the_same(pair, changes, arguments):
 HEADS = ["published", "speculators", "3.1", "joined norm"]
 
 
+@pytest.mark.costly
 @pytest.mark.filterwarnings("ignore:the drafter.s embedding table")  # a random one, on purpose
 @pytest.mark.parametrize("form", HEADS)
 @pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True, "temperature": 0.7, "seed": 3}])

@@ -25,6 +25,7 @@ def head(**changes: object) -> EagleDrafter:
     return random_head(**EAGLE_FORMS["published"] | changes)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("write", "drafter"),
     [

@@ -70,6 +70,7 @@ def make(llama, similar, some_shared):
     return lambda other, **shape: drafted_by(llama, some_shared if other else (similar, None), **shape)
 
 
+@pytest.mark.costly
 @ON_BOTH_CACHES
 @pytest.mark.parametrize(("shape", "other"), [(shape, other) for shape in SHAPES for other in (False, True)])
 def test_greedy_texts_to_the_end_of_the_context_are_those_of_the_model(make, on, shape, other):
@@ -264,6 +265,7 @@ def test_a_grammar_is_kept_to_and_never_asked_about_what_it_forbids(make, on, sh
     assert out.stats.steps < 14
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("other", "new"), [(False, 29), *((True, new) for new in range(24, 32))])
 def test_what_is_found_again_was_read_by_both_models(llama, some_shared, other, new):
     """The last draft of a step that was kept whole is proposed and not yet read: here it may end a block."""

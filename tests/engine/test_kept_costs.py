@@ -38,6 +38,7 @@ def test_a_later_start_reads_the_costs_that_an_earlier_one_has_measured(measured
     assert len(measured) == 1
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("change", ["tree", "drafter", "dtype", "torch", "package"])
 def test_costs_are_measured_again_for_other_shapes_dtypes_and_versions(change, measured, engine, monkeypatch):
     kept(engine).find_or_measure()

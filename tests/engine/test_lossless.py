@@ -13,6 +13,7 @@ NEW = 24
 IDS, MASK = uneven_batch()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_equals_model_generate_whether_drafts_are_right_or_wrong(architecture, rows):
@@ -46,6 +47,7 @@ def test_greedy_with_a_processor_equals_model_generate(llama, name):
         assert torch.equal(engine.generate(IDS[:1], **arguments), expected)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_the_same_seed_draws_the_same_tokens_however_it_is_decoded(llama, name):
     arguments = {"max_new_tokens": NEW, "do_sample": True, "seed": [11, 12, 13, 14]} | PROCESSORS[name]

@@ -56,6 +56,7 @@ KINDS = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_that_share_an_engine_write_what_each_writes_alone(kind):
     engine = KINDS[kind]()

@@ -175,6 +175,7 @@ MIXED = [{"regex": "[a-f]{12}x?"}, None, {"json_schema": PERSON}]
 PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.7, "logit_bias": {70: -3.0}, "min_new_tokens": 4}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("how", [GREEDY, SAMPLED, GREEDY | PENALTIES, SAMPLED | PENALTIES | {"top_k": 9}])
 def test_rows_of_one_batch_have_grammars_of_their_own_or_none(engine, on_blocks, how):
     grammars = [spec and Grammar(spec, TOKENIZER) for spec in MIXED]

@@ -107,6 +107,7 @@ def test_a_row_of_an_expert_has_the_bits_of_a_product_with_that_expert_alone(row
         assert_same_bits(found[row], ordered_linear(x[row : row + 1], weight[expert[row]])[0])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("n", "dtype"), TEXTS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -72,6 +72,7 @@ def random_pair(draft_vocab: int | None = None, **changes: object) -> tuple[PreT
 # The walk
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "pair, temperature",
     [("patterned", 0.6), *product(("patterned", "random", "reduced", "layered", "context", *OTHERS), (0.0, 1.0))],

@@ -19,6 +19,7 @@ def plain_text(model):
     return model.generate(input_ids=IDS, attention_mask=MASK, **GREEDY)
 
 
+@pytest.mark.costly
 @ON_BOTH_CACHES
 @pytest.mark.parametrize(
     "changes",

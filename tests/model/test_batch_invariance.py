@@ -67,6 +67,7 @@ def expected(model, dtype):
     return read(target(model, dtype), text(), [1] * 42 + [48] + [1] * 10 + [106])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("model", MODELS)
 @torch.inference_mode()
 def test_logits_are_those_of_the_model(model):
@@ -80,6 +81,7 @@ def test_logits_are_the_same_for_any_number_of_tokens(model, dtype):
         assert torch.equal(read(target(model, dtype), text(), sizes), expected(model, dtype))
 
 
+@pytest.mark.costly
 @each_form
 @torch.inference_mode()
 def test_logits_are_the_same_in_a_tree_among_rows(model, dtype):

@@ -60,6 +60,7 @@ def mostly_right(texts, mask):
     return script
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("rows", "beams", "depth"), [(4, 1, 4), (4, 3, 3), (1, 3, 3)])
 def test_texts_are_those_of_plain_decoding(target, rows, beams, depth):
     ids, mask = IDS[:rows], MASK[:rows]
@@ -102,6 +103,7 @@ def reader(request, target, monkeypatch):
         pytest.skip("its attention cannot be replaced")
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("reader")
 def test_a_prompt_read_in_pieces_leaves_what_it_leaves_whole(target):
     prompts = torch.randint(3, VOCAB, (3, 34), generator=torch.Generator().manual_seed(2))
