@@ -6,8 +6,9 @@ python benchmarks/load.py http://127.0.0.1:8000 http://127.0.0.1:8001 --rate 4,1
 Answers are timed chunk by chunk. Request i continues prompt i (`/v1/completions`) or answers chat i
 (`/v1/chat/completions`), modulo their number, with the seed plus i. Each concurrency or rate has its own prompts while
 they last, and a warm-up the last ones of the file: a server that learns from the texts that it writes shall not know
-those that it is measured on. Texts are compared with those of the first server. Above 0.8 of a processor, the client
-limits the measurement. `servers.py` also starts the servers.
+those that it is measured on. Only the temperature decides how texts are drawn, not the top-k or the penalties of a
+model's generation config, which servers otherwise take. Texts are compared with those of the first server. Above 0.8 of
+a processor, the client limits the measurement. `servers.py` also starts the servers.
 """
 
 import argparse
@@ -230,18 +231,24 @@ class Client:
     args: argparse.Namespace
     texts: dict[int, str] = field(default_factory=dict)
 
-    async def measure(self, url: str, load: Load) -> dict[str, Any]:
+    async def measure(self, url: str, load: Load, *, seeded: bool = True) -> dict[str, Any]:
         """Load a server after a warm-up, and return throughput, latencies and how many texts are those of the first.
+
+        Args:
+            url: The server.
+            load: Its load.
+            seeded: Whether each request has a seed.
 
         Raises:
             LoadError: It answers no request of the warm-up, or is not a server of OpenAI's protocol.
         """
         args, first, salted = self.args, load.first, not self.args.shared
         fields = {"model": args.model or await self._first_model(url), "temperature": load.temperature}
-        fields |= {"max_tokens": args.max_new_tokens, "top_p": 1.0, "ignore_eos": True}
+        fields |= {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+        fields |= {"max_tokens": args.max_new_tokens, "ignore_eos": True}
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
         bodies = [
-            body_of(self.rows[index % len(self.rows)]) | fields | {"seed": args.seed + abs(index)}
+            body_of(self.rows[index % len(self.rows)]) | fields | ({"seed": args.seed + abs(index)} if seeded else {})
             for index in (*range(first, first + load.count), *range(-load.size, 0))
         ]
         warm_up = await run_load(self.session, url, bodies[load.count :], load.size, salted=salted)

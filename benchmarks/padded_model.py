@@ -52,6 +52,7 @@ SHAPES = {
     "llama-3.1-8b": PadShape(4096, 14336, 32, 32, 8, 128, 128256),
     "llama-3.2-1b": PadShape(2048, 8192, 16, 32, 8, 64, 128256),
     "qwen2.5-7b": PadShape(3584, 18944, 28, 28, 4, 128, 152064),
+    "qwen2.5-coder-7b": PadShape(3584, 18944, 28, 28, 4, 128, 151936),  # with the ids of its smaller ones, to be saved
     "smollm2-8b": PadShape(4096, 14336, 32, 64, 16, 64, 49152),  # an 8B's cost with SmolLM2's heads and vocabulary
 }
 

@@ -1,11 +1,14 @@
-r"""Start servers of one checkpoint or several, load them in turn, print one table, and end them.
+r"""Start servers of one checkpoint or several, or take running ones, load them in turn, and print one table.
 
 python benchmarks/servers.py --server "drafter=redrafter serve w4 --drafter drafter" \
     --server "undrafted=redrafter serve w4 --no-speculate" --server "vllm=vllm serve w4" \
     --loads 1:12,8:64 --temperatures 0,1 --prompts chats.jsonl --output results
 
 Each command gets a `--port`. A server starts when the one before is ready and, if it is `redrafter serve` on a GPU, has
-captured its steps: an engine measures their costs while no other work runs there. Then each load goes to each server.
+captured its steps: an engine measures their costs while no other work runs there. Then each load goes to each server,
+and at last they are ended. A running server has its address in place of a command: `--server ours=http://127.0.0.1:8000`.
+A server that fails is left out from then on, and the exit code is 2.
+
 Every load, at every temperature too, has prompts of its own while the file has some. The output folder gets
 `loads.jsonl`, a line for each row of the table with the conditions, and the log of each server.
 """
@@ -26,12 +29,12 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from aiohttp import ClientError, ClientSession, ClientTimeout
 
-from load import Load, LoadError, add_client_flags, connect
+from load import Client, Load, LoadError, add_client_flags, connect
 from redrafter.app.flags import floats
 from redrafter.app.program import print_message, run_command
 from redrafter.errors import ArgumentError
@@ -42,15 +45,31 @@ CAPTURING = "others are captured while no request waits"  # in the log of `redra
 CAPTURED = "steps are captured, "  # there, once nothing is left to capture
 LOG_LINES = 15  # printed of a server that fails
 END_SECONDS = 30.0  # from SIGTERM to SIGKILL
-SHOWN = ("tok/s", "steady", "tokens/step", "gap p50", "gap p99", "first p50", "failed", "same texts", "client")
+SHOWN = (
+    "tok/s",
+    "steady",
+    "tokens/step",
+    "gap p50",
+    "gap p99",
+    "first p50",
+    "first p99",
+    "failed",
+    "same texts",
+    "client",
+)
 
 
 def command(text: str) -> tuple[str, list[str]]:
-    """Parse "NAME=COMMAND" to a name and words."""
+    """Parse "NAME=COMMAND" to a name and words; "NAME=URL" to a name and one word."""
     name, _, words = text.partition("=")
     if not re.fullmatch(r"[\w.-]+", name) or not words.strip():
         raise argparse.ArgumentTypeError(f"write NAME=COMMAND, such as 'ours=redrafter serve my-base', not {text!r}")
     return name, shlex.split(words)
+
+
+def is_address(words: Sequence[str]) -> bool:
+    """Return whether the words of `command` are the address of a running server."""
+    return len(words) == 1 and words[0].startswith(("http://", "https://"))
 
 
 def loads(text: str) -> list[tuple[int, int]]:
@@ -59,26 +78,33 @@ def loads(text: str) -> list[tuple[int, int]]:
 
 
 class Server:
-    """A server in a process group of its own, as it may start other processes.
+    """A server: one that runs already, or one that is started, in a process group of its own, as it may start others.
 
     Attributes:
         name: Its name in the table.
-        words: Its command, with its port.
+        words: Its command, with its port; the address of one that runs already.
         url: Its address.
-        log: The file with its output.
+        log: The file with its output; None of one that runs already.
         version: What it answers to `/version`; None if nothing.
+        failure: What went wrong; None while nothing has.
     """
 
     version: Any = None
+    failure: LoadError | None = None
+    log: Path | None = None
+    _process: subprocess.Popen[bytes] | None = None
 
     def __init__(self, name: str, words: Sequence[str], folder: Path):
+        self.name, self.words, self.url = name, [*words], words[0].rstrip("/").removesuffix("/v1")
+        if is_address(words):
+            return
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.name, self.words, self.log = name, [*words, "--port", str(port)], folder / f"{name}.log"
-        self.url = f"http://127.0.0.1:{port}"
+        self.words, self.url = [*words, "--port", str(port)], f"http://127.0.0.1:{port}"
+        self.log = folder / f"{name}.log"
         with self.log.open("wb") as file:
-            self.process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 self.words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
 
@@ -88,7 +114,7 @@ class Server:
         while await self._get(session, "/health") is None or self._captures():
             self.check_alive()
             if time.monotonic() - began > seconds:
-                self.fail(f"is not ready after {seconds:g} s")
+                raise LoadError(f"is not ready after {seconds:g} s")
             await asyncio.sleep(0.2)
         with suppress(ValueError):
             self.version = json.loads(await self._get(session, "/version") or "null")
@@ -103,42 +129,55 @@ class Server:
         return None
 
     def _captures(self) -> bool:
-        text = self.log.read_text(errors="replace")
+        text = "" if self.log is None else self.log.read_text(errors="replace")
         return CAPTURING in text and CAPTURED not in text
 
     def check_alive(self) -> None:
-        """Raise `LoadError` if it has ended."""
-        if (code := self.process.poll()) is not None:
-            self.fail(f"has ended with code {code}")
+        """Raise `LoadError` if it has ended, where it was started here."""
+        if self._process is not None and (code := self._process.poll()) is not None:
+            raise LoadError(f"has ended with code {code}")
 
-    def fail(self, what: str) -> NoReturn:
-        """Print the end of the log, and raise `LoadError`."""
-        print(*self.log.read_text(errors="replace").splitlines()[-LOG_LINES:], sep="\n", file=sys.stderr)
-        raise LoadError(f"server {self.name} {what}; the end of its log {self.log} is above")
+    def leave_out(self, error: LoadError) -> None:
+        """Note and print what went wrong, with the end of the log, and end it."""
+        self.failure = error
+        if self.log is not None:
+            print(*self.log.read_text(errors="replace").splitlines()[-LOG_LINES:], sep="\n", file=sys.stderr)
+        above = f"; the end of its log {self.log} is above" if self.log else ""
+        print_message("error", f"server {self.name} {error}{above}")
+        self.send(signal.SIGKILL)
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to all its processes."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+        """Send a signal to all its processes, where it was started here."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until it has ended, where it was started here."""
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
 
 
 def end(servers: Sequence[Server]) -> None:
-    """End all processes of servers."""
+    """End all processes of servers that were started here."""
     for server in servers:
         server.send(signal.SIGTERM)
     try:
         deadline = time.monotonic() + END_SECONDS
         for server in servers:
-            with suppress(subprocess.TimeoutExpired):
-                server.process.wait(max(0.0, deadline - time.monotonic()))
+            server.wait(max(0.0, deadline - time.monotonic()))
     finally:  # also those whose parent has ended, and all at a second Ctrl-C
         for server in servers:
             server.send(signal.SIGKILL)
-            server.process.wait()
+            server.wait()
 
 
 async def measure_all(args: argparse.Namespace, servers: list[Server]) -> int:
-    """Start servers, load each with each load, and print and write the rows. Returns 1 if a request failed."""
+    """Start servers, load each with each load, and print and write the rows.
+
+    Returns the exit code: 2 if a server failed, else 1 if a request did.
+    """
     todo, folder, failed, size_name = list[Load](), Path(args.output), 0, "streams" if args.loads else "req/s sent"
     for temperature, (size, count) in itertools.product(args.temperatures, args.loads or args.rates):
         todo.append(Load(size, count, sum(load.count for load in todo), temperature, random=args.loads is None))
@@ -149,24 +188,41 @@ async def measure_all(args: argparse.Namespace, servers: list[Server]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         for name, words in args.server:
             servers.append(Server(name, words, folder))
-            await servers[-1].wait_until_ready(client.session, args.start_seconds)
+            try:
+                await servers[-1].wait_until_ready(client.session, args.start_seconds)
+            except LoadError as error:
+                servers[-1].leave_out(error)
         conditions, widest = describe(servers), max(len(server.name) for server in servers)
         widths = [4, len(size_name), max(6, widest), *(max(9, len(name)) for name in SHOWN)]
         show(["T", size_name, "server", *SHOWN], widths)
         with (folder / "loads.jsonl").open("w") as file:
             for load, server in itertools.product(todo, servers):
+                if server.failure:
+                    continue
                 line: dict[str, Any] = {"T": load.temperature, size_name: load.size, "server": server.name}
                 try:
-                    line |= await asyncio.wait_for(client.measure(server.url, load), args.load_seconds)
-                except asyncio.TimeoutError:
-                    server.fail(f"has not answered {load.count} requests in {args.load_seconds:g} s")
-                finally:
-                    for each in servers:
-                        each.check_alive()
+                    line |= await measure(client, server, load, args)
+                except LoadError as error:
+                    server.leave_out(error)
+                    continue
                 show([f"{load.temperature:g}", load.size, server.name, *map(line.get, SHOWN)], widths)
                 print(json.dumps(line | {"conditions": conditions}), file=file, flush=True)
                 failed += line["failed"]
-    return int(failed > 0)
+    return 2 if any(server.failure for server in servers) else int(failed > 0)
+
+
+async def measure(client: Client, server: Server, load: Load, args: argparse.Namespace) -> dict[str, Any]:
+    """Load a server; raise `LoadError` if it answers nothing, too late, or has ended then."""
+    seeded = server.name not in args.unseeded
+    try:
+        line = await asyncio.wait_for(client.measure(server.url, load, seeded=seeded), args.load_seconds)
+    except asyncio.TimeoutError as error:
+        raise LoadError(f"has not answered {load.count} requests in {args.load_seconds:g} s") from error
+    except LoadError:
+        server.check_alive()  # its end explains more
+        raise
+    server.check_alive()
+    return line
 
 
 def describe(servers: Sequence[Server]) -> dict[str, Any]:
@@ -190,15 +246,22 @@ def show(cells: Sequence[object], widths: Sequence[int]) -> None:
 
 
 def main() -> int:
-    """Compare the servers that the command line names. Returns the exit code: 1 if a request failed."""
+    """Compare the servers that the command line names. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     named: dict[str, Any] = {"type": command, "action": "append", "required": True, "metavar": "NAME=COMMAND"}
-    parser.add_argument("--server", **named, help="a server, without its port; once for each")
+    parser.add_argument("--server", **named, help="a server, without its port, or its address; once for each")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--loads", type=loads, metavar="N:REQUESTS,...", help="streams at once, and requests of a load")
     what.add_argument("--rates", type=loads, metavar="N:REQUESTS,...", help="requests per second, at random times")
     parser.add_argument(
         "--temperatures", type=floats, default=(0.0,), metavar="X,...", help="of the loads (default: 0)"
+    )
+    parser.add_argument(
+        "--unseeded",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a server whose requests have no seeds: vLLM's first runner draws those with seeds one by one",
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="folder of results and logs")
     parser.add_argument("--start-seconds", type=float, default=600.0, help="limit of a server's start (default: 600)")
@@ -210,7 +273,7 @@ def main() -> int:
         if len({name for name, _ in args.server}) < len(args.server):
             raise ArgumentError("two servers have the same name")
         for name, words in args.server:
-            if shutil.which(words[0]) is None:
+            if not is_address(words) and shutil.which(words[0]) is None:
                 raise ArgumentError(f"server {name}: there is no program {words[0]}")
         servers = list[Server]()
         try:

@@ -97,6 +97,7 @@ def test_requests_ask_for_what_was_typed(measure, capsys, monkeypatch):
         zip(["zero", "one", "two", "zero"], [100, 101, 102, 103], strict=True)
     )
     common = {"model": "mine", "max_tokens": 3, "temperature": 0.5, "ignore_eos": True, "stream": True}
+    common |= {"top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}  # not those of the model's config
     assert all(body.items() >= (common | {"stream_options": {"include_usage": True}}).items() for body in bodies)
     assert lines[0].items() >= {"at once": 1, "failed": 0, "tokens": 12, "same texts": "4/4"}.items()
 

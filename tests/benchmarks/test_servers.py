@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -53,7 +54,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if asked == args.hang_at:
             time.sleep(600)
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        os.write(1, f"asked {body['temperature']} {body['seed']}\\n".encode())  # threads would mix their prints
+        os.write(1, f"asked {body['temperature']} {body.get('seed')}\\n".encode())  # threads would mix their prints
         events = [{"choices": [{"text": args.text}]}, {"choices": [], "usage": {"completion_tokens": 1}}]
         self.answer("".join(f"data: {json.dumps(event)}\\n\\n" for event in events) + "data: [DONE]\\n\\n")
 
@@ -154,10 +155,39 @@ def test_prompts_that_loads_repeat_are_noted(compare, fake, capsys):
         (["--hang-at", "4"], "--load-seconds 2", ["server bad has not answered 3 requests in 2 s", "began"]),
     ],
 )
-def test_a_server_that_fails_ends_the_run_with_the_end_of_its_log(compare, fake, capsys, flags, words, messages):
-    assert compare(f"--loads 2:3 {words}", good=fake(), bad=fake(*flags)) == 2
+def test_a_server_that_fails_is_left_out_with_the_end_of_its_log(
+    compare, fake, tmp_path, capsys, flags, words, messages
+):
+    assert compare(f"--loads 2:3,1:1 {words}", one=fake(), bad=fake(*flags), other=fake()) == 2
     err = capsys.readouterr().err
     assert all(message in err for message in messages)
+    assert [line["server"] for line in lines_of(tmp_path)] == ["one", "other"] * 2
+
+
+def test_running_servers_are_taken_by_address_and_left_running(compare, fake, tmp_path, capfd):
+    assert compare("--loads 1:2 --temperatures 1 --unseeded other", one=fake(), other=fake()) == 0
+    seeds = [
+        re.findall(r"asked 1.0 (\S+)", (tmp_path / "out" / f"{name}.log").read_text())[1:] for name in ("one", "other")
+    ]
+    assert seeds == [["0", "1"], ["None", "None"]]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    running = subprocess.Popen(shlex.split(fake("--port", str(port))), stdout=subprocess.DEVNULL)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        assert compare("--loads 1:2", one=fake(), running=f"{address}/v1") == 0
+        first, second = lines_of(tmp_path)
+        assert (second["server"], second["failed"]) == ("running", 0)
+        assert first["conditions"]["servers"]["running"] == {"command": f"{address}/v1", "version": {"version": "7"}}
+        assert running.poll() is None
+    finally:
+        running.terminate()
+        running.wait()
+    capfd.readouterr()
+    assert compare("--loads 1:2 --start-seconds 1", gone=address, one=fake()) == 2
+    assert "server gone is not ready after 1 s\n" in capfd.readouterr().err
+    assert [line["server"] for line in lines_of(tmp_path)] == ["one"]
 
 
 def test_the_next_server_starts_when_the_one_before_has_captured_its_steps(compare, fake, tmp_path):
