@@ -164,9 +164,7 @@ HOST_CACHE = Feature(
         NO_PREFIX_REUSE: "prefixes on the host would never be reused",
     },
 )
-WEIGHT_UPDATES = Feature(
-    "updates of weights", "make a new engine", {QUANTISED_WEIGHTS: "their format is that library's own"}
-)
+WEIGHT_UPDATES = Feature("updates of weights", "make a new engine", {QUANTISED_WEIGHTS: "their format is its own"})
 ASYNC_CALLS = Feature(
     "agenerate() and astream()",
     "call generate() on all ranks",

@@ -21,7 +21,6 @@ from redrafter.drafting.proposer import Proposer, State
 from redrafter.model.forward_batch import ForwardBatch, LogitsReader
 from redrafter.model.target import Target
 from redrafter.parallel.ranks import ALONE, Ranks
-from redrafter.sampling.prefixes import Prefixes
 from redrafter.sampling.sampler import Sampler, finite_draws
 from redrafter.tree.accept import Path
 from redrafter.tree.report import StepReport, accept_drafts
@@ -196,11 +195,4 @@ def draw_first_tokens(
 
 def _process(logits: Tensor, state: State, tree: Tree, sampler: Sampler, window: int) -> Tensor:
     """Return processed logits `[B, N, V]` float32, or the logits if the sampler processes them in its own kernel."""
-    if sampler.fused:
-        return logits
-    window = min(window, state.tokens.shape[1])
-    # The text before each node, which processors such as a repetition penalty look at.
-    prefixes = Prefixes(
-        state.tokens, state.length, prompt=sampler.prompt, limit=sampler.limit, tree=tree, window=window
-    )
-    return sampler.process(logits, prefixes)
+    return logits if sampler.fused else sampler.process_nodes(logits, state.tokens, state.length, tree, window)

@@ -53,9 +53,7 @@ def choose_method(options: LoadOptions, draft: DraftOptions, speculate: bool = T
         ArgumentError: The options select several methods, or set an option that the method does not support.
     """
     values = vars(options) | vars(draft)
-    asked = {
-        name: by for name, method in METHODS.items() if (by := method.chosen_by) and values[by] not in (None, False)
-    }
+    asked = {name: by for name, x in METHODS.items() if (by := x.chosen_by) and values[by] not in (None, False)}
     if len(asked) > 1:
         raise ArgumentError(f"{' and '.join(map(flag, asked.values()))} exclude each other")
     method = next(iter(asked)) if asked else DRAFTER if not speculate or has_drafter(options) else RECYCLED

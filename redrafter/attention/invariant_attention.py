@@ -196,9 +196,7 @@ def _attend(query: Tensor, inputs: AttentionInputs, places: _Places) -> Tensor:
             positions = torch.arange(first, first + TILE, device=query.device)
             visible = (positions < places.end[:, None]) & (positions >= begin[:, None])  # [M, 64]
             slots = places.slots(positions)
-            k, v = (
-                rearrange(read_slots(store, slots, torch.float32).float(), "m s h d -> m h s d") for store in stores
-            )
+            k, v = (rearrange(read_slots(x, slots, torch.float32).float(), "m s h d -> m h s d") for x in stores)
             scores = (q @ k.mT) * inputs.scale
             if softcap:
                 scores = softcap * in_full_vectors(torch.tanh, scores / softcap)

@@ -136,9 +136,7 @@ def gathered_attention(plan: Plan, inputs: AttentionInputs) -> Tensor:
     for part in (plan.trees, *plan.chunks):
         for store, x in inputs.sides():
             write_slots(store, part.new_slots, x[part.tokens])
-        k, v = (
-            rearrange(read_slots(store, part.slots, query.dtype), "b s h d -> b h s d") for store, _ in inputs.sides()
-        )
+        k, v = (rearrange(read_slots(x, part.slots, query.dtype), "b s h d -> b h s d") for x, _ in inputs.sides())
         q = rearrange(part.by_row(query), "b m (h g) d -> b h (g m) d", g=group)
         mask = part.mask(inputs.window, inputs.chunk_size, inputs.first, query.dtype, group)
         attended = attend_to_seen(partial(_attend_rows, inputs, q, mask), k, v, partial(torch.eq, mask[:, 0], 0))

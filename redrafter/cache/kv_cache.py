@@ -165,9 +165,7 @@ class KVCache(ABC):
     def read_drafter_layer(self, positions: Tensor, heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Return a drafter's keys and values of the tokens at positions `[B, S]`, `[B, S, H, d]` each."""
         slots = self.slots(positions)
-        keys, values = (
-            store[:, heads].index_select(0, slots).unflatten(0, positions.shape) for store in self.stores(-1)[:2]
-        )
+        keys, values = (x[:, heads].index_select(0, slots).unflatten(0, positions.shape) for x in self.stores(-1)[:2])
         return keys, values
 
     def commit(self, length: Tensor, nodes: Tensor) -> None:

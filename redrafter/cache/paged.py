@@ -117,9 +117,7 @@ class KVCachePool:
                 f"{free / 2**30:.2f} GiB of memory are free, and kv_cache_free_gpu_memory_fraction={fraction} of "
                 "it is less than one block of keys and values: raise it, or free memory"
             )
-        return [
-            cls(shapes, scale * num_blocks, rows, prefix_states) for shapes, scale in zip(models, scales, strict=True)
-        ]
+        return [cls(shapes, n * num_blocks, rows, prefix_states) for shapes, n in zip(models, scales, strict=True)]
 
 
 class PagedCache(KVCache):

@@ -66,9 +66,7 @@ class RowStates:
     def __init__(self, shapes: Sequence[StateShape], rows: int):
         """Allocate states of R rows that have read no tokens. rows: R."""
         self.shapes = shapes
-        self.tensors = {
-            shape.key: torch.zeros(rows, *shape.shape, dtype=shape.dtype, device=shape.device) for shape in shapes
-        }
+        self.tensors = {x.key: torch.zeros(rows, *x.shape, dtype=x.dtype, device=x.device) for x in shapes}
         self.position = torch.zeros(rows, dtype=torch.long, device=shapes[0].device)
 
     def copy_rows(self, to: Tensor, source: "RowStates", rows: Tensor) -> None:

@@ -85,9 +85,7 @@ class ControlTokens:
         marked: dict[str, Any] = {}
         for name, value in message.items():
             if name == "content" and isinstance(value, list):  # only text parts contain user text
-                marked[name] = [
-                    part | {"text": mark_text(part["text"])} if part["type"] == "text" else part for part in value
-                ]
+                marked[name] = [x | {"text": mark_text(x["text"])} if x["type"] == "text" else x for x in value]
             elif name in _TEXT_FIELDS and isinstance(value, str):
                 marked[name] = mark_text(value)
             else:

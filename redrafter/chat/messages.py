@@ -66,9 +66,7 @@ def encode_chat(
 def text_after_answer(template: ChatTemplate, has_calls: bool) -> str:
     """Return what the template writes between an answer and the next turn's text, which a tool writes after calls."""
     call = {"id": "probe0001", "type": "function", "function": {"name": "f", "arguments": {}}}
-    answer: dict[str, Any] = {"role": "assistant", "content": "an answer"} | (
-        {"tool_calls": [call]} if has_calls else {}
-    )
+    answer: dict[str, Any] = {"role": "assistant", "content": "a text"} | ({"tool_calls": [call]} if has_calls else {})
     following = {"role": "tool", "tool_call_id": call["id"]} if has_calls else {"role": "user"}
     probe = "a text to look for"
     turns: list[dict[str, Any]] = [{"role": "user", "content": "a question"}, answer, following | {"content": probe}]

@@ -70,9 +70,7 @@ class ChatTemplate:
     @cached_property
     def unspelled(self) -> dict[str, int]:
         """Ids of added tokens that literal text in a grammar cannot produce, as llguidance decodes them."""
-        added = {
-            token.content: number for number, token in self.tokenizer.added_tokens_decoder.items() if token.content
-        }
+        added = {token.content: n for n, token in self.tokenizer.added_tokens_decoder.items() if token.content}
         special = {*self.special.values()}
         return {text: number for text, number in added.items() if text in special or re.fullmatch("<.*>", text)}
 

@@ -64,9 +64,7 @@ def _check_config(path: str | Path, config: Mapping[str, object]) -> None:
     if kind != "LORA":
         raise adapter_refusal(path, f"it is a {kind} adapter, and only LORA is computed for each row by itself")
     if config.get("bias", "none") != "none":
-        raise adapter_refusal(
-            path, f"it was trained with bias={config['bias']!r}, which changes the model's own biases"
-        )
+        raise adapter_refusal(path, f"bias={config['bias']!r} changes the model's own biases")
     beginning = config.get("init_lora_weights", True)
     if beginning not in _SUPPORTED_BEGINNINGS:
         raise adapter_refusal(

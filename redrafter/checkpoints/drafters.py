@@ -70,9 +70,7 @@ def load_drafter(
     hold_in_memory(module)  # an MTP layer is read from the files of its base
     if quantization is not None:
         if isinstance(drafter, RecycledTokens):
-            raise ArgumentError(
-                "draft_quantization is for a drafter, and a table of tokens has no weights: leave it out"
-            )
+            raise ArgumentError("draft_quantization is for a drafter, and this table has no weights: leave it out")
         if quantization not in SCHEMES:
             raise ArgumentError(f"draft_quantization of a drafter must be one of {', '.join(SCHEMES)}, or None")
         quantize_linears(module, quantization, keep=(module.unquantized,))

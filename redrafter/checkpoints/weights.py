@@ -46,9 +46,7 @@ def read_weights(source: "str | Path | Mapping[str, Tensor]", target: Target) ->
     except (OSError, ValueError) as error:  # ValueError: NUL in a name
         raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
     if not files:
-        raise CheckpointError(
-            f"{path} holds no weights: give a {SUFFIX} file, or a directory of this machine with some"
-        )
+        raise CheckpointError(f"{path} holds no weights: give a {SUFFIX} file, or a directory with some")
     weights = read_safetensors(files)
     cut = cut_weights(target.model, weights)
     own = target.model.state_dict(keep_vars=True)

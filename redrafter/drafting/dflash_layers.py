@@ -94,9 +94,7 @@ class BlockAttention(AttentionProducts):
             return self.o_proj(attended.flatten(2))
         rows, heads = len(context.keys), new[0].shape[2]
         own = (rearrange(part, "(b c) q h d -> b (c q) h d", b=rows) for part in new)
-        key, value = (
-            rearrange(torch.cat(pair, dim=1), "b s h d -> b h s d") for pair in zip(context[:2], own, strict=True)
-        )
+        key, value = (rearrange(torch.cat(x, 1), "b s h d -> b h s d") for x in zip(context[:2], own, strict=True))
         query = rearrange(query, "(b c) q (h g) d -> b h (g c q) d", b=rows, h=heads)
         seen = context.seen.repeat(1, query.shape[2] // context.seen.shape[1], 1)[:, None]
         with sdpa_kernel(BACKENDS):
@@ -123,9 +121,7 @@ class Convolution(nn.Module):
 
     def around(self, sublayer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Apply a sublayer to `[B, Q, D]` between both convolutions."""
-        kernels = torch.unflatten(self.kernel_projection(x), -1, (2, self.taps, -1)).repeat_interleave(
-            self.group, dim=-1
-        )
+        kernels = self.kernel_projection(x).unflatten(-1, (2, self.taps, -1)).repeat_interleave(self.group, dim=-1)
         before, after = (kernels + self.base_kernel).unbind(2)  # [B, Q, taps, D] each
         return self._convolve(sublayer(self._convolve(x, before)), after)
 

@@ -12,7 +12,6 @@ from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.model.forward_batch import ForwardBatch
 from redrafter.model.target import Target
 from redrafter.sampling.noise import DRAFT
-from redrafter.sampling.prefixes import Prefixes
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.accept import Path
 from redrafter.tree.beam_search import beam_search
@@ -95,14 +94,10 @@ class DraftModelProposer:
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
             if k:
                 lattice.add(tokens, sources)
-            tree, window = lattice.tree, min(cache.window, state.tokens.shape[1])
-            logits = (
-                self._new_logits(tree, length, cache) if k else self._first_logits(state, length, cache)
-            )  # [B, w, V]
-            prefixes = Prefixes(
-                state.tokens, state.length, prompt=sampler.prompt, limit=sampler.limit, tree=tree, window=window
-            )
-            scores = sampler.process(logits, prefixes)
+            tree = lattice.tree
+            # [B, w, V]
+            logits = self._new_logits(tree, length, cache) if k else self._first_logits(state, length, cache)
+            scores = sampler.process_nodes(logits, state.tokens, state.length, tree, cache.window)
             if self.vocabulary is not None:
                 scores = self.vocabulary.never_draft_others(scores, MIN_SCORE)
             level_scores.append(scores)

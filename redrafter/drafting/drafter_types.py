@@ -69,9 +69,7 @@ def drafter_class(name: str | Path, **hub_options: Any) -> type[DrafterModel]:
         raise CheckpointError(f"{name} is of the type {config.get('model_type')}, and no drafter of it is registered")
     loaded: type[DrafterModel] = kind.load()
     if config.get("quantization_config") is not None and not loaded.made_from_config:
-        raise UnsupportedError(
-            f"{source} is a quantised {kind.name}, which is not read: give the one that was quantised"
-        )
+        raise UnsupportedError(f"{source} is a quantised {kind.name}, which is not read: give the original")
     return loaded
 
 

@@ -263,9 +263,7 @@ class CostPolicy(DraftPolicy):
             # Prompts take their time in one step or another. So drafts pay in this one if they gain more than a step
             # without prompts would in the time that they add.
             rate = max(self._speed(step._replace(prompt_tokens=0), each) for each in (chosen, self._undrafted))
-            chosen = max(
-                chosen, self._undrafted, key=lambda each: self._tokens(step, each) - rate * self._time(step, each)
-            )
+            chosen = max(chosen, self._undrafted, key=lambda x: self._tokens(step, x) - rate * self._time(step, x))
         return chosen
 
     def record(self, step: DraftedStep) -> None:

@@ -29,9 +29,7 @@ from redrafter.sampling.params import NUMBERS
 PREPARES_ON_HOST = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 20)
 
 # Arguments of `model.generate` that are not in its GenerationConfig and are honoured here.
-_CALL_ARGUMENTS = frozenset(
-    {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "tokenizer", "grammar"}
-)
+_OF_CALL = frozenset({"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "tokenizer", "grammar"})
 
 # Parameters of rows that transformers does not have, or has under other names.
 _OWN = [name for name in NUMBERS if name not in GenerationConfig().to_dict()]
@@ -214,7 +212,7 @@ def read_arguments(arguments: Mapping[str, object]) -> dict[str, Any]:
 
 @functools.cache
 def _known() -> frozenset[str]:
-    return _CALL_ARGUMENTS.union(GenerationConfig().to_dict(), _OWN, ("inputs", "logit_bias"))
+    return _OF_CALL.union(GenerationConfig().to_dict(), _OWN, ("inputs", "logit_bias"))
 
 
 def check_modes(config: GenerationConfig, own: GenerationConfig) -> None:

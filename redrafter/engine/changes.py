@@ -30,9 +30,7 @@ from redrafter.scheduler.engine_change import EngineChange
 from redrafter.scheduler.paged_memory import PagedMemory
 
 # Fields of a drafter's config about its training and defaults, which do not affect its computation.
-NOT_OF_FORM = frozenset(
-    {"draft_beams", "draft_len_per_beam", "trained_draft_len", "base_model", "base_embedding_norms"}
-)
+NOT_OF_FORM = {"draft_beams", "draft_len_per_beam", "trained_draft_len", "base_model", "base_embedding_norms"}
 
 
 class Sleep(EngineChange):

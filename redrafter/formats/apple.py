@@ -30,9 +30,7 @@ def rename_tensors(stored: Tensors, config: DrafterConfig, directory: Path) -> d
     tensors: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         if (new_name := _to_redrafter_name(name, config.num_draft_layers)) in tensors:
-            raise CheckpointError(
-                f"{directory} has {tensors[new_name].name} and {name}, which are the same tensor's names"
-            )
+            raise CheckpointError(f"{directory} has {tensors[new_name].name} and {name}, names of one tensor")
         tensors[new_name] = tensor
     return tensors
 

@@ -38,9 +38,7 @@ def make_header(
     if str(card.get("license_link")).startswith("https://"):  # others are files of the base's repository
         named["license_link"] = card["license_link"]
     every = dict.fromkeys([LIBRARY, "speculative-decoding", config.algorithm, *tags])
-    data = ModelCardData(
-        library_name=LIBRARY, pipeline_tag="text-generation", base_model=base, tags=list(every), **named
-    )
+    data = ModelCardData(library_name=LIBRARY, pipeline_tag="text-generation", base_model=base, tags=[*every], **named)
     return f"---\n{data.to_yaml()}\n---\n"
 
 

@@ -82,9 +82,7 @@ class SourceBase:
             if entry.is_file() and entry.name != SHAPE_FILE and not entry.name.startswith("."):
                 files[entry.name] = entry
             elif entry.is_dir() and entry.name in MODEL_FOLDERS:
-                files |= {
-                    str(file.relative_to(self.directory)): file for file in sorted(entry.rglob("*")) if file.is_file()
-                }
+                files |= {str(x.relative_to(self.directory)): x for x in sorted(entry.rglob("*")) if x.is_file()}
         return files
 
     @cached_property  # tables of GGUF files are dequantised whole
@@ -208,9 +206,7 @@ def open_drafter(directory: Path, recurrence: str | None = None) -> SourceDrafte
     """
     kind = kind_of(directory)
     if recurrence is not None and not kind.startswith("TensorRT-LLM"):
-        raise ArgumentError(
-            f"--recurrence is for TensorRT-LLM's checkpoints, which do not say; {directory} is a {kind}"
-        )
+        raise ArgumentError(f"--recurrence is for TensorRT-LLM's checkpoints; {directory} is a {kind}")
     if kind == "merged checkpoint":
         drafter = open_drafter(directory / DRAFTER_FOLDER)
         return replace(drafter, kind=kind, defaults=Defaults.from_file(directory / SHAPE_FILE))

@@ -104,9 +104,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         if type(mapping.get(key, 1)) is not int or not 1 <= mapping.get(key, 1) <= MAX_RANKS:
             raise CheckpointError(f"{file}: mapping.{key} must be from 1 to {MAX_RANKS}, got {mapping[key]!r}")
     if mapping.get("pp_size", 1) != 1:
-        raise UnsupportedError(
-            f"{directory} is split over {mapping['pp_size']} pipeline stages; only pp_size 1 can be read"
-        )
+        raise UnsupportedError(f"{directory} is split over {mapping['pp_size']} pipeline stages; pp_size 1 is read")
     return config
 
 
@@ -280,9 +278,7 @@ def check_tp(tp: int, sizes: Mapping[str, int]) -> None:
     possible = [count for count in range(1, 65) if all(value % count == 0 for value in sizes.values())]
     for name, value in sizes.items():
         if value % tp:
-            raise ArgumentError(
-                f"--tp-size {tp} does not divide {name}={value}; possible are {', '.join(map(str, possible))}"
-            )
+            raise ArgumentError(f"--tp-size {tp} does not divide {name}={value}; take {', '.join(map(str, possible))}")
 
 
 class Rule(NamedTuple):

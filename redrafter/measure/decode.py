@@ -1,10 +1,10 @@
 """Decode prompts in timed calls: of an engine's `generate`, and of transformers' own."""
 
-import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -107,9 +107,7 @@ class RepeatedRuns:
 
     def speedup(self, undrafted: "RepeatedRuns") -> float:
         """Return the speedup in tokens per second over `undrafted`: the median of the ratios of all repeats."""
-        return statistics.median(
-            a / b for a, b in zip(self.tokens_per_second, undrafted.tokens_per_second, strict=True)
-        )
+        return median(a / b for a, b in zip(self.tokens_per_second, undrafted.tokens_per_second, strict=True))
 
 
 class _FirstToken:

@@ -54,9 +54,7 @@ def table_of(records: Sequence[Record], shown: Collection[str]) -> tuple[list[st
     cells: list[list[object]] = []
     for each in records:
         rates = [*(each.acceptance or ()), *[None] * depth]
-        cells.append(
-            [each.mode, *(getattr(each, name) for name in names.values()), *(rates[place] for place in places)]
-        )
+        cells.append([each.mode, *(getattr(each, name) for name in names.values()), *(rates[at] for at in places)])
     return ["", *names, *(str(place + 1) for place in places)], cells
 
 
@@ -107,12 +105,8 @@ def write_csv(path: str, records: Sequence[Record]) -> None:
     lines = []
     for record in records:
         values = {name: value for name, value in to_json(record).items() if not isinstance(value, list | dict)}
-        lines.append(
-            values | {f"position_{place}": rate for place, rate in enumerate(record.acceptance or (), start=1)}
-        )
-    names = sorted(
-        dict.fromkeys(name for line in lines for name in line), key=lambda name: name.startswith("position_")
-    )
+        lines.append(values | {f"position_{n}": rate for n, rate in enumerate(record.acceptance or (), start=1)})
+    names = sorted(dict.fromkeys(x for line in lines for x in line), key=lambda x: x.startswith("position_"))
     text = StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
@@ -133,9 +127,7 @@ def draw(path: str, records: Sequence[Record], conditions: str) -> None:
             if each.acceptance and (each.temperature, each.prompt_length or 0) == group:
                 points = [(depth, rate) for depth, rate in enumerate(each.acceptance, 1) if rate is not None]
                 what = " ".join(str(x) for x in (each.mode, each.category, each.batch_size) if x is not None)
-                axes.plot(
-                    *zip(*points, strict=True), "o-", markersize=4, label=f"{what}: {each.tokens_per_step or 0:.2f}"
-                )
+                axes.plot(*zip(*points, strict=True), "o-", ms=4, label=f"{what}: {each.tokens_per_step or 0:.2f}")
         length = f", prompts of {group[1]} tokens" if group[1] else ""
         axes.set(title=f"temperature {group[0]:g}{length}", xlabel="depth of the draft", ylim=(0, 1))
         axes.set_ylabel("share accepted, of those whose parent was (tokens per step)")

@@ -17,6 +17,7 @@ from redrafter.attention.mask import additive_mask
 from redrafter.cache.dense import DenseCache, cache_in
 from redrafter.cache.kv_cache import LayerShape
 from redrafter.kernels.cpu import decoder_layer
+from redrafter.kernels.cpu.decoder_layer import Layer, Linear
 from redrafter.model.linear_layers import is_unmodified_linear
 from redrafter.model.patch import MODEL_ERRORS, ModelPatch
 from redrafter.model.quantized_layers import GroupedLinear
@@ -102,7 +103,7 @@ class _Inputs:
         self.forward, self._buffer = decoder_layer.Forward(), torch.empty(0)
         self._of: tuple[object, ...] = None, None, None
 
-    def set(self, x: Tensor, mask: Tensor | None, rope: Any, cache: DenseCache, layer: decoder_layer.Layer) -> bool:
+    def set(self, x: Tensor, mask: Tensor | None, rope: Any, cache: DenseCache, layer: Layer) -> bool:
         """Set them, and return whether the kernel can compute with them."""
         rope_of, mask_of, written_of = self._of
         if rope is rope_of and mask is mask_of and cache.written is written_of:
@@ -138,9 +139,7 @@ class _Inputs:
 class _FastRun:
     """The forward of one layer, or of successive ones."""
 
-    def __init__(
-        self, modules: list[Any], layers: list[decoder_layer.Layer], inputs: _Inputs, *, calls_hooks: bool = False
-    ):
+    def __init__(self, modules: list[Any], layers: list[Layer], inputs: _Inputs, *, calls_hooks: bool = False):
         self.modules, self.layers, self._inputs, self._kernel = modules, layers, inputs, decoder_layer.find_kernel()
         self._hooks = [module._forward_hooks if calls_hooks else {} for module in modules]  # of an output's readers
         self._slow = [module.forward for module in modules]
@@ -178,7 +177,7 @@ class _FastRun:
         for hook in list(self._hooks[layer].values()):
             hook(self.modules[layer], (), output)
 
-    def is_like(self, layer: decoder_layer.Layer) -> bool:
+    def is_like(self, layer: Layer) -> bool:
         """Return whether a layer has the sizes of these."""
         return (layer.width, layer.memory) == (self.layers[0].width, self.layers[0].memory)
 
@@ -216,7 +215,7 @@ def _is_close(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(found, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
 
-def _read_layer(module: nn.Module) -> decoder_layer.Layer | None:
+def _read_layer(module: nn.Module) -> Layer | None:
     """Return a decoder layer of Llama's parts for the kernel; None for another module, or without grouped weights."""
     if not {"self_attn", "mlp"} <= module._modules.keys() or any("forward" in vars(part) for part in module.modules()):
         return None
@@ -240,14 +239,10 @@ def _read_layer(module: nn.Module) -> decoder_layer.Layer | None:
         if scale is not None and (scale.dtype != torch.float32 or scale.shape != (count,)):
             return None
     scaling = getattr(attention, "scaling", width**-0.5)
-    return decoder_layer.Layer(
-        *weights, *map(decoder_layer.address, scales), heads, group, width, epsilon, 0.0, scaling
-    )
+    return Layer(*weights, *map(decoder_layer.address, scales), heads, group, width, epsilon, 0.0, scaling)
 
 
-def _read_linear(linear: Any) -> decoder_layer.Linear | None:
+def _read_linear(linear: Any) -> Linear | None:
     if type(linear) is GroupedLinear:
-        return decoder_layer.Linear.of_layer(linear.weight, linear.weight_scale, linear.weight_minimum, linear.bias)
-    return (
-        decoder_layer.Linear.of_layer(linear.weight, None, None, linear.bias) if is_unmodified_linear(linear) else None
-    )
+        return Linear.of_layer(linear.weight, linear.weight_scale, linear.weight_minimum, linear.bias)
+    return Linear.of_layer(linear.weight, None, None, linear.bias) if is_unmodified_linear(linear) else None

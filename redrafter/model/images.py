@@ -253,9 +253,7 @@ class ImageReader:
         """
         past = DynamicCache() if cache.fp8 is None else RoundingCache(cache.fp8)
         length = prompt.length + prompt.position_shift
-        logits, hidden = self._read_whole(
-            ids[:, : prompt.length], prompt.inputs, past, adapters=adapters, prompt=length
-        )
+        logits, hidden = self._read_whole(ids[:, : prompt.length], prompt.inputs, past, adapters, prompt=length)
         if prompt.length < ids.shape[1]:
             positions = torch.arange(prompt.length, ids.shape[1], device=ids.device) + prompt.position_shift
             text = ids[:, prompt.length :], {"position_ids": positions[None]}

@@ -243,9 +243,7 @@ class ModelState:
     def compiled(self) -> list[CompiledPart]:
         """The parts that their owner has compiled."""
         calls = zip(self.modules, self.calls, strict=True)
-        parts: list[CompiledPart] = [
-            (module, "_compiled_call_impl", None) for module, call in calls if call is not None
-        ]
+        parts: list[CompiledPart] = [(x, "_compiled_call_impl", None) for x, call in calls if call is not None]
         forwards = ((module, getattr(vars(module).get("forward"), _ORIGINAL, None)) for module in self.modules)
         return parts + [(module, "forward", original) for module, original in forwards if original is not None]
 

@@ -112,18 +112,13 @@ class PromptReader:
             last = length - 1 - read  # [B], the node of the last prompt token, if it is in this chunk
             here = ((last >= 0) & (last < size))[:, None]  # [B, 1]
             end = last.clamp(0, size - 1)
-            batch = ForwardBatch(
-                tokens, read, cache, logits_index=end if show is None else None, inputs=inputs, pieces=pieces
-            )
-            new_logits, new_hidden, _ = forward(batch)
+            index = end if show is None else None
+            made = forward(ForwardBatch(tokens, read, cache, index, inputs=inputs, pieces=pieces))[:2]
             if show is not None:
                 for piece in pieces:
-                    show(piece.row, piece.first, new_logits[piece.row, : piece.count])
-                new_logits, new_hidden = (
-                    x.gather(1, end[:, None, None].expand_as(x[:, :1])) for x in (new_logits, new_hidden)
-                )
-            new_logits = new_logits.squeeze(1)
-            new_hidden = new_hidden.squeeze(1)
+                    show(piece.row, piece.first, made[0][piece.row, : piece.count])
+                made = tuple(x.gather(1, end[:, None, None].expand_as(x[:, :1])) for x in made)
+            new_logits, new_hidden = (x.squeeze(1) for x in made)
             logits = new_logits if logits is None else torch.where(here, new_logits, logits)
             hidden = new_hidden if hidden is None else torch.where(here, new_hidden, hidden)
         assert logits is not None, "a prompt has at least one token"

@@ -54,9 +54,7 @@ class RepeatedLayers:
             return None
         if not all(alike(layers[0], layer, (0, index), set()) for index, layer in enumerate(layers)):
             return None
-        places = (
-            (parent, name) for parent in model.modules() for name, child in parent.named_children() if child is layers
-        )
+        places = ((x, name) for x in model.modules() for name, child in x.named_children() if child is layers)
         return next((cls(parent, name, layers) for parent, name in places), None)
 
     def add_to(self, patch: ModelPatch) -> None:

@@ -30,9 +30,7 @@ class Prefixes:
     def of_rows(self, rows: Tensor) -> "Prefixes":
         """Return the prefixes of rows `rows` `[S]` int64 only, with trees that no forward can use."""
         own = {name: getattr(self, name)[rows] for name in ("tokens", "length", "prompt", "limit")}
-        nodes: dict[str, Any] = {
-            name: getattr(self.tree, name)[rows] for name in ("tokens", "parents", "depth", "ancestors")
-        }
+        nodes: dict[str, Any] = {x: getattr(self.tree, x)[rows] for x in ("tokens", "parents", "depth", "ancestors")}
         nodes |= dict.fromkeys(("sampled_from", "slots", "draft_length", "counts", "total"))
         return replace(self, tree=replace(self.tree, **nodes), **own)
 

@@ -122,6 +122,13 @@ class Sampler:
             scores = processor(scores, prefixes)
         return scores
 
+    def process_nodes(self, logits: Tensor, tokens: Tensor, length: Tensor, tree: Tree, window: int) -> Tensor:
+        """Process logits `[B, N, V]` of a tree's nodes, which follow the first `length` `[B]` of `tokens` `[B, T]`."""
+        window = min(window, tokens.shape[1])
+        # The text before each node, which processors such as a repetition penalty look at.
+        prefixes = Prefixes(tokens, length, prompt=self.prompt, limit=self.limit, tree=tree, window=window)
+        return self.process(logits, prefixes)
+
     def draw(self, scores: Tensor, noise: Tensor | None, depth: Tensor) -> Tensor:
         """Draw the target's own next token at every node, `[B, N]`; the node's `depth` `[B, N]` selects its noise."""
         if self.fused:

@@ -90,9 +90,7 @@ def bias_sequences(processor: Any, call: CallPrompts) -> Processor:
     @cache
     def groups(device: torch.device) -> list[tuple[Tensor, Tensor]]:
         pairs = [zip(*group, strict=True) for group in by_length.values() if group]
-        return [
-            (torch.tensor(words, device=device), torch.tensor(bias, device=device).float()) for words, bias in pairs
-        ]
+        return [(torch.tensor(ids, device=device), torch.tensor(bias, device=device).float()) for ids, bias in pairs]
 
     def add_biases(scores: Tensor, prefixes: Prefixes) -> Tensor:
         total = torch.zeros_like(scores)

@@ -477,9 +477,7 @@ class RunningBatch:
     def num_bytes(self) -> int:
         """Bytes that the batch holds for sequences and captured steps, without the tensors of sampling."""
         texts = 0 if self._state is None else self._state.tokens.nbytes + self.caches.num_bytes
-        return texts + sum(
-            step.num_bytes + GRAPH_BYTES * (step.graph is not None) for step in self.captured_steps.values()
-        )
+        return texts + sum(x.num_bytes + GRAPH_BYTES * (x.graph is not None) for x in self.captured_steps.values())
 
     def free(self) -> None:
         """Release all buffers and captured steps, while there are no sequences."""

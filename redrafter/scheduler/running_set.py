@@ -243,9 +243,7 @@ class RunningSet:
 
         It is never the oldest of the lowest number unless that is the only one, so at least one always advances.
         """
-        return max(
-            sequences, key=lambda each: (each.request.priority, self._queue.running(each), each.admission.arrival)
-        )
+        return max(sequences, key=lambda x: (x.request.priority, self._queue.running(x), x.admission.arrival))
 
     def put_all_back(self) -> None:
         """Let every sequence with a slot wait again, in the order of their arrival."""

@@ -70,9 +70,7 @@ def strict_tools(request: ChatRequest) -> list[CalledTool]:
     if request.tool_choice not in (None, "auto") or not any(function.strict for function in functions):
         return []
     anything = {"type": "object"}
-    return [
-        CalledTool(each.name, _arguments_schema(each.parameters) if each.strict else anything) for each in functions
-    ]
+    return [CalledTool(x.name, _arguments_schema(x.parameters) if x.strict else anything) for x in functions]
 
 
 def _arguments_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:

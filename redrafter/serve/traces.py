@@ -112,9 +112,7 @@ async def follow(
         raise
     finally:
         if span.is_recording():
-            span.set_attributes(
-                about | {"gen_ai.response.finish_reasons": list(finishes.values())} | _measured(choices)
-            )
+            span.set_attributes(about | {"gen_ai.response.finish_reasons": [*finishes.values()]} | _measured(choices))
             if failed is not None:
                 span.set_attribute("error.type", type(failed).__name__)
                 span.set_status(StatusCode.ERROR, str(failed))

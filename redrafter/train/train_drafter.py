@@ -240,9 +240,7 @@ class TrainingSession:
         if texts is None or not texts.count:
             return None
         shape = served_shape(self.drafter)
-        greedy, sampled = (
-            texts.measure(self.drafter, shape, seed).tokens_per_step for seed in (None, self.config.seed)
-        )
+        greedy, sampled = (texts.measure(self.drafter, shape, x).tokens_per_step for x in (None, self.config.seed))
         self.log(
             f"walked {greedy:.3f} tokens per step greedily and {sampled:.3f} at T=1 over {texts.count} "
             f"{self.validation_kind}"

@@ -145,9 +145,7 @@ def _messages(request: protocol.CountTokensRequest, template: ChatTemplate) -> l
                     if result.is_error and not text.startswith("Error"):
                         text = f"Error: {text}"  # chat messages have no error flag
                     messages.append({"role": "tool", "tool_call_id": result.tool_use_id, "content": _text_parts(text)})
-                    seen += [
-                        block for block in blocks if isinstance(block, protocol.ImageBlock)
-                    ]  # allowed only in user turns
+                    seen += [x for x in blocks if isinstance(x, protocol.ImageBlock)]  # allowed only in user turns
             parts = _parts([*seen, *own])
             if parts or not messages or messages[-1]["role"] != "tool":
                 # Many templates refuse two user turns in a row.

@@ -110,9 +110,7 @@ class LarkWriter:
 
     def _pieces(self, text: str) -> list[str]:
         parts = self._pattern.split(text)
-        return [
-            f"<[{self._special[part]}]>" if index % 2 else json.dumps(part) for index, part in enumerate(parts) if part
-        ]
+        return [f"<[{self._special[x]}]>" if index % 2 else json.dumps(x) for index, x in enumerate(parts) if x]
 
     def free(self, *marks: str, bare: str = "") -> str:
         """Return an expression for any text that contains none of the marks; other special tokens are allowed.

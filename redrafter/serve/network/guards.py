@@ -77,9 +77,7 @@ class AccessPolicy:
 
     def knows_host(self, host: str) -> bool:
         """Return whether clients may call this server by a name."""
-        return not self.hosts or any(
-            host == name or (name.startswith("*.") and host.endswith(name[1:])) for name in self.hosts
-        )
+        return not self.hosts or any(host == x or (x.startswith("*.") and host.endswith(x[1:])) for x in self.hosts)
 
 
 def error_answer(error: ApiError, path: str) -> JSONResponse:
@@ -338,9 +336,7 @@ def check_structure(body: bytes, max_bytes: int) -> None:
     if (count := body.count(b",")) > max_bytes // BYTES_PER_COMMA:
         raise ApiError(413, f"the body holds {count} commas; at most {max_bytes // BYTES_PER_COMMA}")
     if (count := sum(map(body.count, (b"[", b"{", b":")))) > max_bytes // BYTES_PER_CONTAINER:
-        raise ApiError(
-            413, f"the body holds {count} of the characters [, {{ and :; at most {max_bytes // BYTES_PER_CONTAINER}"
-        )
+        raise ApiError(413, f"the body holds {count} of [, {{ and :; at most {max_bytes // BYTES_PER_CONTAINER}")
     if (count := body.translate(_ALIKE).count(b"0e")) > max_bytes // BYTES_PER_EXPONENT:
         raise ApiError(413, f"the body holds {count} numbers with exponents; at most {max_bytes // BYTES_PER_EXPONENT}")
 

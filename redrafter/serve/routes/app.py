@@ -24,6 +24,7 @@ from redrafter.serve.extension import extensions, writing_paths
 from redrafter.serve.network.guards import AccessPolicy, JsonRoute, add_guards, error_answer
 from redrafter.serve.protocol import requests
 from redrafter.serve.protocol.fields import Ids, Parts, Strict, field_path
+from redrafter.serve.protocol.requests import ApiError
 from redrafter.serve.routes.page import page
 from redrafter.serve.routes.translated import chat_request
 from redrafter.version import __version__
@@ -92,9 +93,7 @@ def create_app(
     @app.get("/v1/health/model")
     async def model_health() -> dict[str, Any]:
         if not server.engine.healthy:
-            raise requests.ApiError(
-                503, "the engine does not respond" if server.engine.alive else "the server is stopping"
-            )
+            raise ApiError(503, "the engine does not respond" if server.engine.alive else "the server is stopping")
         return {"model": server.model, "running": server.engine.load.running}
 
     @app.get("/v1/models")
@@ -177,7 +176,7 @@ async def _events(parts: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
         async for part in parts:
             yield _event(part)
         yield b"data: [DONE]\n\n"
-    except requests.ApiError as error:
+    except ApiError as error:
         yield _event(requests.error_body(error.status, str(error), error.param, error.code))
     finally:
         await parts.aclose()  # type: ignore[attr-defined]
@@ -195,15 +194,15 @@ def _handle_errors(app: FastAPI) -> None:
         app.add_exception_handler(kind, answer)
 
 
-def _api_error(error: Exception, request: Request) -> requests.ApiError:
+def _api_error(error: Exception, request: Request) -> ApiError:
     """Convert an exception to the error for the client, and log the details that it omits."""
-    if isinstance(error, requests.ApiError):
+    if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException) and error.status_code == 404:
         what = f"{request.scope['path'][:MAX_PATH_CHARACTERS]!r} is not served: use {', '.join(writing_paths())}"
-        return requests.ApiError(404, what, code="unsupported_endpoint")
+        return ApiError(404, what, code="unsupported_endpoint")
     if isinstance(error, HTTPException):
-        return requests.ApiError(error.status_code, str(error.detail), headers=error.headers)
+        return ApiError(error.status_code, str(error.detail), headers=error.headers)
     if isinstance(error, RequestValidationError):
         return _refused_field(error)
     for kind, status, headers in (
@@ -212,26 +211,26 @@ def _api_error(error: Exception, request: Request) -> requests.ApiError:
         (Stopped, 503, {"Retry-After": "5"}),
     ):
         if isinstance(error, kind):
-            return requests.ApiError(status, str(error), headers=headers)
+            return ApiError(status, str(error), headers=headers)
     if isinstance(error, UnsupportedError):  # log the hint for the operator
         _LOG.error("a request needs what is not there: %s", error)
-        return requests.ApiError(501, "this server cannot do what the request asks for", None, "not_implemented")
+        return ApiError(501, "this server cannot do what the request asks for", None, "not_implemented")
     if isinstance(error, ReDrafterError):
         _LOG.error("a request failed: %s", error)
-        return requests.ApiError(500, str(error))
+        return ApiError(500, str(error))
     # Only the log has the message of an unexpected error. The layer that adds this header is already unwound.
     request_id = request.scope.get("facts", {}).get("id", "")
     what = f"the server failed on this request; its log has the reason under the id {request_id}"
-    return requests.ApiError(500, what, headers={"X-Request-Id": request_id})
+    return ApiError(500, what, headers={"X-Request-Id": request_id})
 
 
-def _refused_field(error: RequestValidationError) -> requests.ApiError:
+def _refused_field(error: RequestValidationError) -> ApiError:
     first = error.errors()[0]
     kind, param, message = first["type"], field_path(first), first["msg"].removeprefix("Value error, ")
     if kind in ("extra_forbidden", "unsupported"):
         advice = f": {message}" if kind == "unsupported" else ""
-        return requests.ApiError(400, f"{param} is not supported{advice}", param, "unsupported_parameter")
-    return requests.ApiError(400, f"{param}: {message}" if param else message, param)
+        return ApiError(400, f"{param} is not supported{advice}", param, "unsupported_parameter")
+    return ApiError(400, f"{param}: {message}" if param else message, param)
 
 
 _ADAPTERS_CLOSED = "adapters are not changed while this server runs: start it with --allow-runtime-lora-updating"
@@ -309,7 +308,7 @@ def add_token_routes(app: FastAPI, server: "Server") -> None:
         with requests.blaming("tokens"):
             check_token_ids(body.tokens, server.engine.facts.bounds.vocab_size)
         if len(body.tokens) > (most := server.counting_prompts.bounds.max_seq_len):
-            raise requests.ApiError(400, f"{len(body.tokens)} tokens; at most {most}", "tokens")
+            raise ApiError(400, f"{len(body.tokens)} tokens; at most {most}", "tokens")
         return {"prompt": await asyncio.to_thread(decode_tokens, server.tokenizer, body.tokens)}
 
 
@@ -331,15 +330,13 @@ def add_adapter_routes(app: FastAPI, server: "Server", allowed: bool) -> None:
 
     def check_allowed() -> None:
         if not allowed:
-            raise requests.ApiError(404, _ADAPTERS_CLOSED, code="unsupported_endpoint")
+            raise ApiError(404, _ADAPTERS_CLOSED, code="unsupported_endpoint")
 
     @app.post("/v1/load_lora_adapter")
     async def load(body: LoadAdapterRequest) -> PlainTextResponse:
         check_allowed()
         if not body.lora_name or not body.lora_path:
-            raise requests.ApiError(
-                400, "Both 'lora_name' and 'lora_path' must be provided.", code="invalid_user_input"
-            )
+            raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.", code="invalid_user_input")
         await server.load_adapter(body.lora_name, body.lora_path)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
@@ -347,8 +344,6 @@ def add_adapter_routes(app: FastAPI, server: "Server", allowed: bool) -> None:
     async def unload(body: UnloadAdapterRequest) -> PlainTextResponse:
         check_allowed()
         if not body.lora_name:
-            raise requests.ApiError(
-                400, "'lora_name' needs to be provided to unload a LoRA adapter.", code="invalid_user_input"
-            )
+            raise ApiError(400, "'lora_name' needs to be provided to unload a LoRA adapter.", code="invalid_user_input")
         await server.unload_adapter(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -78,9 +78,7 @@ def run_checked(config: RegenerateConfig) -> int:
     """Run the command with options validated by `main`. Returns its exit code."""
     summary = regenerate_files(config, log=lambda line: print(line, file=sys.stderr, flush=True))
     if summary.ended_at_tools:
-        print(
-            f"{summary.ended_at_tools} rows end before the result of a tool that the base did not call as the row does"
-        )
+        print(f"{summary.ended_at_tools} rows end before the result of a tool that the base called otherwise")
     print(
         f"{config.output}: {summary.found + summary.answered} of {summary.input} rows, {summary.errors} errors, "
         f"{summary.skipped} skipped; {summary.tokens:,} tokens in {summary.seconds:.0f} s, "
