@@ -1,6 +1,7 @@
 """Declare options: dataclass fields with the help text of their flag and a check of their values."""
 
 import inspect
+import math
 import re
 from collections.abc import Callable
 from dataclasses import field, fields
@@ -57,11 +58,12 @@ def command_texts(options: type) -> dict[str, str]:
     return {"description": description, "epilog": examples and "examples:" + examples.replace("\n    ", "\n  ")}
 
 
-def check_values(options: Any) -> None:
+def check_values(options: Any, shown: Callable[[str], str] = str) -> None:
     """Raise `ArgumentError` for an option whose value is not allowed by its declaration.
 
     A value is invalid if its `check` refuses it, if it is not among its `choices`, or if it is no bool where the
-    default is one. Fields of a subclass are checked too if they declare a `check` or a bool.
+    default is one. Fields of a subclass are checked too if they declare a `check` or a bool. `shown` returns the name
+    of a field in messages.
     """
     for item in fields(options):
         value, choices, must_be = getattr(options, item.name), item.metadata.get("choices"), None
@@ -72,7 +74,7 @@ def check_values(options: Any) -> None:
         elif choices and value not in (item.default, *choices):
             must_be = f"one of {', '.join(choices)}"
         if must_be is not None:
-            raise ArgumentError(f"{item.name} must be {must_be}, got {value!r}")
+            raise ArgumentError(f"{shown(item.name)} must be {must_be}, got {value!r}")
 
 
 def whole(least: int, *, optional: bool = False) -> Check:
@@ -83,6 +85,17 @@ def whole(least: int, *, optional: bool = False) -> Check:
     def check(value: object) -> str | None:
         fits = isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 31
         return None if fits or (optional and value is None) else must_be
+
+    return check
+
+
+def between(least: float, most: float) -> Check:
+    """Return a check of a number, or of several: each is from `least` to `most`, or None."""
+    must_be = f"{least:g} or more" if most == math.inf else f"from {least:g} to {most}"
+
+    def check(value: Any) -> str | None:
+        numbers = value if isinstance(value, list | tuple) else (value,)
+        return None if all(number is None or least <= number <= most for number in numbers) else must_be
 
     return check
 

@@ -14,12 +14,12 @@ from redrafter.app.flags import biases, flag, format_value, integers
 from redrafter.engine.options import EngineOptions
 from redrafter.errors import ArgumentError
 from redrafter.model.options import SCHEMES, STORED_SCHEMES
-from redrafter.options import dtype_word, option, whole
+from redrafter.options import between, check_values, dtype_word, option, share, whole
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+    pass
 
-MAX_COUNT = 1_000_000  # largest value of an option that counts something
+COUNT = between(1, 1_000_000)  # of an option that counts something
 MAX_SEED = (1 << 62) - 1
 
 
@@ -130,13 +130,11 @@ class PromptOptions:
         prompt_tokens: maximum number of tokens of a row's text to use as prompt (default: all)
     """
 
-    prompt_share: float = 1.0
-    prompt_tokens: int | None = None
+    prompt_share: float = option(1.0, check=share)
+    prompt_tokens: int | None = option(None, check=COUNT)
 
     def __post_init__(self) -> None:
-        if not 0 < self.prompt_share <= 1:
-            raise ArgumentError(f"--prompt-share must be above 0 and at most 1, got {self.prompt_share:g}")
-        check_numbers(self, "prompt_tokens")
+        check_values(self, flag)
 
     @property
     def cut(self) -> PromptCut:
@@ -171,8 +169,8 @@ class GenerationOptions:
     max_new_tokens: int = 128
     temperature: float | tuple[float, ...] | None = None
     top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
+    top_p: float | None = option(None, check=between(0, 1))
+    min_p: float | None = option(None, check=between(0, 1))
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
@@ -195,7 +193,7 @@ class GenerationOptions:
         for name in ("top_k", "top_p", "min_p"):
             if values[name] is not None and not self.sampling:
                 raise ArgumentError(f"{flag(name)} is for sampling: give --temperature above 0 too")
-        check_numbers(self, "top_p", "min_p", least=0, most=1)
+        check_values(self, flag)
         for name in ("frequency_penalty", "presence_penalty"):
             if not math.isfinite(values[name] or 0.0):
                 raise ArgumentError(f"{flag(name)} must be a finite number, got {values[name]}")
@@ -206,18 +204,3 @@ class GenerationOptions:
     def sampling(self) -> bool:
         """Whether the temperature enables sampling: it is above 0, or set for each prompt."""
         return bool(self.temperature)
-
-
-def check_numbers(options: "DataclassInstance", *names: str, least: float = 1, most: float = MAX_COUNT) -> None:
-    """Raise `ArgumentError` if a field's number, or one of its numbers, is out of range; remove duplicates.
-
-    `options` is a frozen dataclass whose fields are replaced in place; fields that are None are skipped.
-    """
-    for name in names:
-        value = vars(options)[name]
-        numbers = tuple(dict.fromkeys(value)) if isinstance(value, tuple) else (value,)
-        if not all(number is None or least <= number <= most for number in numbers):
-            bounds = f"{least:g} or more" if most == math.inf else f"from {least:g} to {most}"
-            raise ArgumentError(f"{flag(name)} must be {bounds}, got {format_value(value)}")
-        if isinstance(value, tuple):
-            object.__setattr__(options, name, numbers)

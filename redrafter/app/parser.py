@@ -67,7 +67,9 @@ class Parser(argparse.ArgumentParser):
             flag = unknown[0].partition("=")[0]
             hint = ""
             if flag.startswith("-"):
-                hint = did_you_mean(flag, self._option_string_actions) or "; see docs/migration.md"
+                hint = (
+                    did_you_mean(flag, self._option_string_actions) or "; docs/migration.md has other programs' flags"
+                )
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return parsed, unknown
 

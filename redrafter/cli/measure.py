@@ -87,12 +87,12 @@ def bench_pair(pair: Pair, load: LoadOptions, options: BenchOptions, note: str |
     facts = _facts(pair, options, load, options) | {"bytes_per_second": bandwidth, "note": note}
     line = f"{len(every)} prompts, {tokens} new tokens each; copies move {bandwidth / 1e9:.1f} GB/s, read and written"
     with _report(facts, options, SPEED + STEP + (SUITE if options.suite else ()), note or "", line) as records:
-        for rows in options.batch_sizes:
+        for rows in dict.fromkeys(options.batch_sizes):
             undrafted = Trial(
                 UNDRAFTED, engine, arguments | {"speculate": False}, pad_token, decode=pair.tokenizer.decode
             )
             trials = [undrafted, Trial(pair.method, engine, arguments | {"speculate": True}, pad_token)]
-            for name in options.against if rows == 1 else ():
+            for name in dict.fromkeys(options.against) if rows == 1 else ():
                 trials.append(transformers_trial(undrafted, name, every))
             batches, spans = _batches(prompts, rows, None if options.suite else options.num_prompts)
             run_trials(trials, batches, options.repeats, partial(_say, f"{rows} rows"))

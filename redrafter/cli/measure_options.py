@@ -9,16 +9,9 @@ from typing import NamedTuple
 
 from redrafter.app.config_file import ConfigParser, command_parser
 from redrafter.app.flags import flag, floats, format_value, integers, names
-from redrafter.app.options import (
-    MAX_SEED,
-    DraftOptions,
-    GenerationOptions,
-    LoadOptions,
-    PromptOptions,
-    check_numbers,
-)
+from redrafter.app.options import COUNT, MAX_SEED, DraftOptions, GenerationOptions, LoadOptions, PromptOptions
 from redrafter.errors import ArgumentError
-from redrafter.options import option
+from redrafter.options import between, option
 from redrafter.tree.sizes import TreeShape
 
 RIVALS = ("eager", "static")  # baselines that `--against` may name
@@ -66,7 +59,7 @@ class MeasureOptions(PromptOptions):
     """
 
     prompts: tuple[str, ...] = option((), names="prompts")
-    num_prompts: int | None = None
+    num_prompts: int | None = option(None, check=COUNT)
     suite: str | None = option(None, names="suite")
     json: str | None = option(None, names="new file")
     csv: str | None = option(None, names="new file")
@@ -75,7 +68,6 @@ class MeasureOptions(PromptOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_numbers(self, "num_prompts")
         for name in ("prompts", "prompt_tokens", *self.other_prompts):
             if self.suite is not None and vars(self)[name]:
                 raise ArgumentError(f"{flag(name)} has no meaning with --suite: leave it out")
@@ -112,22 +104,18 @@ class BenchOptions(MeasureOptions):
         seed: seed of the sampling
     """
 
-    num_prompts: int | None = 8
-    batch_sizes: Sequence[int] = option((1,), type=integers)
-    repeats: int = 3
+    num_prompts: int | None = option(8, check=COUNT)
+    batch_sizes: Sequence[int] = option((1,), type=integers, check=COUNT)
+    repeats: int = option(3, check=COUNT)
     against: Sequence[str] = option((), type=names, metavar="WHICH,...")
-    max_new_tokens: int = 128
+    max_new_tokens: int = option(128, check=between(2, 1_000_000))
     temperature: float = 0.0
-    seed: int = 0
+    seed: int = option(0, check=between(0, MAX_SEED))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_numbers(self, "batch_sizes", "repeats")
-        check_numbers(self, "max_new_tokens", least=2)
-        check_numbers(self, "seed", least=0, most=MAX_SEED)
         if not 0 <= self.temperature < math.inf:
             raise ArgumentError(f"--temperature must be 0 (greedy) or more, got {self.temperature}")
-        object.__setattr__(self, "against", tuple(dict.fromkeys(self.against)))
         for name in self.against:
             if name not in RIVALS:
                 raise ArgumentError(f"--against takes any of {', '.join(RIVALS)}, got {name!r}")
@@ -155,15 +143,11 @@ class CompareOptions(MeasureOptions):
         disable_output_comparison: do not compare the outputs, and do not fail when they differ
     """
 
-    max_input_len: int | None = None
-    batch_size: int = 1
-    repeats: int = 1
+    max_input_len: int | None = option(None, check=COUNT)
+    batch_size: int = option(1, check=COUNT)
+    repeats: int = option(1, check=COUNT)
     assisted: bool = False
     disable_output_comparison: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_numbers(self, "max_input_len", "batch_size", "repeats")
 
 
 @dataclass(frozen=True)
@@ -194,24 +178,20 @@ class EvaluateOptions(MeasureOptions):
         card: write the acceptance of the first tree into the model card (README.md) in the directory of --drafter
     """
 
-    num_prompts: int | None = None
-    prompt_lengths: tuple[int, ...] = option((), type=integers)
-    new_tokens: int = 128
+    num_prompts: int | None = option(None, check=COUNT)
+    prompt_lengths: tuple[int, ...] = option((), type=integers, check=between(2, 1_000_000))
+    new_tokens: int = option(128, check=between(2, 1_000_000))
     shapes: tuple[Search, ...] = option((), type=parse_searches, metavar="WxK,...")
-    node_budgets: tuple[int, ...] = option((), type=integers)
-    temperatures: tuple[float, ...] = option((0, 1), type=floats)
-    seed: int = 0
-    batch_size: int = 32
+    node_budgets: tuple[int, ...] = option((), type=integers, check=COUNT)
+    temperatures: tuple[float, ...] = option((0, 1), type=floats, check=between(0, MAX_TEMPERATURE))
+    seed: int = option(0, check=between(0, MAX_SEED))
+    batch_size: int = option(32, check=COUNT)
     adapter: str | None = option(None, names="adapter")
     explain: bool = False
     card: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_numbers(self, "batch_size", "node_budgets")
-        check_numbers(self, "prompt_lengths", "new_tokens", least=2)
-        check_numbers(self, "temperatures", least=0, most=MAX_TEMPERATURE)
-        check_numbers(self, "seed", least=0, most=MAX_SEED)
         if not all(search.beams > 0 and search.depth > 0 for search in self.shapes):
             message = f"--shapes are beams x depth, both 1 or more, such as 5x5,1x4; got {format_value(self.shapes)}"
             raise ArgumentError(message)
@@ -232,7 +212,9 @@ class EvaluateOptions(MeasureOptions):
     @property
     def written_temperatures(self) -> tuple[float, ...]:
         """Temperatures of the texts: the requested ones, preceded by greedy for `--explain`."""
-        return self.temperatures if not self.explain or 0 in self.temperatures else (0.0, *self.temperatures)
+        return tuple(
+            dict.fromkeys((*((0.0,) if self.explain and 0 not in self.temperatures else ()), *self.temperatures))
+        )
 
     def trees(self, default: Search) -> list[TreeShape]:
         """Return the shapes to measure: each node budget of each search, and the tree of the published method.

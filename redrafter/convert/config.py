@@ -16,7 +16,7 @@ from redrafter.checkpoints.merged import Defaults
 from redrafter.drafting.recurrent_form import RECURRENCES
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_folder import check_output_folder
-from redrafter.options import dtype_word, option
+from redrafter.options import between, check_values, dtype_word, option
 from redrafter.tree.sizes import TreeShape
 
 OUTPUT_KINDS = {  # the output formats, and the results of `kind_of` for each
@@ -82,7 +82,7 @@ class ConvertConfig:
     output_dir: str | None = option(None, metavar="DIR")
     to: str = option("redrafter", choices=tuple(OUTPUT_KINDS))
     dtype: str | None = option(None, choices=("float32", "bfloat16", "float16", "int8"), type=dtype_word)
-    tp_size: int | None = None
+    tp_size: int | None = option(None, check=between(1, 4096))
     redrafter_num_beams: int | None = None
     redrafter_draft_len_per_beam: int | None = None
     redrafter_greedy_search: bool | None = option(None, nargs="?", const=True, type=yes_or_no, metavar="True|False")
@@ -98,8 +98,7 @@ class ConvertConfig:
             raise ArgumentError("nothing to convert: give --base-model-checkpoint-dir, --drafter-model-dir or both")
         if self.output_dir is None and not self.dry_run:
             raise ArgumentError("--output-dir is required, unless --dry-run is given")
-        if self.tp_size is not None and not 1 <= self.tp_size <= 4096:
-            raise ArgumentError(f"--tp-size must be from 1 to 4096, got {self.tp_size}")
+        check_values(self, flag)
         for item in fields(self):
             if vars(self)[item.name] != item.default and self.to not in _OPTION_FORMATS.get(item.name, OUTPUT_KINDS):
                 formats = " or ".join(_OPTION_FORMATS[item.name])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from redrafter.app.flags import flag, names
 from redrafter.chat import thoughts
 from redrafter.errors import ArgumentError, how_to_install
-from redrafter.options import option
+from redrafter.options import between, check_values, option
 from redrafter.scheduler.waiting_queue import Limits
 from redrafter.serve.answers.call_forms import PARSERS
 from redrafter.serve.network.api_keys import KEY_VARIABLE, OPERATOR_KEY_VARIABLE
@@ -75,7 +75,7 @@ class ServeOptions:
     """
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: int = option(8000, check=between(0, 65535))
     served_model_name: str | None = option(None, metavar="NAME")
     api_key: tuple[str, ...] = option(
         (),
@@ -100,15 +100,15 @@ class ServeOptions:
     ssl_certfile: str | None = option(None, names="file")
     ssl_keyfile: str | None = option(None, names="file")
     ssl_ca_certs: str | None = option(None, names="file")
-    max_connections: int | None = None
-    max_body_size: int = 2 << 20
-    max_images: int = 8
-    max_image_size: int = 8 << 20
-    max_image_pixels: int = 1 << 24
-    drain_timeout: float = 30.0
-    max_batch_size: int = Limits.max_batch_size
-    max_num_tokens: int = Limits.max_num_tokens
-    max_queue_size: int = Limits.max_queue_size
+    max_connections: int | None = option(None, check=between(1, 1 << 20))
+    max_body_size: int = option(2 << 20, check=between(1 << 10, 1 << 30))
+    max_images: int = option(8, check=between(0, 1024))
+    max_image_size: int = option(8 << 20, check=between(1 << 10, 1 << 30))
+    max_image_pixels: int = option(1 << 24, check=between(1 << 10, 1 << 30))
+    drain_timeout: float = option(30.0, check=between(0, 86400))
+    max_batch_size: int = option(Limits.max_batch_size, check=between(1, 4096))
+    max_num_tokens: int = option(Limits.max_num_tokens, check=between(16, 1 << 20))
+    max_queue_size: int = option(Limits.max_queue_size, check=between(0, 1 << 30))
     scheduling_policy: str = option("fcfs", choices=("fcfs", "priority"))
     guaranteed_no_evict: bool = False
     chunked_context: bool = True
@@ -128,27 +128,13 @@ class ServeOptions:
         metavar="URL",
     )
     capture: str | None = option(None, path=True, metavar="DIR")
-    capture_max_bytes: int = 1 << 30
+    capture_max_bytes: int = option(1 << 30, check=between(1 << 16, 1 << 50))
     capture_except: tuple[str, ...] = option((), type=names, metavar="KEYS")
     log_format: str = option("text", choices=("text", "json"))
     log_level: str = option("info", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
-        for name, least, most in (
-            ("port", 0, 65535),
-            ("max_batch_size", 1, 4096),
-            ("max_num_tokens", 16, 1 << 20),
-            ("max_queue_size", 0, 1 << 30),
-            ("max_connections", 1, 1 << 20),
-            ("max_body_size", 1 << 10, 1 << 30),
-            ("capture_max_bytes", 1 << 16, 1 << 50),
-            ("max_images", 0, 1024),
-            ("max_image_size", 1 << 10, 1 << 30),
-            ("max_image_pixels", 1 << 10, 1 << 30),
-            ("drain_timeout", 0, 86400),
-        ):
-            if getattr(self, name) is not None and not least <= getattr(self, name) <= most:
-                raise ArgumentError(f"{flag(name)} must be from {least} to {most}, got {getattr(self, name)}")
+        check_values(self, flag)
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not re.match(r"https?://[^/\s]", endpoint):
             raise ArgumentError(f"--otlp-traces-endpoint must be a URL such as http://localhost:4318, got {endpoint!r}")

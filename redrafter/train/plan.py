@@ -107,7 +107,7 @@ def notes(
         )
     if windows.missed:
         total = windows.missed + int(windows.mask.sum())
-        lines.append(f"note: {windows.missed:,} of {total:,} to learn are in no window; {_longer(config, windows)}")
+        lines.append(f"note: {windows.missed:,} of {total:,} tokens are in no window; {_longer(config, windows)}")
     if config.drafter is None and steps is not None and steps < FEW_STEPS and not config.minutes:
         lines.append(f"note: {steps:,} steps are few for a new drafter: give more rows, --epochs or a smaller --length")
     share = drafter.num_parameters() / base.num_parameters()

@@ -166,7 +166,7 @@ def test_each_length_counts_what_a_replay_of_its_prompts_counts(boxed, tmp_path)
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("--temperatures=0,-1", "--temperatures must be from 0 to 1e+30, got 0.0,-1.0"),
+        ("--temperatures=0,-1", "--temperatures must be from 0 to 1e+30, got (0.0, -1.0)"),
         ("--shapes 0x5", "--shapes are beams x depth"),
         ("--shapes 5x", "--shapes: write beams x depth, such as 5x5,1x4, not '5x'"),
         ("--tree 5x5", "--tree"),

@@ -67,7 +67,7 @@ def test_pickles_of_anything_but_tensors_are_not_loaded(apple, capsys):
 
 def test_ranks_that_cannot_be_are_refused(pair, trtllm, tmp_path, capsys):
     out = {"output": tmp_path / "out"}
-    for tp, says in ((3, "num_attention_heads=4; possible are 1, 2, 4"), (8, "does not divide"), (0, "must be from 1")):
+    for tp, says in ((3, "num_attention_heads=4; take 1, 2, 4"), (8, "does not divide"), (0, "must be from 1")):
         assert says in refused(capsys, **pair, **out, to="trtllm", tp_size=tp)
     odd = pair | {"drafter": apple_dir(tmp_path / "odd", exit_dim=25)}
     assert "exit_dim=25" in refused(capsys, **odd, **out, to="trtllm", tp_size=2)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from redrafter.app.config_file import ConfigParser, command_parser
-from redrafter.app.flags import floats, read_options
-from redrafter.app.options import TemplateOptions, check_numbers
+from redrafter.app.flags import flag, floats, read_options
+from redrafter.app.options import TemplateOptions
 from redrafter.app.paths import check_paths
 from redrafter.app.program import import_libraries, run_command
 from redrafter.errors import ArgumentError
-from redrafter.options import dtype_word, option
+from redrafter.options import between, check_values, dtype_word, option
 from redrafter.train.regenerate.answer_file import check_answer_file
 
 
@@ -59,22 +59,21 @@ class RegenerateConfig(TemplateOptions):
 
     output: str | None = option(None, required=True, metavar="FILE")
     overwrite: bool = False
-    invent: int = 0
+    invent: int = option(0, check=between(0, math.inf))
     split: str = option("train", choices=("train", "val", "test"))
-    limit: int | None = None
+    limit: int | None = option(None, check=between(1, math.inf))
     shard: str = option("0/1", metavar="I/N")
-    minutes: float | None = None
-    batch_size: int = 64
-    max_new_tokens: int = 512
-    max_input_len: int | None = None
+    minutes: float | None = option(None, check=between(0, math.inf))
+    batch_size: int = option(64, check=between(1, math.inf))
+    max_new_tokens: int = option(512, check=between(1, math.inf))
+    max_input_len: int | None = option(None, check=between(1, math.inf))
     temperatures: tuple[float, ...] = option((0.0, 0.7, 1.0), type=floats)
     top_k: int | None = None
     top_p: float | None = None
-    seed: int = 0
+    seed: int = option(0, check=between(0, math.inf))
 
     def __post_init__(self) -> None:
-        check_numbers(self, "limit", "batch_size", "max_new_tokens", "max_input_len", most=math.inf)
-        check_numbers(self, "invent", "seed", "minutes", least=0, most=math.inf)
+        check_values(self, flag)
         if not self.temperatures or not all(0 <= value < math.inf for value in self.temperatures):
             raise ArgumentError(f"--temperatures must be 0 (greedy) or more, got {self.temperatures}")
         if (self.top_k is not None or self.top_p is not None) and not any(self.temperatures):
