@@ -25,13 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_NOT_ARGPARSE = (
-    "path",
-    "names",
-    "commands",
-    "check",
-    "positional",
-)  # metadata of fields that `add_argument` does not take
+_NOT_ARGPARSE = ("path", "names", "commands", "check", "positional")  # metadata that `add_argument` does not take
 
 
 def integers(text: str) -> tuple[int, ...]:

@@ -35,19 +35,8 @@ class ThoughtMarks:
 
 
 _THINK_PARSERS = (
-    "deepseek_r1",
-    "deepseek_v3",
-    "glm45",
-    "glm47",
-    "holo2",
-    "kimi_k2",
-    "mimo",
-    "minimax_m2",
-    "nemotron_v3",
-    "olmo3",
-    "qwen3",
-    "step3",
-    "step3p5",
+    *("deepseek_r1", "deepseek_v3", "glm45", "glm47", "holo2", "kimi_k2", "mimo", "minimax_m2"),
+    *("nemotron_v3", "olmo3", "qwen3", "step3", "step3p5"),
 )
 MARKS: tuple[ThoughtMarks, ...] = (
     ThoughtMarks("<|channel|>analysis<|message|>", "<|end|>", ("openai_gptoss",), "<|channel|>"),

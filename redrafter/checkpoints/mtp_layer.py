@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+OWN = ("projection", "embedding_norm", "hidden_norm", "norm")  # the drafter's names of tensors outside of its blocks
+
+
 @dataclass(frozen=True)
 class Family:
     """Names that a family of models has for the tensors of an MTP layer, and the formula that goes with them.
@@ -13,10 +16,8 @@ class Family:
     Attributes:
         marker: A regular expression of the name of a tensor that no other family has. What its group `at` matches is
             what all names begin with; those below follow it.
-        projection: The product that joins embedding and hidden state.
-        embedding_norm: The norm of the embedding.
-        hidden_norm: The norm of the hidden state.
-        norm: The norm of the layer's output; None for none.
+        own: The product that joins embedding and hidden state, the norms of both, and the norm of the layer's output,
+            where there is one: the tensors of `OWN`, in this order.
         blocks: Prefix of the names of tensors of each of its decoder layers.
         renamed: Parts of names in these, and transformers' names of each.
         unread: Tensors that are the target's own embedding table and head once more.
@@ -24,10 +25,7 @@ class Family:
     """
 
     marker: str
-    projection: str
-    embedding_norm: str
-    hidden_norm: str
-    norm: str | None
+    own: tuple[str, ...]
     blocks: tuple[str, ...] = (".",)
     renamed: tuple[tuple[str, str], ...] = ()
     unread: tuple[str, ...] = (".embed_tokens.weight", ".shared_head.head.weight")
@@ -39,26 +37,17 @@ class Family:
 FAMILIES = {
     "Qwen": Family(
         r"(?P<at>(?:.*\.)?mtp)\.fc\.weight",
-        ".fc",
-        ".pre_fc_norm_embedding",
-        ".pre_fc_norm_hidden",
-        ".norm",
+        (".fc", ".pre_fc_norm_embedding", ".pre_fc_norm_hidden", ".norm"),
         blocks=(".layers.0.",),
     ),
     "Nemotron": Family(
         r"(?P<at>(?:.*\.)?mtp)\.layers\.0\.eh_proj\.weight",
-        ".layers.0.eh_proj",
-        ".layers.0.enorm",
-        ".layers.0.hnorm",
-        ".layers.1.final_layernorm",
+        (".layers.0.eh_proj", ".layers.0.enorm", ".layers.0.hnorm", ".layers.1.final_layernorm"),
         blocks=(".layers.0.", ".layers.1."),
     ),
     "Bailing": Family(
         r"(?P<at>(?:.*\.)?layers\.\d+)\.final_layernorm\.weight",
-        ".eh_proj",
-        ".enorm",
-        ".hnorm",
-        ".final_layernorm",
+        (".eh_proj", ".enorm", ".hnorm", ".final_layernorm"),
         renamed=(
             ("attention.dense.", "self_attn.o_proj."),
             ("attention.", "self_attn."),
@@ -67,22 +56,16 @@ FAMILIES = {
         config={"first_embedding_is_zero": True},
     ),
     "DeepSeek": Family(
-        r"(?P<at>(?:.*\.)?layers\.\d+)\.eh_proj\.weight", ".eh_proj", ".enorm", ".hnorm", ".shared_head.norm"
+        r"(?P<at>(?:.*\.)?layers\.\d+)\.eh_proj\.weight", (".eh_proj", ".enorm", ".hnorm", ".shared_head.norm")
     ),
     "MiMo": Family(
         r"(?P<at>(?:.*\.)?mtp_layers\.\d+)\.input_proj\.weight",
-        ".input_proj",
-        ".token_layernorm",
-        ".hidden_layernorm",
-        ".final_layernorm",
+        (".input_proj", ".token_layernorm", ".hidden_layernorm", ".final_layernorm"),
         config={"hidden_first": True, "first_embedding_is_zero": True},
     ),
     "ERNIE": Family(
         r"(?P<at>.*)\.mtp_linear_proj\.0\.weight",
-        ".mtp_linear_proj.0",
-        ".mtp_emb_norm.0",
-        ".mtp_hidden_norm.0",
-        None,
+        (".mtp_linear_proj.0", ".mtp_emb_norm.0", ".mtp_hidden_norm.0"),
         blocks=(".mtp_block.0.",),
         config={"first_embedding_is_zero": True},
     ),
@@ -125,11 +108,7 @@ def find_layer(names: Iterable[str]) -> FoundLayer | None:
             continue
         # The lowest number is the first MTP layer.
         at = min(matches, key=lambda at: [int(number) for number in re.findall(r"\d+", at)])
-        own = {
-            f"{mine}.weight": f"{at}{theirs}.weight"
-            for mine in ("projection", "embedding_norm", "hidden_norm", "norm")
-            if (theirs := getattr(form, mine)) is not None
-        }
+        own = {f"{mine}.weight": f"{at}{theirs}.weight" for mine, theirs in zip(OWN, form.own, strict=False)}
         others, blocks = {*own.values(), *(at + name for name in form.unread)}, list[dict[str, str]]()
         for begins in (at + block for block in form.blocks):
             blocks.append({})

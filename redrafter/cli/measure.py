@@ -70,15 +70,15 @@ def bench(options: BenchOptions, load: LoadOptions) -> int:
 
 def bench_pair(pair: Pair, load: LoadOptions, options: BenchOptions, note: str | None = None) -> int:
     """Measure a loaded pair, whose engine is a `ReDrafter`; `note` is a line about it. Returns the exit code."""
-    engine, tokens = pair.engine, options.max_new_tokens
+    engine, tokens, temperature = pair.engine, options.max_new_tokens, options.temperature
     assert isinstance(engine, ReDrafter)
     # The default of --num-prompts applies to other prompts; a suite is measured on all its questions.
     questions = None if options.num_prompts == BenchOptions.num_prompts else options.num_prompts
     at_once = max(engine.options.max_batch_size, *options.batch_sizes)  # do not split a large batch into several
     engine.options = replace(engine.options, max_batch_size=at_once)
-    prompts, skipped = _prompts(pair, options, questions, tokens, options.temperature, options.seed)
+    prompts, skipped = _prompts(pair, options, questions, tokens, temperature, options.seed)
     every = [ids for members in prompts.values() for ids in members]
-    arguments = fixed_length(engine, pair.tokenizer, tokens, options.temperature) | {"seed": options.seed}
+    arguments = fixed_length(engine, pair.tokenizer, tokens, temperature) | {"seed": options.seed}
     if options.suite is not None:
         arguments["eos_token_id"] = sorted(end_tokens(engine.model, pair.tokenizer))
     # `generate` would write fewer tokens.
@@ -88,9 +88,8 @@ def bench_pair(pair: Pair, load: LoadOptions, options: BenchOptions, note: str |
     line = f"{len(every)} prompts, {tokens} new tokens each; copies move {bandwidth / 1e9:.1f} GB/s, read and written"
     with _report(facts, options, SPEED + STEP + (SUITE if options.suite else ()), note or "", line) as records:
         for rows in dict.fromkeys(options.batch_sizes):
-            undrafted = Trial(
-                UNDRAFTED, engine, arguments | {"speculate": False}, pad_token, decode=pair.tokenizer.decode
-            )
+            plain = arguments | {"speculate": False}
+            undrafted = Trial(UNDRAFTED, engine, plain, pad_token, decode=pair.tokenizer.decode)
             trials = [undrafted, Trial(pair.method, engine, arguments | {"speculate": True}, pad_token)]
             for name in dict.fromkeys(options.against) if rows == 1 else ():
                 trials.append(transformers_trial(undrafted, name, every))
@@ -101,11 +100,9 @@ def bench_pair(pair: Pair, load: LoadOptions, options: BenchOptions, note: str |
                 proposer = engine.undrafted if trial is undrafted else engine.proposer_for(rows)
                 step: Mapping[str, Any] = {}
                 if trial is undrafted or (trial is trials[1] and proposer is not engine.undrafted):
-                    work = StepWork(engine, batches[0], tokens // 2, options.temperature, options.seed)
+                    work = StepWork(engine, batches[0], tokens // 2, temperature, options.seed)
                     step = measure_step(work, proposer, bandwidth)
-                records.add(
-                    *_describe(trial, undrafted, batches, spans, skipped, step, temperature=options.temperature)
-                )
+                records.add(*_describe(trial, undrafted, batches, spans, skipped, step, temperature=temperature))
     return _exit_code(records)
 
 
@@ -140,7 +137,7 @@ def compare(options: CompareOptions, load: LoadOptions, draft: DraftOptions, gen
         short = None if pair.engine.target.device.type == "cuda" else min(WARM_UP_TOKENS, tokens)
         run_trials(trials, batches, options.repeats, partial(_say, ""), short)
         for trial in trials:
-            of = trial, undrafted, batches, spans, skipped
+            of = trial, undrafted, batches, spans, skipped, {}
             records.add(*_describe(*of, temperature=temperature, compare=not options.disable_output_comparison))
     if pair.engine.target.rounding:
         print(f"{pair.name} {ROUNDS_INSIDE}")
@@ -161,9 +158,7 @@ def evaluate(options: EvaluateOptions, load: LoadOptions) -> int:
         assert isinstance(pair.engine, ReDrafter)
         card = read_or_begin(file, pair.engine.drafter.config, short_name(pair.name), pair.name)
     facts = _facts(pair, options, load, options)
-    line = (
-        f"at most {options.new_tokens} new tokens; prompt i has the seed {options.seed} + i; no top-k, top-p or penalty"
-    )
+    line = f"at most {options.new_tokens} new tokens; prompt i has seed {options.seed} + i; no top-k, top-p or penalty"
     with _report(facts, options, EVALUATED + (SUITE if options.suite else ()), line, LEGEND) as records:
         explanation = evaluate_pair(pair, options, records)
     print(*explanation, sep="\n", end="\n" if explanation else "")
@@ -361,15 +356,13 @@ def _describe(
     batches: Sequence[PromptIds],
     spans: Mapping[str, range],
     skipped: Mapping[str, int],
-    step: Mapping[str, Any] | None = None,
+    step: Mapping[str, Any],
     **more: Any,
 ) -> Iterator[Record]:
     """Yield the records of a mode: of each category, if there are several, and of all prompts with their `step`."""
     for category, span in spans.items() if len(spans) > 1 else ():
         yield describe(trial, undrafted, batches, span, category=category, skipped=skipped.get(category), **more)
-    yield describe(
-        trial, undrafted, batches, skipped=sum(skipped.values()) if skipped else None, **more, **(step or {})
-    )
+    yield describe(trial, undrafted, batches, skipped=sum(skipped.values()) if skipped else None, **more, **step)
 
 
 def _load_pairs(name: str, load: LoadOptions, draft: DraftOptions) -> list[Pair]:
@@ -400,9 +393,8 @@ def _short_enough(prompts: Mapping[str, list[list[int]]], options: CompareOption
     kept = {name: [ids for ids in members if len(ids) <= most] for name, members in prompts.items()}
     if not any(kept.values()):
         raise ArgumentError(f"no prompt has {most} tokens or fewer: raise --max-input-len")
-    return {
-        name: members[: None if options.suite else options.num_prompts] for name, members in kept.items() if members
-    }
+    count = None if options.suite else options.num_prompts
+    return {name: members[:count] for name, members in kept.items() if members}
 
 
 def _assisted(pairs: Sequence[Pair], undrafted: Trial, trust_remote_code: bool) -> TransformersTrial:

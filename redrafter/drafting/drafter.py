@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -203,28 +203,9 @@ class RecurrentDrafter(TrainableDrafter):
             return DraftStart(hidden, gate, None)
         return DraftStart(hidden, gate, partial_linear(first, hidden, slice(hidden.shape[-1]), with_bias=True))
 
-    def step(
-        self,
-        embedding: Tensor,
-        state: Tensor | None,
-        start: DraftStart,
-        read: Callable[[Tensor], Tensor] | None = None,
-        embedded: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Make one step of the recurrence and compute the logits of the next token.
-
-        Args:
-            embedding: The target's embedding of the last token, `[..., D]`.
-            state: The recurrent state, `[..., D]`; None at the first step.
-            start: Result of `begin` for this draft.
-            read: Returns values `[..., D]` that new states `[..., D]` read from the committed tokens; None to read
-                none.
-            embedded: The cell's product with the embedding, from the table; None to compute it.
-
-        Returns:
-            Logits `[..., V']` over the drafter's vocabulary and the new state `[..., D]`.
-        """
-        x, state = self.advance(embedding, state, start, read, embedded)
+    def step(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """Make one step, for the arguments of `advance`; returns the next token's logits `[..., V']` and the state."""
+        x, state = self.advance(*arguments)
         return self.score(x), state
 
     forward = step
@@ -237,7 +218,15 @@ class RecurrentDrafter(TrainableDrafter):
         read: Callable[[Tensor], Tensor] | None = None,
         embedded: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Make one step without its last product, for the same arguments as `step`.
+        """Make one step of the recurrence, without its last product.
+
+        Args:
+            embedding: The target's embedding of the last token, `[..., D]`.
+            state: The recurrent state, `[..., D]`; None at the first step.
+            start: Result of `begin` for this draft.
+            read: Returns values `[..., D]` that new states `[..., D]` read from the committed tokens; None to read
+                none.
+            embedded: The cell's product with the embedding, from the table; None to compute it.
 
         Returns:
             The input of `lm_head`, `[..., R]`, and the new state `[..., D]`.

@@ -119,15 +119,7 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         Raises as `check_search` does.
         """
         self.check_search(target, depth)
-        return self.proposer_class(
-            drafter=self,
-            target=target,
-            beams=beams,
-            depth=depth,
-            nodes=nodes,
-            shared_nodes=shared_nodes,
-            compiled=compiled,
-        )
+        return self.proposer_class(self, target, beams, depth, nodes, shared_nodes, compiled)
 
     def check_search(self, target: Target, depth: int) -> None:
         """Raise `UnsupportedError` for a target, or `ArgumentError` for a depth, that it cannot draft with."""

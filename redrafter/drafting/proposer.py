@@ -66,13 +66,7 @@ class State:
     def at(self, rows: Tensor | slice) -> "State":
         """Return the state of rows `rows`, `[B']` int64 or a slice, alone."""
         inputs = {feature: x[rows] for feature, x in self.inputs.items()}
-        return State(
-            tokens=self.tokens[rows],
-            length=self.length[rows],
-            hidden=self.hidden[rows],
-            active=self.active[rows],
-            inputs=inputs,
-        )
+        return State(self.tokens[rows], self.length[rows], self.hidden[rows], self.active[rows], inputs)
 
     @property
     def tensors(self) -> list[Tensor]:

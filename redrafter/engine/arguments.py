@@ -46,17 +46,13 @@ _REFUSED: dict[str, tuple[object, ...]] = {
 # Settings of transformers' own speculation and reading of prompts, which change no token: argument, and the values that
 # leave it off. They are refused where a call asks for them and ignored where only the checkpoint's config does.
 _NOT_OURS: dict[str, tuple[object, ...]] = {
-    "use_mtp": (None, False),
-    "speculation_type": (None,),
-    "is_assistant": (None, False),
+    **dict.fromkeys(("use_mtp", "is_assistant"), (None, False)),
+    **dict.fromkeys(("speculation_type", "assistant_ensemble_weight"), (None,)),
+    **dict.fromkeys(("max_matching_ngram_size", "prefill_chunk_size"), (None,)),
+    **dict.fromkeys(("assistant_lookbehind", "target_lookbehind"), (None, 10)),
     "num_assistant_tokens": (None, 20),
     "num_assistant_tokens_schedule": (None, "constant"),
     "assistant_confidence_threshold": (None, 0.4),
-    "assistant_ensemble_weight": (None,),
-    "assistant_lookbehind": (None, 10),
-    "target_lookbehind": (None, 10),
-    "max_matching_ngram_size": (None,),
-    "prefill_chunk_size": (None,),
 }
 
 # Arguments of `model.generate` that have no meaning here: the values that wrappers pass on by habit and that ask for

@@ -35,17 +35,10 @@ LAYER_TYPES = ("qwen3", "muse_glimmer_assistant")  # whose decoder layers have t
 MARKOV = "markov_head.markov_w1.weight"
 # Fields of our config, and their names in the formats, at the top or in `dflash_config`.
 _FIELDS = {
-    "block_size": "block_size",
-    "mask_token_id": "mask_token_id",
-    "embedding_scale": "input_embedding_scale",
-    "logit_scale": "output_multiplier",
+    **{name: name for name in ("block_size", "mask_token_id", "markov_rank", "conv_kernel_size", "conv_group_size")},
+    **{"selector_rank": "selector_rank", "selector_top_k": "selector_top_k", "markov_type": "markov_head_type"},
+    **{"embedding_scale": "input_embedding_scale", "logit_scale": "output_multiplier"},
     "logit_softcap": "final_logit_softcapping",
-    "markov_rank": "markov_rank",
-    "markov_type": "markov_head_type",
-    "conv_kernel_size": "conv_kernel_size",
-    "conv_group_size": "conv_group_size",
-    "selector_rank": "selector_rank",
-    "selector_top_k": "selector_top_k",
 }
 # Those that only drafters with a part have, and the part of its tensors' names; other drafters' values say nothing.
 _PARTS = {"markov_rank": "markov_head.", **dict.fromkeys(("selector_rank", "selector_top_k"), "candidate_selector.")}

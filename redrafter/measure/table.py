@@ -15,26 +15,12 @@ SPEED = ("tok/s", "speedup", "tokens/step", "same texts")  # columns that compar
 # Fields that identify a record get a column where records differ; measured ones where any record has a value.
 IDENTITY = {"category": "category", "T": "temperature", "batch": "batch_size", "prompt": "prompt_length"}
 MEASURED = {
-    "texts": "texts",
-    "skipped": "skipped",
-    "tok/s": "tokens_per_second",
-    "speedup": "speedup",
-    "tokens/step": "tokens_per_step",
-    "drafts/step": "drafts_per_step",
-    "accepted": "accepted_length",
-    "of texts": "accepted_length_of_texts",
-    "kept": "kept",
-    "same texts": "agreement",
-    "first ms": "first_token_ms",
-    "token ms": "ms_per_token",
-    "step ms": "step_ms",
-    "draft": "draft_ms",
-    "floor": "draft_floor_ms",
-    "verify": "verify_ms",
-    "its floor": "verify_floor_ms",
-    "rest": "rest_ms",
-    "repeated": "repeated",
-    "ended": "ended",
+    **{"texts": "texts", "skipped": "skipped", "tok/s": "tokens_per_second", "speedup": "speedup"},
+    **{"tokens/step": "tokens_per_step", "drafts/step": "drafts_per_step", "accepted": "accepted_length"},
+    **{"of texts": "accepted_length_of_texts", "kept": "kept", "same texts": "agreement"},
+    **{"first ms": "first_token_ms", "token ms": "ms_per_token", "step ms": "step_ms", "draft": "draft_ms"},
+    **{"floor": "draft_floor_ms", "verify": "verify_ms", "its floor": "verify_floor_ms", "rest": "rest_ms"},
+    **{"repeated": "repeated", "ended": "ended"},
 }
 
 

@@ -28,16 +28,9 @@ _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 _UNKNOWN_FORM = "the model adds images to its layers in a form that is not known here; pass text alone"
 # What a model's generation config may say of draws, while a call is prepared and nothing is drawn.
 _NO_DRAWS: dict[str, object] = {
-    "max_new_tokens": 1,
-    "max_length": None,
-    "do_sample": False,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "pad_token_id": 0,
-    "stop_strings": None,
-    "temperature": None,
-    "top_p": None,
-    "top_k": None,
+    **dict.fromkeys(("max_new_tokens", "num_beams", "num_return_sequences"), 1),
+    **dict.fromkeys(("max_length", "stop_strings", "temperature", "top_p", "top_k")),
+    **{"do_sample": False, "pad_token_id": 0},
 }
 
 

@@ -91,14 +91,8 @@ class Server:
         self._encoding = EncodingThreads()
         self.metrics = Metrics(self.engine, self.model, self.capture)
         self.engine.on_delta = self._observe
-        self.prompts = PromptEncoder(
-            self.tokenizer,
-            self.model,
-            facts.bounds,
-            options.special_tokens_in_content,
-            options.reasoning_parser,
-            self.images,
-        )
+        how = options.special_tokens_in_content, options.reasoning_parser
+        self.prompts = PromptEncoder(self.tokenizer, self.model, facts.bounds, *how, self.images)
 
     def _observe(self, sequence: ServedSequence, delta: SequenceDelta) -> None:
         self.metrics.observe(sequence, delta)
@@ -293,14 +287,8 @@ class Server:
         owner = client if len(self.keys) > 1 else ""
         salt = json.dumps([owner, request.cache_salt]) if owner or request.cache_salt else None
         # The engine itself rejects an adapter that is unloaded after this check.
-        asked = replace(
-            asked,
-            client=client,
-            priority=request.priority,
-            cache_salt=salt,
-            adapter=choices[0].adapter,
-            request_id=str(facts.get("id", "")),
-        )
+        about: dict[str, Any] = {"priority": request.priority, "cache_salt": salt, "adapter": choices[0].adapter}
+        asked = replace(asked, client=client, request_id=str(facts.get("id", "")), **about)
         if self.capture is not None and asked.images is None and self.capture.wants(client):
             for choice in choices:
                 choice.recorded = []
