@@ -98,14 +98,8 @@ def _q6_k(blocks: Tensor) -> GroupedWeight:
 
 # By ggml's name of a format: the bytes of a block, and what reads blocks, [F, B, bytes] uint8.
 READERS: dict[str, tuple[int, Callable[[Tensor], GroupedWeight]]] = {
-    "Q4_0": (18, _q4_0),
-    "Q4_1": (20, _q4_1),
-    "Q4_K": (144, _q4_k),
-    "Q5_0": (22, _q5_0),
-    "Q5_1": (24, _q5_1),
-    "Q5_K": (176, _q5_k),
-    "Q6_K": (210, _q6_k),
-    "Q8_0": (34, _q8_0),
+    **{"Q4_0": (18, _q4_0), "Q4_1": (20, _q4_1), "Q4_K": (144, _q4_k), "Q5_0": (22, _q5_0)},
+    **{"Q5_1": (24, _q5_1), "Q5_K": (176, _q5_k), "Q6_K": (210, _q6_k), "Q8_0": (34, _q8_0)},
 }
 
 

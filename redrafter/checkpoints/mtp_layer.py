@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-
 OWN = ("projection", "embedding_norm", "hidden_norm", "norm")  # the drafter's names of tensors outside of its blocks
 
 

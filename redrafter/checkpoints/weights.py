@@ -63,14 +63,8 @@ def _renamed(weights: Mapping[str, Tensor], target: Target, path: Path) -> Mappi
     # transformers renames and merges checkpoint tensors as it loads, so it loads a second model from them.
     kind: Any = type(target.model)
     try:
-        model, info = kind.from_pretrained(
-            None,
-            config=target.model.config,
-            state_dict=dict(weights),
-            dtype=target.dtype,
-            ignore_mismatched_sizes=True,  # they are named below
-            output_loading_info=True,
-        )
+        form = {"config": target.model.config, "dtype": target.dtype, "ignore_mismatched_sizes": True}  # named below
+        model, info = kind.from_pretrained(None, state_dict=dict(weights), output_loading_info=True, **form)
     except Exception as error:
         raise CheckpointError(f"{path} cannot be loaded as {target.name}: {first_line(error)}") from error
     shapes = sorted(info["mismatched_keys"])

@@ -25,17 +25,10 @@ from redrafter.data.rows import Row, open_lines
 from redrafter.engine.streamers import StepStreamer
 from redrafter.errors import ArgumentError, first_line
 from redrafter.files.gguf_file import SUFFIX
+from redrafter.measure import record
 from redrafter.measure.decode import PromptIds, RepeatedRuns
 from redrafter.measure.prompts import ROW_SUFFIXES, encode, read_prompts
-from redrafter.measure.record import (
-    ROUNDS_INSIDE,
-    UNDRAFTED,
-    Record,
-    conditions,
-    describe_stats,
-    drafts_left_out,
-    to_json,
-)
+from redrafter.measure.record import ROUNDS_INSIDE, UNDRAFTED, Record, describe_stats, drafts_left_out
 from redrafter.measure.table import SPEED, format_records
 from redrafter.measure.trial import Trial, describe
 from redrafter.parallel.launched import launched_processes
@@ -120,14 +113,14 @@ def run_checked(args: argparse.Namespace) -> int:
             "seconds": run.seconds,
             "tokens_per_second": run.tokens_per_second,
             "stats": {**describe_stats(stats), "rows": [describe_stats(row) for row in stats.rows]},
-            "compare": [to_json(record) for record in comparison] or None,
+            "compare": [record.to_json(each) for each in comparison] or None,
             "model": pair.name,
             "drafts": pair.method,
             "drafter": pair.drafting_model,
             "shape": pair.engine.proposer_for(len(texts)).sizes,
             "options": asdict(options),
         }
-        print(json.dumps({**document, **conditions(pair.engine.target)}))
+        print(json.dumps({**document, **record.conditions(pair.engine.target)}))
     return 0
 
 
@@ -245,14 +238,9 @@ def encode_with_images(
             raise ArgumentError(f"--image {file} cannot be read: {first_line(error)}") from error
     content.append({"type": "text", "text": prompt})
     try:
-        inputs = processor.apply_chat_template(
-            [{"role": "user", "content": content}],
-            chat_template=pair.tokenizer.chat_template,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
+        form = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+        chat = [{"role": "user", "content": content}]
+        inputs = processor.apply_chat_template(chat, chat_template=pair.tokenizer.chat_template, **form)
     except (ValueError, TypeError, LookupError) as error:
         raise ArgumentError(f"the model's processor refuses an image: {first_line(error)}") from error
     return inputs["input_ids"].tolist(), {name: inputs[name] for name in inputs if name in target.image_inputs}

@@ -42,18 +42,14 @@ class DrafterKind:
             ) from error
 
 
+_ASSISTANTS = "gemma4_assistant", "gemma4_unified_assistant"
 _BUILT_IN = (
     DrafterKind("recurrent drafter", ("redrafter",), "redrafter.drafting.drafter", "RecurrentDrafter"),
     DrafterKind("EAGLE-3 head", ("redrafter_eagle3",), "redrafter.drafting.eagle", "EagleDrafter"),
     DrafterKind("DFlash drafter", ("redrafter_dflash",), "redrafter.drafting.dflash", "DFlashDrafter"),
     DrafterKind("table of recycled tokens", ("redrafter_recycled",), "redrafter.drafting.recycled", "RecycledTokens"),
     DrafterKind("MTP layer", ("redrafter_mtp",), "redrafter.drafting.mtp", "MTPDrafter"),
-    DrafterKind(
-        "assistant",
-        ("gemma4_assistant", "gemma4_unified_assistant"),
-        "redrafter.drafting.assistant",
-        "AssistantDrafter",
-    ),
+    DrafterKind("assistant", _ASSISTANTS, "redrafter.drafting.assistant", "AssistantDrafter"),
 )
 _defined: dict[str, DrafterKind] = {}  # kinds that the program defines, without an entry point
 

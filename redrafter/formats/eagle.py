@@ -238,15 +238,12 @@ def speculators_fields(
         length: Tokens that are drafted in a step.
     """
     method = {"proposal_type": "greedy", "speculative_tokens": length, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    proposals = {"default_proposal_method": "greedy", "proposal_methods": [method]}
+    verifier = {"name_or_path": name, "architectures": [architecture] if architecture else []}
     return {
         SPECULATORS_KEY: config.algorithm,
         "speculators_version": SPECULATORS_VERSION,
-        "speculators_config": {
-            "algorithm": config.algorithm,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [method],
-            "verifier": {"name_or_path": name, "architectures": [architecture] if architecture else []},
-        },
+        "speculators_config": {"algorithm": config.algorithm, **proposals, "verifier": verifier},
         "draft_vocab_size": config.num_draft_ids,
         "tie_word_embeddings": False,
         "dtype": dtype,

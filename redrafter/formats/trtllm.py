@@ -43,13 +43,9 @@ _FIRST_PAIRS = "ReDrafterForCausalLM"  # written by TensorRT-LLM's first convert
 _NAMES, _NUMBERS = ("architecture", "dtype"), ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _REQUIRED: dict[str, type] = dict.fromkeys(_NAMES, str) | dict.fromkeys(_NUMBERS, int)
 _TYPES = _REQUIRED | {
-    "base_model_architecture": str,
-    "num_key_value_heads": int,
-    "intermediate_size": int,
-    "head_size": int,
-    "redrafter_num_beams": int,
-    "redrafter_draft_len_per_beam": int,
-    "redrafter_greedy_search": bool,
+    **{"base_model_architecture": str, "redrafter_greedy_search": bool},
+    **dict.fromkeys(("num_key_value_heads", "intermediate_size", "head_size"), int),
+    **dict.fromkeys(("redrafter_num_beams", "redrafter_draft_len_per_beam"), int),
     **dict.fromkeys(("mapping", "quantization", "rotary_scaling", DRAFTER_CONFIG_KEY, BASE_CONFIG_KEY), dict),
 }
 _TYPE_NAMES = {int: "a positive integer", str: "a string", dict: "an object", bool: "true or false"}
@@ -62,13 +58,8 @@ _DRAFTER_KEYS = {
     "rnn": "redrafter_is_rnn",
 }
 # Keys of Hugging Face's config, and TensorRT-LLM's; some have a value where TensorRT-LLM's config has none.
-_BASE_KEYS = {key: key for key in _NUMBERS} | {
-    "num_key_value_heads": "num_key_value_heads",
-    "intermediate_size": "intermediate_size",
-    "hidden_act": "hidden_act",
-    "max_position_embeddings": "max_position_embeddings",
-    "rms_norm_eps": "norm_epsilon",
-}
+_SAME_KEYS = (*_NUMBERS, "num_key_value_heads", "intermediate_size", "hidden_act", "max_position_embeddings")
+_BASE_KEYS = {key: key for key in _SAME_KEYS} | {"rms_norm_eps": "norm_epsilon"}
 _LEFT_OUT = ("transformers_version", "_name_or_path")  # of configs that are kept for the way back
 _BASE_DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 2048, "norm_epsilon": 1e-5}
 

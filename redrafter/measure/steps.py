@@ -214,12 +214,6 @@ def measure_step(work: StepWork, proposer: Proposer, bandwidth: float) -> Mappin
         if isinstance(proposer, SearchProposer):
             draft, floor = batch.part_ms(propose), 1e3 * proposer.draft_bytes / bandwidth
         read = forward_bytes(target.model) + batch.tokens * slot_bytes(target.shapes)
-        return {
-            "nodes": proposer.nodes,
-            "step_ms": step,
-            "draft_ms": draft,
-            "draft_floor_ms": floor,
-            "verify_ms": verify,
-            "verify_floor_ms": 1e3 * read / bandwidth,
-            "rest_ms": step - (draft or 0.0) - verify,
-        }
+        drafting = {"nodes": proposer.nodes, "step_ms": step, "draft_ms": draft, "draft_floor_ms": floor}
+        rest = {"verify_floor_ms": 1e3 * read / bandwidth, "rest_ms": step - (draft or 0.0) - verify}
+        return drafting | rest | {"verify_ms": verify}

@@ -126,11 +126,8 @@ class Capture:
         self.lost += rows
         # One warning per failure, not one per sequence.
         if not self._failing:
-            _LOG.warning(
-                "served texts cannot be captured in %s: %s; they are lost until that is over, and serving continues",
-                self._folder,
-                reason,
-            )
+            what = "served texts cannot be captured in %s: %s; they are lost until that is over, and serving continues"
+            _LOG.warning(what, self._folder, reason)
         self._failing = True
 
     def _write_rows(self) -> None:
@@ -156,12 +153,8 @@ class Capture:
                 size += len(row)
 
     def _format(self, prompt: Sequence[int], written: Sequence[int], source: str) -> bytes:
-        entry = {
-            "input_ids": [*prompt, *written],
-            "loss_mask": [0] * len(prompt) + [1] * len(written),
-            "tokenizer": self._tokenizer,
-            "source": source,
-        }
+        mask = [0] * len(prompt) + [1] * len(written)
+        entry = {"input_ids": [*prompt, *written], "loss_mask": mask, "tokenizer": self._tokenizer, "source": source}
         return json.dumps(entry, separators=(",", ":")).encode() + b"\n"
 
     def _write(self, rows: Sequence[bytes]) -> None:

@@ -239,17 +239,9 @@ class Trainer:
         seconds = clock.seconds if first_step is None else first_step
         # The first step's speed counts only this run's tokens and time.
         tokens = state.tokens - (0 if first_step is None else self.tokens_before)
-        return Progress(
-            step=state.step,
-            steps=clock.steps,
-            fraction_done=clock.fraction_done,
-            seconds=clock.seconds,
-            speed=tokens / max(seconds, 1e-9),
-            loss=state.loss,
-            accuracy=state.accuracy,
-            learning_rate=self.optimizer.param_groups[0]["lr"],
-            first_step=first_step,
-        )
+        done = state.step, clock.steps, clock.fraction_done, clock.seconds
+        rate, speed = self.optimizer.param_groups[0]["lr"], tokens / max(seconds, 1e-9)
+        return Progress(*done, speed, state.loss, state.accuracy, rate, first_step)
 
     def merge(self) -> None:
         """Copy the sum of weights and low-rank updates, if any, to `drafter`."""

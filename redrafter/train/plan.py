@@ -144,9 +144,8 @@ def build_without_weights(config: TrainConfig) -> tuple[PreTrainedModel, Trainab
     try:
         # Parameters on the meta device have shapes but take no memory.
         with torch.device("meta"):
-            base: Any = AutoModelForCausalLM.from_config(
-                base_config, trust_remote_code=config.trust_remote_code, dtype=dtype
-            )
+            how = {"trust_remote_code": config.trust_remote_code, "dtype": dtype}
+            base: Any = AutoModelForCausalLM.from_config(base_config, **how)
     except Exception as error:  # each model class raises its own types
         raise CheckpointError(f"cannot load a model from {config.model}: {first_line(error)}") from error
     if config.drafter is None:
@@ -223,12 +222,8 @@ def _format_bytes(count: float) -> str:
 
 def load_windows(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Windows:
     """Load and tokenize the training rows. Raises `CheckpointError` if there are none or one cannot be read."""
-    windows = Windows(
-        encode_documents(_training_rows(config), tokenizer, end_ids(config)),
-        config.length or DEFAULT_LENGTH,
-        tokenizer.bos_token_id,
-        config.pack,
-    )
+    documents = encode_documents(_training_rows(config), tokenizer, end_ids(config))
+    windows = Windows(documents, config.length or DEFAULT_LENGTH, tokenizer.bos_token_id, config.pack)
     if not len(windows) and windows.missed:
         raise CheckpointError(
             f"{', '.join(config.data)}: none of the {windows.missed:,} tokens to learn is in a window, which needs two "
@@ -267,15 +262,8 @@ def validation_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, 
     max_tokens = config.length or DEFAULT_LENGTH
     if context is not None:  # one token of context must remain for the continuation
         max_tokens = min(max_tokens, context - 1)
-    chosen = sample_prompts(
-        held_out,
-        tokenizer,
-        config.validate_prompts,
-        max_tokens,
-        config.seed,
-        text_share=VALIDATION_PROMPT_SHARE,
-        max_text_tokens=MAX_VALIDATION_PROMPT_TOKENS,
-    )
+    cut = {"text_share": VALIDATION_PROMPT_SHARE, "max_text_tokens": MAX_VALIDATION_PROMPT_TOKENS}
+    chosen = sample_prompts(held_out, tokenizer, config.validate_prompts, max_tokens, config.seed, **cut)
     if not chosen and (config.validate or config.validate_every):
         raise ArgumentError(
             f"{config.validate or ', '.join(config.data)}: no prompt of 1 to {max_tokens} tokens to validate on; give "

@@ -191,10 +191,8 @@ class TrainingSession:
             f"{len(self.windows):,} windows"
         )
         model, steps = self.target.model, plan.last_step(config, self.windows, self.processes)
-        for line in [
-            *plan.describe_recipe(config, model, self.drafter),
-            *plan.notes(config, model, self.drafter, self.windows, steps),
-        ]:
+        notes = plan.notes(config, model, self.drafter, self.windows, steps)
+        for line in [*plan.describe_recipe(config, model, self.drafter), *notes]:
             log(line)
         if self.resumed is not None:
             log(f"resuming from step {self.resumed.state.step}")
@@ -219,14 +217,15 @@ class TrainingSession:
         done = 0 if self.resumed is None else self.resumed.state.step
         self.log(RIGHT)
         processes, first = accelerator.num_processes, done * self.accumulate
-        batches = self.windows.batches(
-            config.batch_size, config.seed, accelerator.process_index, processes, first, self.processes
-        )
+        place = accelerator.process_index, processes, first, self.processes
+        every = self.windows.batches(config.batch_size, config.seed, *place)
+        batches = (batch if config.pack else batch[:2] for batch in every)
+        config = replace(config, steps=steps, accumulate=self.accumulate)
         return train(
             self.target.model,
             self.drafter,
-            (batch if config.pack else batch[:2] for batch in batches),
-            replace(config, steps=steps, accumulate=self.accumulate),
+            batches,
+            config,
             accelerator=accelerator,
             validate=self.validate,
             checkpoints=self.checkpoints,

@@ -11,13 +11,8 @@ from redrafter.serve.protocol import requests
 from redrafter.serve.protocol.fields import Count, OneOf, Parts, StopList, Strict
 
 _ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    529: "overloaded_error",
+    **{401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error"},
+    **{413: "request_too_large", 429: "rate_limit_error", 529: "overloaded_error"},
 }
 
 

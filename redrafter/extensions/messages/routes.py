@@ -194,16 +194,10 @@ def _extend(message: dict[str, Any], parts: list[dict[str, Any]]) -> None:
 
 def _head(body: protocol.MessagesRequest, model: str) -> dict[str, Any]:
     """Return the initial fields of an answer, before any output."""
-    head: dict[str, Any] = {
-        "id": f"msg_{uuid.uuid4().hex}",
-        "type": "message",
-        "role": "assistant",
-        "model": model,
-        "content": [],
-    }
+    head: dict[str, Any] = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
     if body.diagnostics is not None and body.diagnostics.previous_message_id is not None:
         head["diagnostics"] = {"cache_miss_reason": {"type": "unavailable"}}
-    return head | {"stop_reason": None, "stop_sequence": None}
+    return head | {"content": [], "stop_reason": None, "stop_sequence": None}
 
 
 def _whole(head: dict[str, Any], answer: dict[str, Any], body: protocol.MessagesRequest) -> dict[str, Any]:

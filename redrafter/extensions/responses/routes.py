@@ -180,9 +180,8 @@ def responses_routes(server: "Server", respond: Respond) -> list[BaseRoute]:
             try:
                 answer = await server.chat(as_chat(body), request.scope["facts"])
             except requests.TooManyTokensError as error:  # it names the chat's field
-                raise requests.TooManyTokensError(
-                    error.prompt, error.asked, error.context, "max_output_tokens"
-                ) from None
+                lengths = error.prompt, error.asked, error.context
+                raise requests.TooManyTokensError(*lengths, "max_output_tokens") from None
             return head | _whole(answer) if isinstance(answer, dict) else response_events(head, answer)
 
         return await respond(work(), request, format_events)
@@ -303,12 +302,10 @@ def _usage(chat: dict[str, Any]) -> dict[str, Any]:
     """Return a chat answer's usage under the names of the Responses protocol, with its metrics."""
     usage = chat["usage"]
     reasoning = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
     counts = {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {
-            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
-            "cache_write_tokens": 0,
-        },
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": reasoning},
         "total_tokens": usage["total_tokens"],

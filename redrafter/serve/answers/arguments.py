@@ -8,13 +8,8 @@ from urllib.parse import unquote
 
 # Python types by JSON type. Lookups take the first match: boolean precedes integer, as `bool` is a subclass of `int`.
 JSON_TYPES: dict[str, Any] = {
-    "boolean": bool,
-    "integer": int,
-    "number": float,
-    "string": str,
-    "array": list,
-    "object": dict,
-    "null": type(None),
+    **{"boolean": bool, "integer": int, "number": float, "string": str},
+    **{"array": list, "object": dict, "null": type(None)},
 }
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")

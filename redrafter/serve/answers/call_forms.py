@@ -457,14 +457,7 @@ class HarmonyMessages(ChatReader):
 
 
 FORMS: tuple[type[ChatReader], ...] = (
-    HarmonyMessages,
-    DeepSeekCalls,
-    MistralCalls,
-    GlmCalls,
-    XmlCalls,
-    PythonicCalls,
-    HermesCalls,
-    ChatReader,
+    *(HarmonyMessages, DeepSeekCalls, MistralCalls, GlmCalls, XmlCalls, PythonicCalls, HermesCalls, ChatReader),
 )
 PARSERS = {name: form for form in FORMS for name in form.parsers}
 

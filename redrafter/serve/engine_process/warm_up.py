@@ -172,11 +172,6 @@ def warm_up(scheduler: Scheduler, usual: SamplingParams) -> None:
         _LOG.info("%d steps are captured, %.0f s after the first one", len(captured), time.monotonic() - began)
 
     scheduler.later.extend([*(run for run in runs if run not in first), end])
-    _LOG.info(
-        "%d of %d runs of the warm-up captured %d steps in %.1f s; others are captured while no request waits, or when "
-        "first needed",
-        len(first),
-        len(runs),
-        len(captured),
-        time.monotonic() - began,
-    )
+    counts = f"{len(first)} of {len(runs)} runs of the warm-up captured {len(captured)} steps"
+    seconds, later = time.monotonic() - began, "others are captured while no request waits, or when first needed"
+    _LOG.info("%s in %.1f s; %s", counts, seconds, later)

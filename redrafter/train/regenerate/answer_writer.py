@@ -280,14 +280,8 @@ class AnswerWriter:
         return tasks
 
     def _identity(self, number: int, row: Row, draws: RowDraws | Task) -> Answer:
-        return {
-            "row": number,
-            "prompt": row.where,
-            "base": self.base,
-            "tokenizer": self.tokenizer,
-            "seed": draws.seed,
-            "temperature": draws.temperature,
-        }
+        of_base: Answer = {"row": number, "prompt": row.where, "base": self.base, "tokenizer": self.tokenizer}
+        return {**of_base, "seed": draws.seed, "temperature": draws.temperature}
 
     def _fail(self, number: int, row: Row, reason: str) -> None:
         """Count and report a row that cannot be answered."""
@@ -378,13 +372,13 @@ class AnswerWriter:
         record = self._identity(task.number, task.row, task) | {"source": task.row.source}
         if task.row.split is not None:
             record["split"] = task.row.split
-        record |= {
+        shown = str(self.pair.tokenizer.decode(task.ids))
+        return record | {
             "finish": task.finish,
             "input_ids": task.ids,
-            "loss_mask": [int(learnt) for learnt in task.mask],
-            "shown": str(self.pair.tokenizer.decode(task.ids)),
+            "loss_mask": [*map(int, task.mask)],
+            "shown": shown,
         }
-        return record
 
     def _log_progress(self) -> None:
         self.last_log = time.perf_counter()
