@@ -18,14 +18,12 @@ WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."  # of the names of weights, before the model's own
 
 # Fields of a config that do not affect the output: they record how the adapter was found, trained or initialized.
-_NEUTRAL = frozenset(
-    {
-        *("auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode"),
-        *("layers_pattern", "layers_to_transform", "lora_dropout", "peft_type", "peft_version", "revision"),
-        *("runtime_config", "target_modules", "task_type", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
-        *("eva_config", "corda_config", "lora_ga_config", "loftq_config"),
-    }
-)
+_NEUTRAL = {
+    *("auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode"),
+    *("layers_pattern", "layers_to_transform", "lora_dropout", "peft_type", "peft_version", "revision"),
+    *("runtime_config", "target_modules", "task_type", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
+    *("eva_config", "corda_config", "lora_ga_config", "loftq_config"),
+}
 _READ = frozenset({"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"})
 # Initializations that do not change the model's own weights. Others make PEFT change them at loading.
 _SUPPORTED_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")

@@ -309,27 +309,18 @@ def _answer(
     chat_template_of(pair.tokenizer)  # raises an error before the first line of progress
     suite = read_suite(name).choose(questions, seed)
     _say(f"temperature {temperature:g}", str(suite))
-    return answer_suite(
-        suite,
-        pair.tokenizer,
-        most,
-        seed,
-        lambda prompts, first: _write(pair, tokens, temperature, prompts, first, rows),
-    )
+    write = lambda prompts, first: _write(pair, tokens, temperature, prompts, first, rows)  # noqa: E731
+    return answer_suite(suite, pair.tokenizer, most, seed, write)
 
 
 def _write(pair: Pair, tokens: int, temperature: float, prompts: list[list[int]], seed: int, batch_size: int) -> Texts:
     """Let the model continue prompts by undrafted decoding."""
-    return write_texts(
-        pair.engine,
-        prompts,
-        tokens,
-        temperature,
-        seed,
-        end_ids=end_tokens(pair.engine.model, pair.tokenizer),
-        batch_size=batch_size,
-        report=lambda done: _say(f"temperature {temperature:g}", f"{done} of {len(prompts)} texts"),
-    )
+
+    def report(done: int) -> None:
+        _say(f"temperature {temperature:g}", f"{done} of {len(prompts)} texts")
+
+    how: dict[str, Any] = {"end_ids": end_tokens(pair.engine.model, pair.tokenizer), "batch_size": batch_size}
+    return write_texts(pair.engine, prompts, tokens, temperature, seed, report=report, **how)
 
 
 def _batches(

@@ -136,17 +136,14 @@ def plan_apple(drafter: SourceDrafter, base: SourceBase | None, config: ConvertC
 def plan_speculators(drafter: SourceDrafter, base: SourceBase | None, config: ConvertConfig) -> ConversionPlan:
     """Plan a directory of an EAGLE-3 head or a block drafter as vllm-project/speculators writes and vLLM serves it."""
     if not isinstance(drafter.config, EagleConfig | DFlashConfig):
-        raise UnsupportedError(
-            f"speculators' format cannot hold a {drafter.config.kind}; `redrafter train --form eagle3` makes a head "
-            "for it, and --form dflash, dspark or dflash2 a drafter of blocks"
-        )
+        how = "`redrafter train --form eagle3` makes a head for it, and --form dflash, dspark or dflash2 a drafter"
+        raise UnsupportedError(f"speculators' format cannot hold a {drafter.config.kind}; {how}")
     name, architecture, notes = drafter.config.base_model, None, tuple[str, ...]()
     if base is not None:
         name, architecture = config.base_model_checkpoint_dir or name, next(iter(base.config.architectures or ()), None)
     if name is None or not (base or "/" in name):
-        notes += (
-            f"the base is written as {name!r}, where vLLM looks for it; --base-model-checkpoint-dir names a directory",
-        )
+        where = "where vLLM looks for it; --base-model-checkpoint-dir names a directory"
+        notes += (f"the base is written as {name!r}, {where}",)
     layers = drafter.config.target_layers
     depth = None if base is None else getattr(base.config.get_text_config(decoder=True), "num_hidden_layers", None)
     # vLLM collects hidden states before each layer, so it never sees the last one's output.
@@ -184,10 +181,8 @@ def plan_merged(drafter: SourceDrafter, base: SourceBase | None, config: Convert
         weights |= base_weights
         texts |= ({INDEX_FILE: _json(index)} if index else {}) | {"config.json": _config_text(base.config)}
         if config.tokenizer_dir is None:
-            notes = (
-                f"{base.directory} has no tokenizer and does not say what ends a text; give the directory of a model "
-                "that has them with --tokenizer-dir",
-            )
+            how = "give the directory of a model that has them with --tokenizer-dir"
+            notes = (f"{base.directory} has no tokenizer and does not say what ends a text; {how}",)
     if config.tokenizer_dir is not None:
         given = [Path(config.tokenizer_dir, name) for name in TOKENIZER_FILES]
         copies |= {file.name: file for file in given if file.is_file()}

@@ -236,13 +236,9 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
 
 def refuse_differences(info: Mapping[str, Any], name: object) -> None:
     """Raise `CheckpointError` for tensors that transformers has not found, not expected or not been able to load."""
-    wrong = {
-        "missing keys": info["missing_keys"],
-        "unexpected keys": [key for key in info["unexpected_keys"] if not key.startswith(UNUSED_TENSORS)],
-        "mismatched keys": [
-            f"{key} of shape {tuple(x)} instead of {tuple(y)}" for key, x, y in info["mismatched_keys"]
-        ],
-    }
+    shapes = [f"{key} of shape {tuple(x)} instead of {tuple(y)}" for key, x, y in info["mismatched_keys"]]
+    extra = [key for key in info["unexpected_keys"] if not key.startswith(UNUSED_TENSORS)]
+    wrong = {"missing keys": info["missing_keys"], "unexpected keys": extra, "mismatched keys": shapes}
     for what, names in wrong.items():
         if names:
             raise CheckpointError(f"{name} does not hold this drafter: {what} {', '.join(sorted(names))}")

@@ -90,15 +90,9 @@ def explain(
                 if name in groups:
                     groups[name]["tried"] += 1
                     groups[name]["accepted" if depth < step.accepted else outcome] += 1
-    return {
-        "temperature": texts.temperature,
-        "steps": len(steps),
-        "all_accepted": outcomes[ALL_ACCEPTED],
-        "text_ended": outcomes[TEXT_ENDED],
-        "tokens_per_step": sum(emitted) / len(steps) if steps else None,
-        "margin": mean_margin(emitted, taken),
-        "groups": groups,
-    }
+    counts = {"steps": len(steps), "all_accepted": outcomes[ALL_ACCEPTED], "text_ended": outcomes[TEXT_ENDED]}
+    rate = {"tokens_per_step": sum(emitted) / len(steps) if steps else None, "margin": mean_margin(emitted, taken)}
+    return {"temperature": texts.temperature} | counts | rate | {"groups": groups}
 
 
 def _group_of(value: float, groups: Mapping[str, float]) -> str:

@@ -270,12 +270,8 @@ def _read_torchao(tensors: Mapping[str, Tensor]) -> PackedWeight:
         codes = _unpack(data, 4) ^ MIDDLE[4]
         return PackedWeight(4, codes, scale.T, torch.full_like(scale.T, MIDDLE[4], dtype=torch.int32), zero.T)
     scale = scale.expand(len(data), -1)  # from one number where the whole weight has one
-    zero = (
-        torch.full_like(scale, MIDDLE[8], dtype=torch.int32)
-        if zero is None
-        else zero.expand(len(data), -1).int() + MIDDLE[8]
-    )
-    return PackedWeight(8, data.view(torch.uint8) ^ MIDDLE[8], scale, zero)
+    shift = torch.zeros_like(scale, dtype=torch.int32) if zero is None else zero.expand(len(data), -1).int()
+    return PackedWeight(8, data.view(torch.uint8) ^ MIDDLE[8], scale, shift + MIDDLE[8])
 
 
 _FIND: Mapping[str, Callable[[Mapping[str, Any]], Layout | None]] = {

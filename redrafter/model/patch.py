@@ -229,15 +229,8 @@ class ModelState:
             list(filter(None, hooks)),
             adapters,
         )
-        return cls(
-            modules=modules,
-            memory=(list(map(id, tensors)), addresses),
-            writes=writes,
-            code=code,
-            calls=[state.get("_compiled_call_impl") for state in states],
-            hooked=any(hooks),
-            training=any(training),
-        )
+        calls = [state.get("_compiled_call_impl") for state in states]
+        return cls(modules, (list(map(id, tensors)), addresses), writes, code, calls, any(hooks), any(training))
 
     @property
     def compiled(self) -> list[CompiledPart]:

@@ -198,15 +198,9 @@ def stored_shapes(
         if not (isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.dim() == values.dim() == 4):
             raise UnsupportedError(f"layer {index} of {name} keeps no keys and values ({type(layer).__name__})")
         index_keys = getattr(layer, "indexer_keys", None)  # [B, T, dim]
-        shapes[index] = LayerShape(
-            heads=keys.shape[1],
-            key_dim=keys.shape[3],
-            value_dim=values.shape[3],
-            dtype=keys.dtype,
-            device=keys.device,
-            extra_dim=0 if index_keys is None else index_keys.shape[-1],
-            states=by_layer[index],
-        )
+        widths, extra = (keys.shape[3], values.shape[3]), 0 if index_keys is None else index_keys.shape[-1]
+        kind = keys.shape[1], *widths, keys.dtype, keys.device
+        shapes[index] = LayerShape(*kind, extra_dim=extra, states=by_layer[index])
     if not shapes:
         raise UnsupportedError(f"no layer of {name} keeps keys and values")
     nothing = next(iter(shapes.values())).storing_nothing()

@@ -21,10 +21,8 @@ from redrafter.train.config import TrainConfig
 
 # Environment variables of `accelerate launch` that enable another way to shard the model, with its name.
 SPREADING_VARIABLES = {
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_FSDP": "FSDP",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
+    **{"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FSDP"},
+    **{"ACCELERATE_USE_MEGATRON_LM": "Megatron-LM", "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config"},
 }
 
 
@@ -52,16 +50,13 @@ def new_accelerator(config: TrainConfig) -> Accelerator:
             )
     # With a single draft step the recurrence's state matrix has no gradient, which DDP otherwise rejects.
     handler = DistributedDataParallelKwargs(find_unused_parameters=config.draft_len == 1)
-    accelerator = Accelerator(
-        mixed_precision=config.mixed_precision, cpu=stays_on_cpu(config), kwargs_handlers=[handler]
-    )
+    on_cpu = stays_on_cpu(config)
+    accelerator = Accelerator(mixed_precision=config.mixed_precision, cpu=on_cpu, kwargs_handlers=[handler])
     # accelerate silently falls back to independent processes if it cannot form a group, so compare with the launcher.
     started = launched_processes()
     if accelerator.num_processes == 1 < started:
-        raise ArgumentError(
-            f"{started} processes were started, which cannot work together on {accelerator.device.type}; "
-            "start one, or pass --cpu"
-        )
+        what = f"{started} processes were started, which cannot work together on {accelerator.device.type}"
+        raise ArgumentError(f"{what}; start one, or pass --cpu")
     if config.shard_base and accelerator.num_processes == 1:
         raise ArgumentError("--shard-base is for several processes: start them with accelerate launch")
     return accelerator

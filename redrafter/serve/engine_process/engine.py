@@ -58,16 +58,11 @@ class ServedEngine:
                 f"--max-seq-len {load.max_seq_len} is more than the memory of keys and values holds: give "
                 f"{scheduler.longest} at most, or a larger --kv-cache-free-gpu-memory-fraction"
             )
-        facts = EngineFacts(
-            pair.name,
-            _describe(pair, scheduler, options),
-            scheduler.bounds,
-            frozenset(token for token in end_tokens(engine.model, pair.tokenizer) if token < engine.target.vocab_size),
-            _sampling_defaults(engine),
-            limits.reuse,
-            adapters,
-            engine.target.image_inputs if engine.target.images.support_on(paged=True).ok else frozenset(),
-        )
+        target, ends = engine.target, end_tokens(engine.model, pair.tokenizer)
+        known = frozenset(token for token in ends if token < target.vocab_size)
+        images = target.image_inputs if target.images.support_on(paged=True).ok else frozenset[str]()
+        how = _sampling_defaults(engine), limits.reuse, adapters, images
+        facts = EngineFacts(pair.name, _describe(pair, scheduler, options), scheduler.bounds, known, *how)
         return cls(pair, scheduler, facts)
 
     def warm_up(self) -> None:

@@ -276,16 +276,9 @@ class Worker:
 
     def _report(self) -> None:
         scheduler, blocks = self.scheduler, self.scheduler.memory.blocks
-        load = messages.EngineLoad(
-            scheduler.running_set.running,
-            scheduler.running_set.waiting,
-            scheduler.running_set.preempted,
-            1 - blocks.num_free_blocks / blocks.num_blocks,
-            blocks.num_host_blocks,
-            blocks.onboarded * BLOCK_SIZE,
-            scheduler.asleep,
-            self._drafter,
-        )
+        rows, used = scheduler.running_set, 1 - blocks.num_free_blocks / blocks.num_blocks
+        cache = used, blocks.num_host_blocks, blocks.onboarded * BLOCK_SIZE
+        load = messages.EngineLoad(rows.running, rows.waiting, rows.preempted, *cache, scheduler.asleep, self._drafter)
         # Rounds without news send nothing, since each message wakes the server.
         if self._deltas or load != self._load:
             self._send(messages.Written(self._deltas, self._prompts, load))
