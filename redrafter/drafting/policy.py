@@ -5,7 +5,7 @@ acceptance of earlier drafts. A budget bounds the time that drafts lose (`loss_b
 only, since the target verifies every draft.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -279,7 +279,8 @@ class CostPolicy(DraftPolicy):
             history.model.add(sum(map(min, pairs)), sum(min(accepted + 1, most) for accepted, most in pairs))
         elif search.beams:
             drafts = self._drafts(search, rows.size, drafting)
-            expected = (expected_of(search, level, drafts, sampled=rows.sampled) for level in step.levels)
+            limits = Counter(step.levels)  # few, of which each one takes 2 us
+            expected = (n * expected_of(search, level, drafts, sampled=rows.sampled) for level, n in limits.items())
             history.search.add(sum(step.accepted) - copied, sum(expected), max(DECAY_PER_ROW**drafting, 0.5))
         if search is not proposer or not search.beams:
             if rows.match is not False:

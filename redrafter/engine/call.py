@@ -33,15 +33,17 @@ class GenerateStats(Stats):
     Attributes:
         rows: Statistics of each output row.
         seeds: The seed of each output row; None when greedy.
+        first_token_at: When the first token of any row was there, by `time.perf_counter`.
     """
 
     rows: list[Stats] = field(default_factory=list)
     seeds: list[int] | None = None
+    first_token_at: float | None = field(default=None, compare=False)
 
     @classmethod
-    def from_rows(cls, rows: list[Stats], seeds: list[int] | None) -> "GenerateStats":
-        """Sum the statistics of rows."""
-        return cls(**vars(Stats.total(rows)), rows=rows, seeds=seeds)
+    def from_rows(cls, rows: list[Stats], seeds: list[int] | None, at: float | None = None) -> "GenerateStats":
+        """Sum the statistics of rows, of which the first token of any was there at this time."""
+        return cls(**vars(Stats.total(rows)), rows=rows, seeds=seeds, first_token_at=at)
 
 
 @dataclass
@@ -60,7 +62,9 @@ class OutputRow:
         self.scores: list[Tensor] = []  # processed scores of its tokens, `[count, V]` float32 per step, if recorded
         self.logits: list[Tensor] = []  # logits of its tokens, likewise
         find_stop = self._find_stop if call.request.criteria else None
-        self.sequence = TokenSequence(call.request.rows[index], self._record, find_stop)
+        row = call.request.rows[index]
+        quiet = not (find_stop or call.request.keeps or call.stream or row.params.asks_host)
+        self.sequence = TokenSequence(row, self._record, find_stop, quiet)
 
     @property
     def text(self) -> list[int]:
@@ -78,6 +82,8 @@ class OutputRow:
         return end
 
     def _record(self, sequence: TokenSequence, delta: SequenceDelta) -> None:
+        if self._call.first_token_at is None and delta.tokens:
+            self._call.first_token_at = time.perf_counter()
         if delta.finish is not None:  # few deltas end a row, and each line here runs for every row of every step
             if isinstance(delta.error, ArgumentError | NotFiniteError):  # raised by its grammar, or for its logits
                 delta = replace(delta, error=type(delta.error)(f"row {self._index}: {delta.error}"))
@@ -118,12 +124,13 @@ class GenerateCall:
         rows: The rows, in their order.
         ended: Number of rows that have ended, counted so that no step has to look at all of the rows.
         error: The error that ended the first failed row; None where there is no such row.
+        first_token_at: When the first token of any row was there, by `time.perf_counter`; None before.
     """
 
     def __init__(self, request: CallRequest, stream: StepStreamer | None = None):
         """Make rows before their first tokens; `stream`, if given, receives tokens as they are made."""
         self.request, self.stream = request, stream
-        self.ended, self.error = 0, None  # type: int, BaseException | None
+        self.ended, self.error, self.first_token_at = 0, None, None  # type: int, BaseException | None, float | None
         self.rows = [OutputRow(index, prompt, self) for index, prompt in enumerate(request.input_ids.tolist())]
 
     @contextmanager
@@ -192,7 +199,7 @@ class GenerateCall:
             sequences=sequences,  # type: ignore[arg-type]
             scores=_columns([row.scores for row in rows]) if "scores" in request.keeps else None,  # type: ignore[arg-type]
             logits=_columns([row.logits for row in rows]) if "logits" in request.keeps else None,  # type: ignore[arg-type]
-            stats=GenerateStats.from_rows([row.sequence.stats for row in rows], seeds),
+            stats=GenerateStats.from_rows([row.sequence.stats for row in rows], seeds, self.first_token_at),
         )
 
     def _warn_slow(self) -> None:

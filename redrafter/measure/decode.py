@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.engine.call import GenerateOutput, GenerateStats
 from redrafter.engine.engine import Engine
-from redrafter.engine.streamers import StepStreamer
 from redrafter.scheduler.sequence import Stats
 
 PromptIds = Sequence[Sequence[int]]  # token ids of each prompt
@@ -32,24 +31,21 @@ class Stopwatch:
 
     Attributes:
         seconds: Wall-clock time of the work; 0 until the context is left without an exception.
+        began: When the work began, by `time.perf_counter`.
     """
 
     def __init__(self, device: torch.device):
-        self.device, self.seconds, self._began = device, 0.0, 0.0
+        self.device, self.seconds, self.began = device, 0.0, 0.0
 
     def __enter__(self) -> "Stopwatch":
         self._wait()
-        self._began = time.perf_counter()
+        self.began = time.perf_counter()
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is None:
             self._wait()
-            self.seconds = self.elapsed()
-
-    def elapsed(self) -> float:
-        """Return seconds since the context was entered, without waiting for the device."""
-        return time.perf_counter() - self._began
+            self.seconds = time.perf_counter() - self.began
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -63,7 +59,7 @@ class Run:
     tokens: list[list[int]]  # new tokens of each output row
     stats: GenerateStats  # in total and per row
     seconds: float  # of the whole call, prefill included
-    first_token: float | None = None  # seconds from the call to the first new token of any row; None if streamed
+    first_token: float | None = None  # seconds from the call to the first new token of any row
 
     @property
     def count(self) -> int:
@@ -110,35 +106,17 @@ class RepeatedRuns:
         return median(a / b for a, b in zip(self.tokens_per_second, undrafted.tokens_per_second, strict=True))
 
 
-class _FirstToken:
-    """A `StepStreamer` that notes when the first token of any row is there."""
-
-    def __init__(self, watch: Stopwatch):
-        self._watch = watch
-        self.seconds: float | None = None
-
-    def put_step(self, row: int, tokens: Sequence[int], accepted: int, ended: bool) -> None:
-        if self.seconds is None:
-            self.seconds = self._watch.elapsed()
-
-    def end(self) -> None:
-        pass
-
-
-def timed_run(
-    engine: Engine, prompts: PromptIds, pad_token: int, *, streamer: StepStreamer | None = None, **arguments: Any
-) -> Run:
-    """Decode prompts in one timed call of `engine.generate`; without a `streamer`, note the time of the first token."""
+def timed_run(engine: Engine, prompts: PromptIds, pad_token: int, **arguments: Any) -> Run:
+    """Decode prompts in one timed call of `engine.generate`."""
     ids, mask = padded(prompts, pad_token)
-    watch = Stopwatch(engine.target.device)
-    first = _FirstToken(watch)
-    with watch:
-        out = engine.generate(ids, mask, return_dict_in_generate=True, streamer=streamer or first, **arguments)
+    with Stopwatch(engine.target.device) as watch:
+        out = engine.generate(ids, mask, return_dict_in_generate=True, **arguments)
     assert isinstance(out, GenerateOutput)
     assert out.stats is not None
     rows = zip(out.sequences[:, ids.shape[1] :].tolist(), out.stats.rows, strict=True)
     # The prefill, which is not a step, produces a row's first token.
-    return Run([row[: stats.emitted + 1] for row, stats in rows], out.stats, watch.seconds, first.seconds)
+    tokens, at = [row[: stats.emitted + 1] for row, stats in rows], out.stats.first_token_at
+    return Run(tokens, out.stats, watch.seconds, None if at is None else at - watch.began)
 
 
 def transformers_run(

@@ -357,7 +357,7 @@ class Scheduler:
 
     def _report(self, step: LaunchedStep) -> None:
         """Wait for the tokens of a step, and report them to the sequences that have not ended meanwhile."""
-        accepted, levels, copied = list[int](), list[int](), 0  # of rows that took drafts
+        copied = 0
         Deltas = list[tuple[TokenSequence, SequenceDelta]]
         running, ended, failed = Deltas(), Deltas(), Deltas()
         charged = Counter[Account]()
@@ -366,11 +366,7 @@ class Scheduler:
             # A sequence that ended after the launch still took part; its tokens are dropped.
             if sequence.ended:
                 continue
-            if drawn.drafted is not None:
-                accepted.append(max(len(drawn.tokens) - 1, 0))
-                limit = sequence.request.params.num_speculative_tokens
-                levels.append(step.levels if limit is None else min(limit, step.levels))
-                copied += drawn.copied
+            copied += drawn.copied
             try:
                 delta = sequence.append(drawn)
             except Exception as error:  # raised by a criterion of this sequence
@@ -385,8 +381,8 @@ class Scheduler:
             sequence.sink(sequence, delta)
         self.running_set.end_together(ended)
         self.running_set.end_together(failed, keep=False)
-        if accepted and step.proposer is not None and step.rows is not None:
-            self.batch.policy.record(DraftedStep(step.rows, step.proposer, accepted, levels, copied))
+        if step.accepted and step.proposer is not None and step.rows is not None:
+            self.batch.policy.record(DraftedStep(step.rows, step.proposer, step.accepted, step.limits, copied))
 
 
 def check_paged(models: Models) -> None:

@@ -177,6 +177,7 @@ class TokenSequence:
         request: The request that it continues.
         sink: Called with every delta, in the thread of the engine.
         find_stop: Called with the tokens of a step; returns the index of the one that ends the sequence, or None.
+        quiet: Whether `sink` needs its first and its last delta only, and nothing but an end token or a limit ends it.
         position_shift: Offset from the index of its tokens to their positions, once its images
             were read.
         tokens: The prompt and the tokens that follow it so far.
@@ -201,6 +202,7 @@ class TokenSequence:
     request: GenerationRequest
     sink: Callable[["TokenSequence", SequenceDelta], object]
     find_stop: Callable[[Sequence[int]], int | None] | None = None
+    quiet: bool = False
     position_shift: int = 0
     tokens: list[int] = field(default_factory=list)
     block_table: BlockTable | None = None
@@ -268,7 +270,7 @@ class TokenSequence:
         asked = self.request.params.prompt_logprobs is not None
         return asked and len(self.prompt_scores) < len(self.request.prompt) - 1
 
-    @property
+    @cached_property
     def max_length(self) -> int:
         """Most tokens of the prompt and the new tokens together."""
         return len(self.request.prompt) + self.request.max_new_tokens

@@ -1,6 +1,7 @@
 """Many rows of bulk calls, which end and begin in groups. Schedulers launch steps ahead, as on a GPU (conftest)."""
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from helpers.generation import noted
 from helpers.models import paged, tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import KINDS, make_sequence, nothing_is_held, run, scheduler, until_stepping
 from redrafter import Engine
+from redrafter.engine.call import OutputRow
 from redrafter.engine.options import EngineOptions
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler import prefill, running_batch
@@ -95,6 +97,24 @@ def test_a_call_of_many_more_prompts_than_rows_writes_what_plain_decoding_writes
     assert sorted(stream.ends) == list(range(60))
     for text, row in zip(stream.texts, expected[:, 9:].tolist(), strict=True):
         assert row[: len(text)] == text
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("speculate", [False, True])
+def test_rows_that_nobody_streams_are_reported_when_they_begin_and_end(llama, monkeypatch, speculate, way):
+    ids, mask = prompts(60)
+    given = {"max_new_tokens": 14, "eos_token_id": ENDS, "speculate": speculate, "return_dict_in_generate": True}
+    streamed = engine_of(llama, 20).generate(ids, mask, streamer=Streamed(60), **given | WAYS[way])
+    reported = noted(monkeypatch, OutputRow, "_record", lambda _, __, sequence, delta: (sequence, delta.finish))
+    engine = paged(engine_of(llama, 20), 200)
+    quiet = engine.generate(ids, mask, **given | WAYS[way])
+    assert torch.equal(quiet.sequences, streamed.sequences)
+    assert quiet.stats.emitted == streamed.stats.emitted
+    assert speculate or quiet.stats == streamed.stats  # which steps draft is decided by their times
+    ends = Counter(sequence for sequence, finish in reported if finish is not None)
+    assert set(ends.values()) == {1}
+    assert len(ends) == 60
+    assert len(reported) <= 120
 
 
 def test_blocks_of_a_row_that_ended_are_given_to_others_while_it_stays_in_place(llama, monkeypatch):
