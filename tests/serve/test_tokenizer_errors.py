@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from helpers.processes import soon
-from redrafter.engine.detokenizer import DecodingError, Detokenizer, decode_tokens
+from redrafter.engine.detokenizer import DecodingError, Detokenizer, decode_texts, decode_tokens
 
 PROMPT = {"prompt": "Once upon a time", "temperature": 0, "ignore_eos": True}
 ROUTES: dict[str, dict[str, Any]] = {
@@ -82,6 +82,9 @@ def test_ids_that_a_tokenizer_does_not_know_are_decoded_as_nothing(loaded):
     unknown = len(loaded.tokenizer) + 3
     mixed = [unknown, *ids[:4], unknown, unknown, *ids[4:]]
     assert decode_tokens(strict, mixed) == decode_tokens(loaded.tokenizer, mixed) == decode_tokens(strict, ids)
+    for tokenizer in (strict, loaded.tokenizer):
+        texts = [mixed, ids, [loaded.tokenizer.all_special_ids[0], *ids[:2]]]
+        assert decode_texts(tokenizer, texts) == [decode_tokens(tokenizer, text) for text in texts]
     detokenizer = Detokenizer(strict)
     pieces = "".join(map(detokenizer.push, ([token] for token in mixed))) + detokenizer.finish()
     assert pieces == decode_tokens(loaded.tokenizer, ids, skip_special_tokens=True)

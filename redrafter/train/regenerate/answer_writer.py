@@ -24,6 +24,7 @@ from redrafter.app.options import GenerationOptions
 from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.data.rows import Row, fingerprint
 from redrafter.data.windows import Document
+from redrafter.engine.detokenizer import decode_texts
 from redrafter.errors import CacheFullError, CheckpointError, MismatchError, ReDrafterError, first_line
 from redrafter.measure.decode import Run
 from redrafter.train.regenerate.answer_file import Answer, AnswerFile
@@ -362,17 +363,17 @@ class AnswerWriter:
                 answered.append(task)
             else:
                 self._fail(task.number, task.row, "the base ended at once, which leaves nothing to learn from")
-        self.file.add(map(self._record, answered))
+        texts = decode_texts(self.pair.tokenizer, [task.ids for task in answered])
+        self.file.add(map(self._record, answered, texts))
         self.summary.answered += len(answered)
         self.summary.tokens += sum(sum(task.mask) for task in answered)
         self.summary.ended_at_tools += sum(task.finish == "tool" for task in answered)
         self.open = [task for task in self.open if not task.done]
 
-    def _record(self, task: Task) -> Answer:
+    def _record(self, task: Task, shown: str) -> Answer:
         record = self._identity(task.number, task.row, task) | {"source": task.row.source}
         if task.row.split is not None:
             record["split"] = task.row.split
-        shown = str(self.pair.tokenizer.decode(task.ids))
         return record | {
             "finish": task.finish,
             "input_ids": task.ids,
