@@ -23,8 +23,7 @@ def check_tokenizer(row: Row, tokenizer: "PreTrainedTokenizerBase") -> None:
     """Raise `MismatchError` if a row says that its token ids were made with another tokenizer than the base's."""
     if row.tokenizer is not None and row.tokenizer != fingerprint(tokenizer):
         raise MismatchError(
-            f"{row.where}: made with tokenizer {row.tokenizer}, this base's is {fingerprint(tokenizer)}; make the row "
-            "again with this base"
+            f"{row.where}: made with tokenizer {row.tokenizer}, this base's is {fingerprint(tokenizer)}; make it again"
         )
 
 

@@ -104,13 +104,11 @@ class Windows:
         if int(self.tokens[largest]) >= vocab_size:
             where = self.origins[int(torch.searchsorted(self.offsets, largest, right=True)) - 1]
             raise MismatchError(
-                f"{where}: token id {int(self.tokens[largest])}, but the base knows {vocab_size} ids; use the base's "
-                "own tokenizer"
+                f"{where}: token id {int(self.tokens[largest])}, but the base knows {vocab_size} ids; use its tokenizer"
             )
         if context is not None and int(self.row_widths.max()) > context:
             raise ArgumentError(
-                f"rows of {int(self.row_widths.max())} tokens are more than the base's context of {context}; make "
-                f"--length {context} or less"
+                f"rows of {int(self.row_widths.max())} tokens exceed the base's context of {context}; lower --length"
             )
 
     def count_ids(self, vocab_size: int) -> Tensor:

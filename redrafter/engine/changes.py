@@ -188,9 +188,7 @@ def check_same_form(running: DrafterModel, other: DrafterModel, name: str) -> No
     names = [item.name for item in fields(type(running.config)) if item.name not in theirs]
     pairs = {key: (getattr(other.config, key, None), getattr(running.config, key, None)) for key in names}
     if differing := [f"{key} is {a!r} instead of {b!r}" for key, (a, b) in pairs.items() if a != b]:
-        raise MismatchError(
-            f"{name} has another form than the current drafter ({', '.join(differing)}): start a new engine with it"
-        )
+        raise MismatchError(f"{name} has another form than this drafter ({', '.join(differing)}): start a new engine")
 
 
 class Changeable:

@@ -279,8 +279,7 @@ def find_mixers(model: PreTrainedModel, config: PretrainedConfig, ids: Tensor, n
         vectors = [name for name, x in given.items() if isinstance(x, Tensor) and x.shape[1:-1] == (len(ids),)]
         if any(state.layer != layer for state in left) or not vectors:
             raise UnsupportedError(
-                f"its {type(module).__name__} keeps states in a way that is not known, so they cannot be rolled back "
-                "to a branch of a tree"
+                f"its {type(module).__name__} keeps states in an unknown way, so they cannot be rolled back"
             )
         mixer = Mixer(
             module=module,

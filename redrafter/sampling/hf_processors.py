@@ -180,8 +180,7 @@ def _ends(processor: Any, call: tree_processors.CallPrompts) -> Tensor:
 def _check_ids(name: str, ids: Iterable[int], call: tree_processors.CallPrompts) -> None:
     if (largest := max(ids, default=0)) >= call.vocabulary:
         raise ArgumentError(
-            f"{name} names token {largest}, but the vocabulary has {call.vocabulary} tokens. Make the ids with this "
-            "model's own tokenizer."
+            f"{name} names token {largest}, but the vocabulary has {call.vocabulary}: use this model's tokenizer"
         )
 
 

@@ -60,8 +60,7 @@ def prepare_folder(folder: str) -> Path:
         raise ArgumentError(f"--capture {folder} cannot be written to: {first_line(error)}") from error
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ArgumentError(
-            f"--capture {folder} may be entered by others, or belongs to another user: give a directory of your "
-            f"own (chmod 700 {folder})"
+            f"--capture {folder} may be entered by others, or is another user's: give your own (chmod 700 {folder})"
         )
     return path
 
