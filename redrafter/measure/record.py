@@ -259,7 +259,9 @@ def conditions(target: Target) -> Conditions:
     """Return the command, hardware, dtype and versions that every measurement records."""
     return {
         "command": shlex.join(["redrafter", *sys.argv[1:]]),
-        **{"hardware": hardware(target.device), "device": str(target.device), "dtype": dtype_name(target.dtype)},
+        "hardware": hardware(target.device),
+        "device": str(target.device),
+        "dtype": dtype_name(target.dtype),
         "versions": versions(),
     }
 

@@ -1,7 +1,7 @@
 """Reading prompts into a cache, in forwards of a bounded number of tokens."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -113,7 +113,7 @@ class PromptReader:
             here = ((last >= 0) & (last < size))[:, None]  # [B, 1]
             end = last.clamp(0, size - 1)
             index = end if show is None else None
-            made = forward(ForwardBatch(tokens, read, cache, index, inputs=inputs, pieces=pieces))[:2]
+            made: Sequence[Tensor] = forward(ForwardBatch(tokens, read, cache, index, inputs=inputs, pieces=pieces))[:2]
             if show is not None:
                 for piece in pieces:
                     show(piece.row, piece.first, made[0][piece.row, : piece.count])

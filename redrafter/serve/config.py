@@ -151,8 +151,8 @@ class ServeOptions:
         """Return the limits of the scheduler, given the most tokens of a sequence and of a prompt, as in `Limits`."""
         names = "max_batch_size", "max_num_tokens", "max_queue_size", "guaranteed_no_evict"
         same: dict[str, Any] = {name: vars(self)[name] for name in names}
-        lengths = {"max_seq_len": max_seq_len, "max_input_len": max_input_len}
-        return Limits(**same, **lengths, chunked=self.chunked_context, reuse=self.kv_cache_reuse)
+        same |= {"max_seq_len": max_seq_len, "max_input_len": max_input_len}
+        return Limits(**same, chunked=self.chunked_context, reuse=self.kv_cache_reuse)
 
 
 def parse_lora_modules(words: Sequence[str]) -> dict[str, str]:

@@ -105,7 +105,8 @@ async def follow(
         async with aclosing(deltas):
             async for choice, gained in deltas:
                 if (finish := gained[-1].finish) is not None:
-                    finishes[choice], failed = REASONS[finish], failed or gained[-1].error
+                    finishes[choice] = REASONS[finish]
+                    failed = failed or gained[-1].error
                 yield choice, gained
     except Exception as error:
         failed = error

@@ -262,7 +262,7 @@ def validation_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, 
     max_tokens = config.length or DEFAULT_LENGTH
     if context is not None:  # one token of context must remain for the continuation
         max_tokens = min(max_tokens, context - 1)
-    cut = {"text_share": VALIDATION_PROMPT_SHARE, "max_text_tokens": MAX_VALIDATION_PROMPT_TOKENS}
+    cut: dict[str, Any] = {"text_share": VALIDATION_PROMPT_SHARE, "max_text_tokens": MAX_VALIDATION_PROMPT_TOKENS}
     chosen = sample_prompts(held_out, tokenizer, config.validate_prompts, max_tokens, config.seed, **cut)
     if not chosen and (config.validate or config.validate_every):
         raise ArgumentError(
