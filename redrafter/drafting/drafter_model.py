@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
@@ -19,7 +18,7 @@ from redrafter.drafting.low_rank import LowRankLinear
 from redrafter.drafting.proposer import PricedDrafter, SearchProposer
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.atomic_file import share_weights
-from redrafter.files.checkpoint_kind import check_drafter, check_source, load_error, read_json
+from redrafter.files.checkpoint_kind import check_drafter, check_source, download, load_error, read_json
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.stored_tensors import read_directory
 from redrafter.kernels.grouped_linear import is_fast, multiply_grouped
@@ -204,19 +203,16 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
             CheckpointError: Files are missing or truncated, or hold other tensors or another type of drafter.
         """
         subfolder, hub = kwargs.pop("subfolder", ""), {key: kwargs.pop(key) for key in HUB_OPTIONS & kwargs.keys()}
-        source = Path(name)
-        if not source.is_dir():
+        source, wanted = Path(name, subfolder), cls.config_class.model_type
+        if is_id := not Path(name).is_dir():
             check_source(str(name))
-            patterns = [os.path.join(subfolder, pattern) for pattern in ("*.json", "*.safetensors")]
-            try:
-                source = Path(snapshot_download(str(name), allow_patterns=patterns, **hub))
-            except Exception as error:  # of HTTP libraries too
-                raise load_error("drafter", name, error) from error
-        source /= subfolder
-        check_drafter(source)
-        content, wanted = read_json(source / "config.json"), cls.config_class.model_type
-        if (found := content.get("model_type")) != wanted:
-            raise CheckpointError(f"{source} is a drafter of the type {found}, and this needs one of the type {wanted}")
+        for pattern in ("*.json", "*.safetensors") if is_id else ("",):  # weights last: a base's are not downloaded
+            if is_id:
+                source = download("drafter", name, [os.path.join(subfolder, pattern)], **hub) / subfolder
+            check_drafter(source)
+            content = read_json(source / "config.json")
+            if (found := content.get("model_type")) != wanted:
+                raise CheckpointError(f"{source} is a drafter of the type {found}, not {wanted}")
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs["ignore_mismatched_sizes"] = True  # reported below with other differences
         # transformers would map files, which may change while it runs.

@@ -155,6 +155,11 @@ def prepare_call(
     if not images:  # which are read with what transformers prepares
         kwargs, generation_config = without_cache(kwargs, generation_config, defaults)
 
+    settings = ("exponential_decay_length_penalty", "eos_token_id")
+    penalty, end = (_setting(name, kwargs, generation_config, defaults) for name in settings)
+    if penalty is not None and end is None:  # for which transformers raises an error of torch
+        raise ArgumentError("exponential_decay_length_penalty needs an end token: pass eos_token_id")
+
     # 4. Let transformers prepare the call: configs, processors, criteria, rows.
     device, temperature = target.device, params.pop("temperature", None)
     if PREPARES_ON_HOST and not target.image_arguments:
@@ -266,6 +271,12 @@ def split_own(arguments: Mapping[str, Any]) -> tuple[dict[str, object], dict[str
     return others, own
 
 
+def _setting(name: str, arguments: Mapping[str, Any], config: GenerationConfig | None, own: GenerationConfig) -> Any:
+    """Return a setting of a call: its argument, or else that of the call's config, or else that of the model's own."""
+    of_config = getattr(config, name, None)
+    return arguments[name] if name in arguments else getattr(own, name, None) if of_config is None else of_config
+
+
 def with_stop_strings(
     arguments: Mapping[str, Any], config: GenerationConfig | None, own: GenerationConfig
 ) -> tuple[dict[str, object], GenerationConfig | None]:
@@ -275,11 +286,10 @@ def with_stop_strings(
     Arguments come before the call's `config`, which is not changed, and that before the model's `own`.
     """
     kept = dict(arguments)
-    tokenizer = kept.pop("tokenizer", None)
-    given = [c.stop_strings for c in (config, own) if c is not None and c.stop_strings is not None]
-    strings = kept.pop("stop_strings") if "stop_strings" in kept else next(iter(given), None)
+    tokenizer, strings = kept.pop("tokenizer", None), _setting("stop_strings", kept, config, own)
+    kept.pop("stop_strings", None)
     # transformers would refuse stop strings of a config without a tokenizer, so they are removed there.
-    if given:
+    if _setting("stop_strings", {}, config, own) is not None:
         if config is not None and own.stop_strings is None:
             config = copy.deepcopy(config)
             config.stop_strings = None

@@ -3,7 +3,7 @@
 import json
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,16 @@ def load_error(what: str, name: str | Path, error: Exception) -> ReDrafterError:
     if what == "tokenizer" and not any((path / file).is_file() for file in TOKENIZER_FILES):
         return CheckpointError(f"{name} has no tokenizer: copy the files of the one that the model was trained with")
     return CheckpointError(f"cannot load a {what} from {name}: {first_line(error)}")
+
+
+def download(what: str, name: str | Path, patterns: Iterable[str], **hub_options: Any) -> Path:
+    """Return the snapshot of a repository with its files of `patterns`; raises `load_error` of a `what`."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=[*patterns], **hub_options))
+    except Exception as error:  # of HTTP libraries too
+        raise load_error(what, name, error) from error
 
 
 def wrong_kind_error(path: Path, wanted: str) -> CheckpointError | None:

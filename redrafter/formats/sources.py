@@ -8,7 +8,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PretrainedConfig
 
 from redrafter.checkpoints.drafters import check_fits_base, embedding_norms
@@ -24,6 +23,7 @@ from redrafter.files.checkpoint_kind import (
     SHAPE_FILE,
     check_source,
     config_errors,
+    download,
     kind_of,
     read_json,
     scheme_name,
@@ -261,8 +261,7 @@ def load_drafter_model(name: str | Path) -> DrafterModel:
     if config is None or kind_of(Path(config).parent) not in FOREIGN:
         return open_drafter_model(name)
     if not directory.is_dir():
-        patterns = ["*.json", "*.safetensors", *PICKLE_FILES]
-        directory = Path(snapshot_download(str(name), allow_patterns=patterns))
+        directory = download("drafter", name, ("*.json", "*.safetensors", *PICKLE_FILES))
     return open_drafter(directory).load()
 
 

@@ -27,6 +27,7 @@ WRONG = [  # besides a prompt, or in its place
     ({"logit_bias": {5: 1.0}, "sequence_bias": [7]}, "sequence_bias"),
     ({"generation_config": GenerationConfig(sequence_bias=[7])}, "generation_config has a value of a wrong type"),
     ({"exponential_decay_length_penalty": (3,)}, "exponential_decay_length_penalty, generation_config has a value of"),
+    ({"exponential_decay_length_penalty": (3, 1.5), "eos_token_id": None}, "exponential_decay.* needs an end token"),
     ({"bad_words_ids": [[]]}, "bad_words_ids or sequence_bias has a list without tokens"),
     ({"max_time": "a"}, "max_time is a number of seconds, got 'a'"),
     ({"input_ids": IDS.to_sparse(), "attention_mask": None}, "one of input_ids"),

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from redrafter import CheckpointError, ReDrafter
+from helpers.models import tiny_model
+from redrafter import CheckpointError, RecurrentDrafter, ReDrafter
 from redrafter.files import hub
 from redrafter.files.checkpoint_kind import check_source
 
@@ -46,6 +47,17 @@ def test_a_repository_that_was_downloaded_is_used_offline(unreachable, monkeypat
     assert constants.HF_HUB_OFFLINE
     assert Path(str(hub.find_model_file(REPOSITORY, "config.json"))).read_text() == "{}"
     assert hub.find_model_file(REPOSITORY, "redrafter.json") is None
+
+
+def test_a_repository_of_a_base_is_refused_as_a_drafter_before_its_weights_are_downloaded(monkeypatch, tmp_path):
+    tiny_model("llama").config.save_pretrained(tmp_path)
+    asked = []
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, allow_patterns: asked.extend(allow_patterns) or str(tmp_path)
+    )
+    with pytest.raises(CheckpointError, match="a model, not a drafter"):
+        RecurrentDrafter.from_pretrained(REPOSITORY)
+    assert asked == ["*.json"]
 
 
 def test_offline_the_error_says_so():
