@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from redrafter.app import loading
 from redrafter.app.flags import short_name
@@ -37,6 +37,7 @@ from redrafter.measure.replay import ReplayStats, name_tree, replay
 from redrafter.measure.steps import StepWork, copy_bandwidth, measure_step
 from redrafter.measure.table import SPEED, draw, format_markdown, format_records, table_of, write_csv
 from redrafter.measure.trial import (
+    CountedTexts,
     TransformersTrial,
     Trial,
     answer_suite,
@@ -228,16 +229,15 @@ def evaluate_pair(pair: Pair, options: EvaluateOptions, records: Records) -> lis
 
 def _texts(
     pair: Pair, options: EvaluateOptions, prompts: Mapping[str, list[list[int]]], temperature: float, most: int
-) -> tuple[Texts, dict[str, int], dict[str, int]]:
+) -> CountedTexts:
     """Return the texts to replay, and the numbers of texts and of skipped turns by category."""
     # By an engine that is gone when the texts are replayed, which needs the memory of its cache.
     pair = replace(pair, engine=Engine(pair.engine.target, pair.engine.undrafted, pair.engine.options))
+    writer = _Writer(pair, options.new_tokens, temperature, options.batch_size)
     if options.suite is not None:
-        settings = options.num_prompts, options.new_tokens, temperature, options.seed, most, options.batch_size
-        return _answer(pair, options.suite, *settings)
+        return writer.answer(options.suite, options.num_prompts, options.seed, most)
     every = [ids for members in prompts.values() for ids in members]
-    texts = _write(pair, options.new_tokens, temperature, every, options.seed, options.batch_size)
-    return texts, {name: len(members) for name, members in prompts.items()}, {}
+    return writer.write(every, options.seed), {name: len(members) for name, members in prompts.items()}, {}
 
 
 def _say(what: str, text: str) -> None:
@@ -290,37 +290,35 @@ def _prompts(
         return {"": encode(rows, pair.tokenizer, **options.cut)}, {}
     limits = pair.engine.options.max_seq_len, pair.engine.target.context
     most = min([most - tokens for most in limits if most] + [pair.engine.options.max_input_len or sys.maxsize])
-    texts, turns, skipped = _answer(pair, options.suite, questions, tokens, temperature, seed, most, ANSWERED_AT_ONCE)
+    writer = _Writer(pair, tokens, temperature, ANSWERED_AT_ONCE)
+    texts, turns, skipped = writer.answer(options.suite, questions, seed, most)
     members = iter(texts.prompts)
     return {category: list(islice(members, count)) for category, count in turns.items() if count}, skipped
 
 
-def _answer(
-    pair: Pair,
-    name: str,
-    questions: int | None,
-    tokens: int,
-    temperature: float,
-    seed: int,
-    most: int,
-    rows: int,
-) -> tuple[Texts, dict[str, int], dict[str, int]]:
-    """Let the model answer a suite by undrafted decoding, `rows` turns at once; return what `answer_suite` does."""
-    chat_template_of(pair.tokenizer)  # raises an error before the first line of progress
-    suite = read_suite(name).choose(questions, seed)
-    _say(f"temperature {temperature:g}", str(suite))
-    write = lambda prompts, first: _write(pair, tokens, temperature, prompts, first, rows)  # noqa: E731
-    return answer_suite(suite, pair.tokenizer, most, seed, write)
+class _Writer(NamedTuple):
+    """Writes texts of at most so many tokens by undrafted decoding, `rows` at once."""
 
+    pair: Pair
+    tokens: int
+    temperature: float
+    rows: int
 
-def _write(pair: Pair, tokens: int, temperature: float, prompts: list[list[int]], seed: int, batch_size: int) -> Texts:
-    """Let the model continue prompts by undrafted decoding."""
+    def answer(self, name: str, questions: int | None, seed: int, most: int) -> CountedTexts:
+        """Let the model answer a suite; return what `answer_suite` does."""
+        chat_template_of(self.pair.tokenizer)  # raises an error before the first line of progress
+        suite = read_suite(name).choose(questions, seed)
+        _say(f"temperature {self.temperature:g}", str(suite))
+        return answer_suite(suite, self.pair.tokenizer, most, seed, self.write)
 
-    def report(done: int) -> None:
-        _say(f"temperature {temperature:g}", f"{done} of {len(prompts)} texts")
+    def write(self, prompts: list[list[int]], seed: int) -> Texts:
+        """Let the model continue prompts."""
 
-    how: dict[str, Any] = {"end_ids": end_tokens(pair.engine.model, pair.tokenizer), "batch_size": batch_size}
-    return write_texts(pair.engine, prompts, tokens, temperature, seed, report=report, **how)
+        def report(done: int) -> None:
+            _say(f"temperature {self.temperature:g}", f"{done} of {len(prompts)} texts")
+
+        ends, settings = end_tokens(self.pair.engine.model, self.pair.tokenizer), (self.tokens, self.temperature, seed)
+        return write_texts(self.pair.engine, prompts, *settings, end_ids=ends, batch_size=self.rows, report=report)
 
 
 def _batches(

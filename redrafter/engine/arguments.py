@@ -55,16 +55,16 @@ _NOT_OURS: dict[str, tuple[object, ...]] = {
     "assistant_confidence_threshold": (None, 0.4),
 }
 
+_POSITIONS = ("position_ids", "cache_position")
+_UNUSED = ("token_type_ids", "negative_prompt_ids", "negative_prompt_attention_mask")
+
 # Arguments of `model.generate` that have no meaning here: the values that wrappers pass on by habit and that ask for
 # nothing, and what to do instead where another value was given.
 _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "inputs_embeds": ((None,), "pass input_ids and attention_mask"),
     **dict.fromkeys(CACHE_NAMES, ((None,), "pass the whole text as input_ids")),
-    "position_ids": ((None,), "leave it out: positions follow from attention_mask"),
-    "cache_position": ((None,), "leave it out: positions follow from attention_mask"),
-    "token_type_ids": ((None,), "leave it out"),
-    "negative_prompt_ids": ((None,), "leave it out"),
-    "negative_prompt_attention_mask": ((None,), "leave it out"),
+    **dict.fromkeys(_POSITIONS, ((None,), "leave it out: positions follow from attention_mask")),
+    **dict.fromkeys(_UNUSED, ((None,), "leave it out")),
     "assistant_model": ((None,), "make the engine with DraftTarget.from_pretrained(model, assistant_model)"),
     "assistant_tokenizer": ((None,), "give it to DraftTarget.from_pretrained, as draft_tokenizer"),
     "custom_generate": ((None,), "call engine.model.generate(custom_generate=...) for another way of decoding"),

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -13,6 +13,8 @@ from redrafter.engine.engine import Engine
 from redrafter.errors import ArgumentError
 from redrafter.measure.decode import PromptIds, RepeatedRuns, Run, Texts, pad_token_of, timed_run, transformers_run
 from redrafter.measure.record import Record, find_differences
+
+CountedTexts: TypeAlias = tuple[Texts, dict[str, int], dict[str, int]]  # and of answered and skipped ones, by category
 
 
 @dataclass
@@ -178,7 +180,7 @@ def answer_suite(
     most: int,
     seed: int,
     write: Callable[[list[list[int]], int], Texts],
-) -> tuple[Texts, dict[str, int], dict[str, int]]:
+) -> CountedTexts:
     """Answer all turns of a suite's questions, by category; each turn's prompt includes all turns before it.
 
     Prompts have at most `most` tokens. `write(prompts, seed)` continues prompt i with `seed + i`; the seeds of all

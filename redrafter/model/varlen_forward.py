@@ -41,15 +41,9 @@ CUTS = (*ATTENTION_OPERATORS, "redrafter::mix")
 _FIXED_ORDER: dict[str, object] = {
     "batch_invariant": True,  # from torch 2.13 on; it implies the next one
     "deterministic": True,
-    "split_reductions": False,
-    "dynamic_scale_rblock": False,
-    "benchmark_fusion": False,
-    "benchmark_combo_kernel": False,
-    "combo_kernels": False,
-    "coordinate_descent_tuning": False,
-    "max_autotune": False,
-    "triton.multi_kernel": 0,
-    "triton.cooperative_reductions": False,
+    **dict.fromkeys(("split_reductions", "dynamic_scale_rblock", "benchmark_fusion", "benchmark_combo_kernel"), False),
+    **dict.fromkeys(("combo_kernels", "coordinate_descent_tuning", "max_autotune"), False),
+    **{"triton.multi_kernel": 0, "triton.cooperative_reductions": False},
 }
 
 MAX_NODES_APART = 16  # of a chain whose nodes attend one by one, as those of a tree do, where sums have one order

@@ -219,24 +219,22 @@ def _suppress_at_begin(processor: Any, call: tree_processors.CallPrompts) -> pro
 _HUGGING_FACE = "transformers.generation.logits_process"
 
 # By name, since not every supported release of transformers has every class.
+_ALIKE = ("EpsilonLogitsWarper", "InfNanRemoveLogitsProcessor", "LogitNormalization", "TypicalLogitsWarper")
 READERS: dict[str, Reader] = {
-    "EpsilonLogitsWarper": tree_processors.apply_to_scores,
+    **dict.fromkeys(_ALIKE, tree_processors.apply_to_scores),
+    **dict.fromkeys(("NoBadWordsLogitsProcessor", "SequenceBiasLogitsProcessor"), _bias),
     "EtaLogitsWarper": tree_processors.cut_by_eta,
     "ExponentialDecayLengthPenalty": tree_processors.decay_length,
     "ForcedBOSTokenLogitsProcessor": _force("bos_token_id", lambda p: p.counts == 1),
     "ForcedEOSTokenLogitsProcessor": _force("eos_token_id", lambda p: p.counts == p.limit[:, None] - 1),
-    "InfNanRemoveLogitsProcessor": tree_processors.apply_to_scores,
-    "LogitNormalization": tree_processors.apply_to_scores,
     "MinLengthLogitsProcessor": lambda processor, call: processors.RowMinimum(
         processor.min_length - call.prompt, _ends(processor, call)
     ),
     "MinNewTokensLengthLogitsProcessor": _min_new_tokens,
     "MinPLogitsWarper": _cut(lambda processor, call: processors.RowMinP(call.per_row(processor.min_p))),
-    "NoBadWordsLogitsProcessor": _bias,
     "NoRepeatNGramLogitsProcessor": tree_processors.ban_repeated_ngrams,
     "PrefixConstrainedLogitsProcessor": _prefix_constrained,
     "RepetitionPenaltyLogitsProcessor": _repetition_penalty,
-    "SequenceBiasLogitsProcessor": _bias,
     "SuppressTokensAtBeginLogitsProcessor": _suppress_at_begin,
     "SuppressTokensLogitsProcessor": lambda processor, _: tree_processors.forbid(
         processor.suppress_tokens, lambda p: p.counts > 0
@@ -245,23 +243,19 @@ READERS: dict[str, Reader] = {
     "TopHLogitsWarper": tree_processors.cut_by_entropy,
     "TopKLogitsWarper": _cut(_top_k),
     "TopPLogitsWarper": _cut(lambda processor, call: processors.RowTopP(call.per_row(processor.top_p, torch.float64))),
-    "TypicalLogitsWarper": tree_processors.apply_to_scores,
 }
 
 # The argument to remove from the call, or from the model's generation_config.
+_GUIDANCE = ("", "Dia", "Unbatched")
+_CODEBOOKS = ("AlternatingCodebooks", "DiaEOSChannelFilter", "DiaEOSDelayPattern")
 REFUSED = {
-    "AlternatingCodebooksLogitsProcessor": "logits_processor",
+    **{f"{kind}ClassifierFreeGuidanceLogitsProcessor": "guidance_scale" for kind in _GUIDANCE},
+    **{f"{kind}LogitsProcessor": "logits_processor" for kind in _CODEBOOKS},
+    **{f"{kind}LogitsProcessor": "watermarking_config" for kind in ("SynthIDTextWatermark", "Watermark")},
     "BarkEosPrioritizerLogitsProcessor": "min_eos_p",
-    "ClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
-    "DiaClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
-    "DiaEOSChannelFilterLogitsProcessor": "logits_processor",
-    "DiaEOSDelayPatternLogitsProcessor": "logits_processor",
     "EncoderNoRepeatNGramLogitsProcessor": "encoder_no_repeat_ngram_size",
     "EncoderRepetitionPenaltyLogitsProcessor": "encoder_repetition_penalty",
     "HammingDiversityLogitsProcessor": "diversity_penalty",
-    "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
-    "WatermarkLogitsProcessor": "watermarking_config",
     "WhisperNoSpeechDetection": "no_speech_threshold",
     "WhisperTimeStampLogitsProcessor": "return_timestamps",
 }
