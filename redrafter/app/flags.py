@@ -12,7 +12,7 @@ import shlex
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from redrafter.errors import ArgumentError
 from redrafter.options import help_texts
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+Types: TypeAlias = Mapping[str, Callable[[str], object]]  # what parses the words of a flag, by its option
 _NOT_ARGPARSE = ("path", "names", "commands", "check", "positional")  # metadata that `add_argument` does not take
 
 
@@ -100,12 +101,7 @@ def format_value(value: object) -> str:
 
 
 def add_options(
-    parser: "Parser",
-    options: type,
-    title: str,
-    *,
-    without: Sequence[str] = (),
-    types: Mapping[str, Callable[[str], object]] | None = None,
+    parser: "Parser", options: type, title: str, *, without: Sequence[str] = (), types: Types | None = None
 ) -> None:
     """Add a flag for each field of a dataclass to a parser, inherited fields last, under a title in `--help`.
 

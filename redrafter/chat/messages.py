@@ -8,12 +8,14 @@ left out.
 import json
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 from redrafter.chat.control_tokens import choose_marker, control_tokens_of
 from redrafter.chat.schemas import read_parameters
 from redrafter.chat.template import CallForm, ChatError, ChatTemplate
 from redrafter.chat.thoughts import ThoughtMarks
+
+Messages: TypeAlias = Sequence[dict[str, Any]]  # or tools, in OpenAI's form
 
 _TRANSLATED = ("role", "content", "reasoning", "reasoning_content", "tool_calls", "weight")  # fields of a message
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")  # in the order in which templates write them
@@ -21,8 +23,8 @@ _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")  # in the ord
 
 def render_chat(
     template: ChatTemplate,
-    messages: Sequence[dict[str, Any]],
-    tools: Sequence[dict[str, Any]] | None = None,
+    messages: Messages,
+    tools: Messages | None = None,
     variables: dict[str, Any] | None = None,
     *,
     marker: str = "",
@@ -51,10 +53,7 @@ def render_chat(
 
 
 def encode_chat(
-    template: ChatTemplate,
-    messages: Sequence[dict[str, Any]],
-    tools: Sequence[dict[str, Any]] | None = None,
-    variables: dict[str, Any] | None = None,
+    template: ChatTemplate, messages: Messages, tools: Messages | None = None, variables: dict[str, Any] | None = None
 ) -> list[int]:
     """Return the token ids of a chat up to where the next answer begins; spelled control tokens are text."""
     marker = choose_marker(messages, tools, variables, template.text)
@@ -78,11 +77,7 @@ def text_after_answer(template: ChatTemplate, has_calls: bool) -> str:
 
 
 def prepare_chat(
-    template: ChatTemplate,
-    messages: Sequence[dict[str, Any]],
-    tools: Sequence[dict[str, Any]] | None = None,
-    *,
-    parallel_calls: bool = True,
+    template: ChatTemplate, messages: Messages, tools: Messages | None = None, *, parallel_calls: bool = True
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     """Return messages and tools in OpenAI's form as a template reads them.
 
@@ -100,7 +95,7 @@ def prepare_chat(
     return [_template_message(message, template) for message in messages], described or None
 
 
-def describe_tools(tools: Sequence[dict[str, Any]], parallel_calls: bool = True) -> str:
+def describe_tools(tools: Messages, parallel_calls: bool = True) -> str:
     """Return a system message that describes tools to a model whose chat template ignores them."""
     lines = (json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     one_call = "" if parallel_calls else " Call no more than one at a time."
@@ -129,7 +124,7 @@ def split_thought(message: dict[str, Any], marks: ThoughtMarks | None) -> tuple[
     return thought.strip(), text.strip()
 
 
-def find_missing_turn(template: ChatTemplate, messages: Sequence[dict[str, Any]], text: str) -> str | None:
+def find_missing_turn(template: ChatTemplate, messages: Messages, text: str) -> str | None:
     """Return a description of the first turn whose text or calls a rendered chat does not have; None if it has all.
 
     Thoughts may be missing in all turns but the last, since templates drop earlier ones.

@@ -24,11 +24,7 @@ Tokenizer = str | Path | PreTrainedTokenizerBase
 
 
 def map_unlike_vocabularies(
-    model: Model,
-    draft_model: Model,
-    tokenizer: Tokenizer | None,
-    draft_tokenizer: Tokenizer | None,
-    trust_remote_code: bool,
+    model: Model, draft_model: Model, tokenizer: Tokenizer | None, draft_tokenizer: Tokenizer | None, trusted: bool
 ) -> VocabularyMap | None:
     """Map each token of a model with another vocabulary to the draft model's tokens.
 
@@ -53,7 +49,7 @@ def map_unlike_vocabularies(
         if name is None:
             return None  # no model: refused where it is loaded
         try:
-            found.append((str(name), load_tokenizer(name, trust_remote_code=trust_remote_code)))
+            found.append((str(name), load_tokenizer(name, trust_remote_code=trusted)))
         except CheckpointError:
             if name is checked or name is given:
                 raise
@@ -108,13 +104,10 @@ def map_vocabularies(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTra
 
 
 def _pair_special(
-    tokenizer: PreTrainedTokenizerBase,
-    draft_tokenizer: PreTrainedTokenizerBase,
-    target: "_Vocabulary",
-    draft: "_Vocabulary",
+    tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, target: "_Vocabulary", draft: "_Vocabulary"
 ) -> dict[int, int]:
     """Return the draft model's id of each special id that has one of the same role or name, each at most once."""
-    roles = [(getattr(tokenizer, role), getattr(draft_tokenizer, role)) for role in ("eos_token_id", "bos_token_id")]
+    roles = [(getattr(tokenizer, role), getattr(other, role)) for role in ("eos_token_id", "bos_token_id")]
     names = [(id, draft.special.get(name)) for name, id in target.special.items()]
     pairs: dict[int, int] = {}
     for id, draft_id in (*roles, *names):

@@ -26,7 +26,7 @@ from redrafter.engine.streamers import StepStreamer
 from redrafter.errors import ArgumentError, first_line
 from redrafter.files.gguf_file import SUFFIX
 from redrafter.measure import record
-from redrafter.measure.decode import PromptIds, RepeatedRuns
+from redrafter.measure.decode import Batches, PromptIds, RepeatedRuns
 from redrafter.measure.prompts import ROW_SUFFIXES, encode, read_prompts
 from redrafter.measure.record import ROUNDS_INSIDE, UNDRAFTED, Record, describe_stats, drafts_left_out
 from redrafter.measure.table import SPEED, format_records
@@ -136,9 +136,7 @@ def warm_up(trial: Trial, prompts: PromptIds) -> None:
     trial.engine.forget_prefixes()
 
 
-def compare_trial(
-    trial: Trial, batches: Sequence[PromptIds], printer: Callable[[TextIO], StepStreamer | None]
-) -> list[Record]:
+def compare_trial(trial: Trial, batches: Batches, printer: Callable[[TextIO], StepStreamer | None]) -> list[Record]:
     """Decode the batches of a mode, which has run, without drafts; print and return the records of both.
 
     Text is formatted by `printer` as in the timed runs, so that times are comparable.

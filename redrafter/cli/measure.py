@@ -30,7 +30,7 @@ from redrafter.files.hub import CARD_FILE
 from redrafter.formats.model_card import acceptance_section, read_or_begin, replace_acceptance
 from redrafter.measure import misses
 from redrafter.measure.decode import DEFAULT_BATCH_SIZE as ANSWERED_AT_ONCE
-from redrafter.measure.decode import PromptIds, Texts, pad_token_of, repeated_share, write_texts
+from redrafter.measure.decode import Batches, Texts, pad_token_of, repeated_share, write_texts
 from redrafter.measure.prompts import PromptSource, encode, read_prompts
 from redrafter.measure.record import PROMPT_LOOKUP, ROUNDS_INSIDE, UNDRAFTED, Record, Records, conditions
 from redrafter.measure.replay import ReplayStats, name_tree, replay
@@ -342,7 +342,7 @@ def _batches(
 def _describe(
     trial: Trial,
     undrafted: Trial,
-    batches: Sequence[PromptIds],
+    batches: Batches,
     spans: Mapping[str, range],
     skipped: Mapping[str, int],
     step: Mapping[str, Any],

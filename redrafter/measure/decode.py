@@ -18,6 +18,7 @@ from redrafter.engine.engine import Engine
 from redrafter.scheduler.sequence import Stats
 
 PromptIds = Sequence[Sequence[int]]  # token ids of each prompt
+Batches = Sequence[PromptIds]
 DEFAULT_BATCH_SIZE = 32  # texts written at once
 # Settings of a generation config other than the temperature are disabled: measure the model's own distribution.
 _NEUTRAL = {"repetition_penalty": 1.0}
@@ -120,13 +121,7 @@ def timed_run(engine: Engine, prompts: PromptIds, pad_token: int, **arguments: A
 
 
 def transformers_run(
-    model: Any,
-    prompt: Sequence[int],
-    seed: int,
-    *,
-    pad: tuple[int, int] = (0, 0),
-    count: bool = False,
-    **arguments: Any,
+    model: Any, prompt: Sequence[int], seed: int, *, pad: tuple[int, int] = (0, 0), count: bool = False, **more: Any
 ) -> Run:
     """Decode one prompt in one timed call of `model.generate`, with torch's global seed set to `seed`.
 
@@ -136,7 +131,7 @@ def transformers_run(
         seed: The seed.
         pad: Length that the prompt is padded to, and the token that pads it.
         count: Whether to count the forwards of the model as steps; the first one also prefills the prompt.
-        arguments: Further arguments of `generate`.
+        more: Further arguments of `generate`.
     """
     ids, mask = padded([prompt, [0] * pad[0]], pad[1])  # [2, P]; only the first row is decoded
     ids, mask = (x[:1].to(model.device) for x in (ids, mask))
@@ -146,7 +141,7 @@ def transformers_run(
     # Only with `count`: a hook makes torch.compile recompile a compiled model in each call.
     hook = model.register_forward_hook(lambda *_: forwards.append(None)) if count else nullcontext()
     with hook, Stopwatch(model.device) as watch:
-        out = model.generate(ids, attention_mask=mask, **arguments)
+        out = model.generate(ids, attention_mask=mask, **more)
     text = out[0, ids.shape[1] :].tolist()
     return Run([text], GenerateStats.from_rows([Stats(steps=len(forwards), emitted=len(text))], None), watch.seconds)
 

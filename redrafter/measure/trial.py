@@ -11,7 +11,16 @@ from redrafter.data.suites import Dialogues, Suite
 from redrafter.engine.call import GenerateStats
 from redrafter.engine.engine import Engine
 from redrafter.errors import ArgumentError
-from redrafter.measure.decode import PromptIds, RepeatedRuns, Run, Texts, pad_token_of, timed_run, transformers_run
+from redrafter.measure.decode import (
+    Batches,
+    PromptIds,
+    RepeatedRuns,
+    Run,
+    Texts,
+    pad_token_of,
+    timed_run,
+    transformers_run,
+)
 from redrafter.measure.record import Record, find_differences
 
 CountedTexts: TypeAlias = tuple[Texts, dict[str, int], dict[str, int]]  # and of answered and skipped ones, by category
@@ -62,7 +71,7 @@ class TransformersTrial(Trial):
 
 def run_trials(
     trials: Sequence[Trial],
-    batches: Sequence[PromptIds],
+    batches: Batches,
     repeats: int,
     progress: Callable[[str], None] = lambda text: None,
     warm_up_tokens: int | None = None,
@@ -100,13 +109,7 @@ def run_trials(
 
 
 def describe(
-    trial: Trial,
-    undrafted: Trial,
-    batches: Sequence[PromptIds],
-    of: range | None = None,
-    *,
-    compare: bool = True,
-    **more: Any,
+    trial: Trial, undrafted: Trial, batches: Batches, of: range | None = None, *, compare: bool = True, **more: Any
 ) -> Record:
     """Return the record of a mode on the batches `of`, by default all.
 
@@ -175,11 +178,7 @@ def transformers_trial(undrafted: Trial, name: str, prompts: PromptIds, **more: 
 
 
 def answer_suite(
-    suite: Suite,
-    tokenizer: PreTrainedTokenizerBase,
-    most: int,
-    seed: int,
-    write: Callable[[list[list[int]], int], Texts],
+    suite: Suite, tokenizer: PreTrainedTokenizerBase, most: int, seed: int, write: Callable[..., Texts]
 ) -> CountedTexts:
     """Answer all turns of a suite's questions, by category; each turn's prompt includes all turns before it.
 

@@ -254,16 +254,10 @@ class SelfTest:
         return (torch.arange(count, device=self._target.device) * 7919 + 11) % self._target.config.vocab_size
 
     def _compare(
-        self,
-        trial: CacheTrial,
-        shapes: Sequence[LayerShape],
-        new_cache: NewCache,
-        allowed: _Tolerance,
-        *,
-        whole: bool = False,
+        self, trial: CacheTrial, shapes: Sequence[LayerShape], new: NewCache, allowed: _Tolerance, whole: bool = False
     ) -> None:
         """Run a trial, and raise `UnsupportedError` if the errors of its logits exceed `allowed`."""
-        cache = new_cache(shapes, len(trial.length), int(trial.length.max()) + TRIAL_SLOTS)
+        cache = new(shapes, len(trial.length), int(trial.length.max()) + TRIAL_SLOTS)
         logits = self._logits_of(trial, cache, whole=whole).float()
         expected = trial.expected.float()
         error = (logits - expected).std(dim=-1) / expected.std(dim=-1).clamp(min=1e-6)  # [B, N]

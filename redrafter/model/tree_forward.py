@@ -5,7 +5,7 @@ The padded forward has all rows side by side in one batch, on a dense cache, wit
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -264,12 +264,7 @@ class PaddedForward(TreeForward):
         return self._layers
 
     def read_whole(
-        self,
-        ids: Tensor,
-        inputs: Mapping[str, object],
-        past: DynamicCache,
-        adapters: Tensor | None = None,
-        prompt: int = 0,
+        self, ids: Tensor, inputs: dict[str, Any], past: DynamicCache, adapters: Tensor | None = None, prompt: int = 0
     ) -> tuple[Tensor, Tensor]:
         """Read one text as the model itself does, all of it at once.
 

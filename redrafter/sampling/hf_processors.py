@@ -26,12 +26,7 @@ SMALLEST_TEMPERATURE = 1e-30
 
 
 def read_processors(
-    listed: Iterable[LogitsProcessor],
-    *,
-    width: int,
-    prompt: Tensor,
-    vocabulary: int,
-    min_new_tokens: int | None = None,
+    listed: Iterable[LogitsProcessor], *, width: int, prompt: Tensor, vocabulary: int, min_new_tokens: int | None = None
 ) -> tuple[list[processors.OwnProcessor], list[str]]:
     """Turn Hugging Face's logits processors, as `generate` prepared them, into processors over a tree.
 

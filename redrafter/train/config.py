@@ -1,10 +1,10 @@
 """Options of `redrafter train`, each with its default and its help text."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from redrafter.app.config_file import ConfigParser, command_parser
 from redrafter.app.flags import flag, integers, read_options
@@ -17,6 +17,7 @@ from redrafter.options import check_values, dtype_word, option
 from redrafter.parallel.launched import launched_processes
 
 RECORD_FILE = "training.json"
+Log: TypeAlias = Callable[[str], object]  # prints a line
 DTYPES = ("float32", "bfloat16", "float16")
 OPTIMIZERS = ("adamw", "muon")
 DEFAULT_LENGTH = 512  # tokens

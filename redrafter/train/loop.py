@@ -24,7 +24,7 @@ from redrafter.drafting.text_drafters import TrainableDrafter
 from redrafter.errors import CheckpointError, first_line
 from redrafter.model.teacher import Teacher
 from redrafter.train.checkpoints import Checkpoint, Checkpoints
-from redrafter.train.config import TrainConfig
+from redrafter.train.config import Log, TrainConfig
 from redrafter.train.loss import Unroll, total_weight
 from redrafter.train.optimizer import make_optimizer
 from redrafter.train.processes import new_accelerator
@@ -45,7 +45,7 @@ def train(
     validate: Callable[[], float | None] | None = None,
     checkpoints: Checkpoints | None = None,
     resumed: Checkpoint | None = None,
-    log: Callable[[str], object] = print,
+    log: Log = print,
     progress: Callable[[Progress], object] | None = None,
 ) -> TrainingState:
     """Train `drafter` in place until `config.steps`, `config.minutes` or the batches end.

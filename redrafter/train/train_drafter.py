@@ -37,7 +37,7 @@ from redrafter.model.target import Target
 from redrafter.parallel.launched import launched_processes
 from redrafter.train import plan
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, TrainingIdentity, check_same_start, load_drafter
-from redrafter.train.config import TrainConfig, main
+from redrafter.train.config import Log, TrainConfig, main
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import train
 from redrafter.train.optimizer import check_optimizer
@@ -80,7 +80,7 @@ def current_drafter(config: TrainConfig) -> str:
     )
 
 
-def watch(config: TrainConfig, run: Callable[[TrainConfig], object], log: Callable[[str], object]) -> None:
+def watch(config: TrainConfig, run: Callable[[TrainConfig], object], log: Log) -> None:
     """Train in rounds until the process is stopped, each starting from the previous round's drafter.
 
     Args:
@@ -139,7 +139,7 @@ def _count_rows(file: Path) -> int:
         return 0  # it was just dropped, or is invalid, which training will report
 
 
-def train_from_files(config: TrainConfig, log: Callable[[str], object]) -> None:
+def train_from_files(config: TrainConfig, log: Log) -> None:
     """Train a drafter on the files of a command line, and save it."""
     check_optimizer(config)  # before the base is loaded
     tokenizer = load_chat_tokenizer(str(config.model), config, trust_remote_code=config.trust_remote_code)
@@ -166,13 +166,7 @@ def train_from_files(config: TrainConfig, log: Callable[[str], object]) -> None:
 class TrainingSession:
     """A run of `redrafter train`, which loads base, data and drafter, trains, validates and saves."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        accelerator: Accelerator,
-        tokenizer: PreTrainedTokenizerBase,
-        log: Callable[[str], object],
-    ):
+    def __init__(self, config: TrainConfig, accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase, log: Log):
         self.config, self.accelerator, self.log = config, accelerator, log
         self.windows = plan.load_windows(config, tokenizer)
         self.target = _target(config, accelerator)  # raises an error for a base that cannot be served

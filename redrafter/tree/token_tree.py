@@ -134,14 +134,8 @@ def tree_of(tokens: Tensor, parents: Tensor, depth: Tensor, max_depth: int, widt
     nodes = tokens.shape[1]
     width = max(nodes - 1, 1) if width is None else width
     if kernels.TRITON and tokens.is_cuda:
-        return Tree(
-            tokens,
-            parents,
-            depth,
-            ancestors=kernels.tree.find_ancestors(parents, max_depth),
-            levels=max_depth,
-            width=width,
-        )
+        ancestors = kernels.tree.find_ancestors(parents, max_depth)
+        return Tree(tokens, parents, depth, ancestors, levels=max_depth, width=width)
     eye = torch.eye(nodes, device=tokens.device)
     reach = (eye[parents] + eye).clamp_(max=1)  # [B, N, N]
     # Each squaring doubles the depth that is reached, so few products of small matrices find all ancestors.

@@ -9,7 +9,7 @@ output holds, so the same command resumes after a kill. With --shard, several pr
 
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -18,18 +18,14 @@ from redrafter.app.options import LoadOptions
 from redrafter.checkpoints.adapters import merge_adapter
 from redrafter.data.rows import Row, read_rows
 from redrafter.errors import CheckpointError
+from redrafter.train.config import Log
 from redrafter.train.regenerate.answer_file import AnswerFile
 from redrafter.train.regenerate.answer_writer import AnswerWriter, Summary, invented_rows, select_rows
 from redrafter.train.regenerate.config import RegenerateConfig, main
 
 
 def regenerate(
-    pair: Pair,
-    rows: Iterable[Row],
-    config: RegenerateConfig,
-    *,
-    total: int | None = None,
-    log: Callable[[str], object] = print,
+    pair: Pair, rows: Iterable[Row], config: RegenerateConfig, *, total: int | None = None, log: Log = print
 ) -> Summary:
     """Append the answers of the rows to `config.output`, but for those that it holds.
 
@@ -50,7 +46,7 @@ def regenerate(
     return summary
 
 
-def regenerate_files(config: RegenerateConfig, log: Callable[[str], object]) -> Summary:
+def regenerate_files(config: RegenerateConfig, log: Log) -> Summary:
     """Answer the rows of the files of a command line."""
 
     def rows() -> Iterator[Row]:
