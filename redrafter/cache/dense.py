@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,9 +51,7 @@ class _Layer(CacheLayerMixin):
         """The values that attention reads, `[B, heads, S, dim]`."""
         return self._cache.seen(self.places[1])
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the new keys and values, and return those that attention reads.
 
         New keys and values are `[B, heads, N, dim]` for trees, or `[1, heads, T, dim]` for pieces of prompts; the
@@ -97,9 +96,7 @@ class _EmptyLayer(_Layer):
         super().__init__(cache)
         self.is_initialized = keeps_states
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Raise `RuntimeError`: such a layer must not receive keys and values."""
         raise RuntimeError("a layer that stored nothing in a causal forward has received keys and values to store")
 

@@ -170,9 +170,7 @@ def check_fits_target(drafter: DrafterModel, target: Target) -> None:
     check_fits_base(config, target.hidden_size, target.vocab_size, [embedding_norms(target.embedding.weight)], name)
 
 
-def check_fits_base(
-    drafter: AnyDrafterConfig, hidden: int, vocabulary: int, norms: list[list[float]], name: str
-) -> None:
+def check_fits_base(drafter: AnyDrafterConfig, hidden: int, vocab: int, norms: list[list[float]], name: str) -> None:
     """Raise `MismatchError` unless a drafter has the sizes and the embedding norms of a base that need not be loaded.
 
     `norms` belong to each tensor that may be the base's embedding table; where there are none, or the drafter
@@ -181,7 +179,7 @@ def check_fits_base(
     made_for = f"its base is {drafter.base_model or 'not recorded'}"
     for what, recorded, actual in (
         ("hidden size", drafter.hidden_size, hidden),
-        ("vocabulary", drafter.vocab_size, vocabulary),
+        ("vocabulary", drafter.vocab_size, vocab),
     ):
         if recorded != actual:
             raise MismatchError(f"the drafter was made for a {what} of {recorded}, but {name} has {actual}; {made_for}")

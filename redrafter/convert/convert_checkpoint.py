@@ -42,9 +42,7 @@ def plan_conversion(config: ConvertConfig) -> ConversionPlan:
     return replace(plan, copy=config.copy, notes=(*plan.notes, *notes_on(drafter, length)))
 
 
-def convert(
-    config: ConvertConfig, log: Callable[[str], object] = lambda line: None, show_progress: bool = False
-) -> None:
+def convert(config: ConvertConfig, log: Callable[[str], object] = lambda _: None, show_progress: bool = False) -> None:
     """Run a conversion; `log` receives each note for the user. An error leaves no output."""
     output = check_output(config)
     # Everything is checked before the first byte is written.

@@ -63,11 +63,9 @@ def describe_files(directory: Path) -> dict[str, object] | None:
     config = read_json(folder / "config.json")
     if kind_of(folder) != "drafter" or "vocab_size" not in config:  # another project's, which only its class can read
         return None
-    document["drafter"] = facts = drafter_facts(
-        drafter_kinds()[config["model_type"]].name, _read_stored(folder), config
-    )
+    document["drafter"] = own = drafter_facts(drafter_kinds()[config["model_type"]].name, _read_stored(folder), config)
     if kind == "merged checkpoint":
-        document["drafter"] = {"path": str(folder), **facts}
+        document["drafter"] = {"path": str(folder), **own}
         defaults = Defaults.from_file(directory / SHAPE_FILE)
         shape = defaults.shape.over(TreeShape(config.get("draft_beams"), config.get("draft_len_per_beam")))
         document["shape"] = shape.to_dict() | {"greedy_search": defaults.greedy_search}

@@ -150,25 +150,23 @@ def _turns(entry: dict[str, Any], where: str) -> Iterator[Message]:
         yield from _parse_turns(answer, name, where)
 
 
-def _answered(
-    prompt: Any, prompt_name: str, names: tuple[str, ...], entry: dict[str, Any], where: str
-) -> Iterator[Message]:
+def _answered(prompt: Any, key: str, names: tuple[str, ...], entry: dict[str, Any], where: str) -> Iterator[Message]:
     """Yield the turns of a prompt, which are not learnt, and of its answer; each is a text or a list of turns."""
     name, answer = answer_of(entry, names, where)
     answer_turns = _parse_turns(answer, name, where) if isinstance(answer, list) else []
     if isinstance(prompt, str):
         asked = [turn["content"] for turn in answer_turns if turn["role"] == "user"]
         if asked and prompt not in asked:
-            raise CheckpointError(f'{where}: "{name}" has turns of a user, but "{prompt_name}" is not among them')
+            raise CheckpointError(f'{where}: "{name}" has turns of a user, but "{key}" is not among them')
         yield from _parse_history(entry.get("history"), where)
         if not asked:
             if not prompt:
                 raise CheckpointError(f"{where}: the prompt is empty")
-            yield {"role": "user", "content": check_string(prompt, where, f'"{prompt_name}"')}
+            yield {"role": "user", "content": check_string(prompt, where, f'"{key}"')}
     else:
         if entry.get("history"):
             raise CheckpointError(f'{where}: "history" comes before an instruction, not before a list of turns')
-        for turn in _parse_turns(prompt, prompt_name, where):
+        for turn in _parse_turns(prompt, key, where):
             yield turn | {"weight": 0} if turn["role"] == "assistant" else turn
     if answer is not None and not isinstance(answer, list):
         answer_turns = [{"role": "assistant", "content": check_string(answer, where, f'"{name}"')}]

@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 from itertools import groupby
 from operator import itemgetter
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from redrafter.chat.control_tokens import encode_plain
 from redrafter.chat.messages import split_thought, text_after_answer
@@ -45,15 +45,13 @@ class _Sample:
     chat: RowChat | None = None
     closing: str = ""
 
-    def encode(self, end: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    def encode(self, end: int, tokenizer: Tokenizer) -> list[int]:
         """Return the ids of the text up to a character."""
         text = self.text[:end]
         return encode_texts([(self.row, text)], tokenizer)[0] if self.chat is None else self.chat.encode(text)
 
 
-def encode_documents(
-    rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = ()
-) -> Iterator[Document]:
+def encode_documents(rows: Iterable[Row], tokenizer: Tokenizer, ends: Collection[int] = ()) -> Iterator[Document]:
     """Yield the documents of rows, in the order of the rows.
 
     The ids before an answer are those that the server gives the prompt. A row becomes one document, or several where
@@ -95,7 +93,7 @@ def encode_documents(
             yield from _keep_learnable(row, row_documents, tokenizer)
 
 
-def _encode_samples(samples: list[_Sample], tokenizer: PreTrainedTokenizerBase) -> Iterator[Iterable[Encoded]]:
+def _encode_samples(samples: list[_Sample], tokenizer: Tokenizer) -> Iterator[Iterable[Encoded]]:
     """Yield the ids and masks that each sample becomes."""
     # At once and as a whole, which is fast and nearly always right: prompts mostly end at or near a control token.
     marked = [sample.chat is not None and sample.chat.is_marked(sample.text) for sample in samples]
@@ -120,7 +118,7 @@ def _encode_samples(samples: list[_Sample], tokenizer: PreTrainedTokenizerBase) 
             yield _encode_apart(sample, tokenizer)
 
 
-def _encode_apart(sample: _Sample, tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
+def _encode_apart(sample: _Sample, tokenizer: Tokenizer) -> Iterator[Encoded]:
     """Yield ids with a mask: prompts as they are alone, each with the answer that follows; joined where possible."""
     ids, mask = list[int](), list[bool]()
     for start, end in sample.spans:
@@ -147,7 +145,7 @@ def _groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
     yield group
 
 
-def _keep_learnable(row: Row, documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> list[Document]:
+def _keep_learnable(row: Row, documents: list[Document], tokenizer: Tokenizer) -> list[Document]:
     learnable = [document for document in documents if document.learnable]
     if learnable:
         return learnable
@@ -157,7 +155,7 @@ def _keep_learnable(row: Row, documents: list[Document], tokenizer: PreTrainedTo
     raise CheckpointError(f"{row.where}: nothing to learn, its loss mask is empty; the sample is {sample!r}")
 
 
-def _render(number: int, row: Row, tokenizer: PreTrainedTokenizerBase) -> Iterator[_Sample]:
+def _render(number: int, row: Row, tokenizer: Tokenizer) -> Iterator[_Sample]:
     """Yield the rendered texts of a conversation, the row `number` of its group, with their assistant turns.
 
     Where the prompt of a turn does not continue the text so far (templates that drop the thinking of earlier turns),
@@ -246,7 +244,7 @@ def _with_ends(
     return ids + closing, learnt + [True] * len(closing)
 
 
-def format_sample(document: Document, tokenizer: PreTrainedTokenizerBase) -> str:
+def format_sample(document: Document, tokenizer: Tokenizer) -> str:
     """Return the text of a document, with the tokens to learn between ⟦ and ⟧."""
     formatted, end, decoded = "", 0, ""
     for learnt, run in groupby(document.mask):
@@ -259,5 +257,5 @@ def format_sample(document: Document, tokenizer: PreTrainedTokenizerBase) -> str
     return formatted
 
 
-def _decode(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+def _decode(ids: list[int], tokenizer: Tokenizer) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

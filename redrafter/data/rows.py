@@ -201,9 +201,7 @@ def parse_row(value: Any, where: str) -> Row:
         raise CheckpointError(f'{where}: a row has "{media}", and only text is read; leave such rows out')
     if kind == "prompt" and entry.get("label") is False:  # TRL's data of KTO
         raise CheckpointError(f'{where}: "label" is false, which marks an answer to avoid; leave such rows out')
-    if kind == "prompt" and (
-        other := next((key for key in ("context", "input", "instruction") if entry.get(key)), None)
-    ):
+    if kind == "prompt" and (other := next(filter(entry.get, ("context", "input", "instruction")), None)):
         raise CheckpointError(f'{where}: a row has "prompt" or "{other}", and not both; join them or leave one out')
     split, names = entry.get("split"), (entry.get("category"), entry.get("source"))
     if split is not None and split not in SPLITS:

@@ -42,18 +42,16 @@ class ContextWindow(NamedTuple):
     length: Tensor
 
     @classmethod
-    def read_last(
-        cls, length: Tensor, size: int, read_tokens: Callable[[Tensor], tuple[Tensor, Tensor]]
-    ) -> "ContextWindow":
+    def read_last(cls, length: Tensor, size: int, read: Callable[[Tensor], tuple[Tensor, Tensor]]) -> "ContextWindow":
         """Return the last `size` pairs of rows with `length` `[B]` committed tokens.
 
         Args:
             length: Committed tokens of each row, `[B]` int64.
             size: S, pairs that are read.
-            read_tokens: Returns the keys and the values of the tokens at positions `[B, S + 1]`, `[B, S + 1, H, d]`.
+            read: Returns the keys and the values of the tokens at positions `[B, S + 1]`, `[B, S + 1, H, d]`.
         """
         position = (length[:, None] - 1 - size) + torch.arange(size + 1, device=length.device)  # [B, S + 1]
-        keys, values = read_tokens(position.clamp(min=0))
+        keys, values = read(position.clamp(min=0))
         missing = pad(position[:, :-1] < 0, (1, 0))  # [B, 1 + S]
         return cls(
             rearrange(pad(keys[:, :-1], EMPTY_ENTRY), "b s h d -> b h d s"),

@@ -170,9 +170,7 @@ def rope_of(config: LayerConfig, device: torch.device) -> tuple[Tensor, float]:
 
 
 @lru_cache(maxsize=16)
-def _rope(
-    rope: tuple[tuple[str, Any], ...], head_dim: int, max_position_embeddings: int, device: torch.device
-) -> tuple[Tensor, float]:
+def _rope(rope: tuple[tuple[str, Any], ...], head_dim: int, longest: int, device: torch.device) -> tuple[Tensor, float]:
     """Return the frequencies of a rope, `[d / 2]` float32, and the multiplier of its sines and cosines.
 
     It is computed once for each rope and device: a captured step must not copy from the host.
@@ -180,7 +178,7 @@ def _rope(
     Args:
         rope: Items of `rope` of a config.
         head_dim: d.
-        max_position_embeddings: Positions that the rope was made for.
+        longest: Positions that the rope was made for.
         device: Where the frequencies go.
     """
     parameters = dict(rope)
@@ -189,9 +187,7 @@ def _rope(
         if parameters["rope_type"] == "default":
             powers = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
             return (parameters["rope_theta"] ** -powers).to(device), 1.0
-        config = LlamaConfig(
-            head_dim=head_dim, max_position_embeddings=max_position_embeddings, rope_parameters=parameters
-        )
+        config = LlamaConfig(head_dim=head_dim, max_position_embeddings=longest, rope_parameters=parameters)
         frequency, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
         return frequency.to(device), scale
 

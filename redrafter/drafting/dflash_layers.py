@@ -48,9 +48,7 @@ ReadLayer: TypeAlias = Callable[[int, Tensor], CopiedContext | PagedContext]
 """Returns what the layer of a number attends to, given the positions of blocks, `[B c, Q]` int64."""
 
 
-def seen_by_blocks(
-    committed: Tensor, there: Tensor, position: Tensor, window: int | None, *, sees_later: bool
-) -> Tensor:
+def seen_by_blocks(committed: Tensor, there: Tensor, position: Tensor, window: int | None, sees_later: bool) -> Tensor:
     """Return which entries the positions of blocks attend to, `CopiedContext.seen`.
 
     Args:

@@ -257,7 +257,7 @@ def split_own(arguments: Mapping[str, Any]) -> tuple[dict[str, object], dict[str
     if isinstance(temperature := arguments.get("temperature"), list | tuple | Tensor):
         own["temperature"], others["temperature"] = temperature, 1.0  # for which transformers makes no processor
 
-    def read_grammar(grammar: Any) -> Grammar | None:
+    def grammar_of(grammar: Any) -> Grammar | None:
         if grammar is None or isinstance(grammar, Grammar):
             return grammar
         if arguments.get("tokenizer") is None:
@@ -265,9 +265,7 @@ def split_own(arguments: Mapping[str, Any]) -> tuple[dict[str, object], dict[str
         return Grammar(grammar, arguments["tokenizer"])
 
     if (given := arguments.get("grammar")) is not None:
-        own["grammar"] = (
-            [read_grammar(each) for each in given] if isinstance(given, list | tuple) else read_grammar(given)
-        )
+        own["grammar"] = [grammar_of(each) for each in given] if isinstance(given, list | tuple) else grammar_of(given)
     return others, own
 
 

@@ -17,9 +17,7 @@ LIBRARY = "redrafter"
 _ACCEPTANCE = "## Acceptance"
 
 
-def make_header(
-    config: AnyDrafterConfig, base: str | None, base_source: str | None = None, tags: Sequence[str] = ()
-) -> str:
+def make_header(config: AnyDrafterConfig, base: str | None, source: str | None = None, tags: Sequence[str] = ()) -> str:
     """Return the YAML header of a drafter's card, between its two lines of dashes.
 
     The Hub's relations to a base (`adapter`, `merge`, `quantized`, `finetune`) include none of a drafter, so none is
@@ -28,10 +26,10 @@ def make_header(
     Args:
         config: Its config, which has its algorithm.
         base: Name of the base, on the Hub if it is there; None where it is not known.
-        base_source: Directory or hub id with the base's own card, whose licence is the drafter's too; None for none.
+        source: Directory or hub id with the base's own card, whose licence is the drafter's too; None for none.
         tags: Further tags.
     """
-    card: dict[str, Any] = {} if base_source is None else read_card(base_source)
+    card: dict[str, Any] = {} if source is None else read_card(source)
     named: dict[str, Any] = {
         key: value for key, value in card.items() if key in ("license", "license_name") and isinstance(value, str)
     }

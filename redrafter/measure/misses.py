@@ -190,9 +190,7 @@ def _ranks(drafter: TrainableDrafter, target: Target, at: replay.Positions) -> T
     return torch.stack(ranks, dim=1)
 
 
-def advise(
-    found: Sequence[Mapping[str, Any]], shape: TreeShape, head: int, vocabulary: int, prompts: int
-) -> Iterator[str]:
+def advise(found: list[dict[str, Any]], shape: TreeShape, head: int, vocabulary: int, prompts: int) -> Iterator[str]:
     """Yield lines with findings and suggested commands, for the highest temperature of `explain`'s results.
 
     `shape` is the explained tree, `head` the size of the drafter's vocabulary, of the base's `vocabulary`. Below

@@ -261,9 +261,7 @@ class ValidationTexts:
 
 
 @torch.inference_mode()
-def replay(
-    drafter: TrainableDrafter, target: Target, texts: Texts, shapes: Sequence[TreeShape]
-) -> list[list[ReplayStats]]:
+def replay(drafter: TrainableDrafter, target: Target, texts: Texts, shapes: list[TreeShape]) -> list[list[ReplayStats]]:
     """Compute the statistics that `generate` would report on texts that the base generated.
 
     The drafter must be in eval mode, on the target's device and in its dtype. Returns statistics by shape, then by

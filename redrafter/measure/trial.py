@@ -144,16 +144,14 @@ def describe(
     return record
 
 
-def fixed_length(
-    engine: Engine, tokenizer: PreTrainedTokenizerBase, new_tokens: int, temperature: float
-) -> dict[str, Any]:
-    """Return arguments of `generate` for texts of `new_tokens` tokens each, which no end token ends.
+def fixed_length(engine: Engine, tokenizer: PreTrainedTokenizerBase, tokens: int, temperature: float) -> dict[str, Any]:
+    """Return arguments of `generate` for texts of `tokens` tokens each, which no end token ends.
 
     The model's generation config loses its own sampling and end tokens, so that times of texts compare.
     """
     engine.model.generation_config = GenerationConfig(pad_token_id=pad_token_of(tokenizer))
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0}  # transformers defaults to 50
-    return {"max_new_tokens": new_tokens} | (sampling if temperature else {"do_sample": False})
+    return {"max_new_tokens": tokens} | (sampling if temperature else {"do_sample": False})
 
 
 def check_room(prompt: int, new_tokens: int, *limits: int | None) -> None:

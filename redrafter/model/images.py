@@ -260,7 +260,5 @@ class ImageReader:
             places = torch.arange(ids.shape[1], device=ids.device)
             slots = cache.slots(places[None])
             earlier = (places - 1).clamp(min=0)
-            drafter_layer.write(
-                cache, slots=slots, before=lambda: slots[earlier], ids=ids[0], positions=places, hidden=hidden[0]
-            )
+            drafter_layer.write(cache, slots, lambda: slots[earlier], ids[0], places, hidden[0])
         return logits, hidden[:, -1]

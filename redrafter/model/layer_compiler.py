@@ -72,9 +72,7 @@ class LayerCompiler:
         if not several:  # compilers require a tuple
             output.args = (output.args,)
             piece.recompile()
-        compiled = self._compile(
-            piece, [node.meta["example_value"] for node in piece.graph.find_nodes(op="placeholder")]
-        )
+        compiled = self._compile(piece, [x.meta["example_value"] for x in piece.graph.find_nodes(op="placeholder")])
         return compiled if several else lambda *inputs: compiled(*inputs)[0]
 
 

@@ -147,9 +147,7 @@ class ModelPatch:
         for module, attribute, original in parts:
             self.put(vars(module), attribute, original)
 
-    def _own(
-        self, function: Callable[..., object], otherwise: Callable[..., object] | None = None
-    ) -> Callable[..., object]:
+    def _own(self, function: Callable[..., Any], otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Return a function that does something else, or nothing, in the forwards of other threads."""
         thread = self._thread
         if thread is None:

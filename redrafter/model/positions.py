@@ -124,9 +124,7 @@ def _bias_by_position(patch: ModelPatch, module: nn.Module, positions: Positions
     assert slots is not None, "attention with ALiBi cannot be replaced"
     biases = _BIASES[type(module).__name__]
 
-    def hook(
-        attention: nn.Module, args: tuple[object, ...], given: Arguments
-    ) -> tuple[tuple[object, ...], dict[str, object]]:
+    def hook(attention: nn.Module, args: tuple[Any, ...], given: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return args, {**given, **biases(attention, given, slots)}
 
     patch.hook(module, hook, before=True, with_kwargs=True)

@@ -315,9 +315,7 @@ def replace_mixers(patch: ModelPatch, mixers: Sequence[Mixer], plan: TreeStates 
     """Let a plan compute the outputs of mixers, in this thread only. Call the plan's `finish` after the forward."""
     for mixer in mixers:
 
-        def run_with_plan(
-            forward: Any, args: Sequence[object], kwargs: Mapping[str, object], mixer: Mixer = mixer
-        ) -> object:
+        def run_with_plan(forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mixer: Mixer = mixer) -> object:
             return plan.run_mixer(mixer, forward, mixer.named(args, kwargs))
 
         patch.replace_forward(mixer.module, run_with_plan)

@@ -278,9 +278,7 @@ def find_mixers(model: PreTrainedModel, config: PretrainedConfig, ids: Tensor, n
         layer = left[0].layer
         vectors = [name for name, x in given.items() if isinstance(x, Tensor) and x.shape[1:-1] == (len(ids),)]
         if any(state.layer != layer for state in left) or not vectors:
-            raise UnsupportedError(
-                f"its {type(module).__name__} keeps states in an unknown way, so they cannot be rolled back"
-            )
+            raise UnsupportedError(f"its {type(module).__name__} keeps unknown states, which cannot be rolled back")
         mixer = Mixer(
             module=module,
             layer=layer,

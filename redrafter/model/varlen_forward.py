@@ -143,9 +143,7 @@ class VarlenForward(TreeForward):
             if chunks is not None:
                 slots = torch.cat([slots, torch.stack([chunks.slots(), chunks.slots(back=1)])], dim=1)
             own, before = slots
-            bound.drafter_layer.write(
-                cache, slots=own, before=lambda: before, ids=new_ids, positions=places, hidden=hidden
-            )
+            bound.drafter_layer.write(cache, own, lambda: before, new_ids, places, hidden)
 
         # 4. Split the head's output between rows and chunks.
         logits = logits[: len(index)]
@@ -211,9 +209,7 @@ class VarlenForward(TreeForward):
                 earlier = cache.slots(ends[:, None])[rows[counts.cumsum(0) - counts]]
                 return plan.new.roll(1).index_copy(0, counts.cumsum(0) - counts, earlier)
 
-            bound.drafter_layer.write(
-                cache, slots=plan.new, before=before, ids=tokens, positions=positions, hidden=hidden
-            )
+            bound.drafter_layer.write(cache, plan.new, before, tokens, positions, hidden)
         return logits, hidden[index]
 
     @property

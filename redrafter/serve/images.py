@@ -48,9 +48,7 @@ class ChatImageReader:
         `encode` is called with a process that decodes the images. Raises `Stopped` once the reader is closed.
         """
         async with self._turns.for_client(client):
-            while not self._closed and (
-                self._held[client] > MAX_HELD_BYTES // 2 or self._held.total() > MAX_HELD_BYTES
-            ):
+            while not self._closed and max(2 * self._held[client], self._held.total()) > MAX_HELD_BYTES:
                 await asyncio.sleep(POLL_SECONDS)
             async with self._turns.all:
                 loop = asyncio.get_running_loop()

@@ -84,9 +84,7 @@ class Traces:
         )
 
 
-async def follow(
-    deltas: Deltas[AnyChoice], asked: Submit, choices: Sequence[AnyChoice], model: str
-) -> Deltas[AnyChoice]:
+async def follow(deltas: Deltas[AnyChoice], asked: Submit, choices: list[AnyChoice], model: str) -> Deltas[AnyChoice]:
     """Pass a request's deltas through, and describe them in its span when the request ends, fails or is abandoned."""
     span, params = trace.get_current_span(), asked.params
     about: dict[str, Any] = {

@@ -24,9 +24,7 @@ DEFAULT_LENGTH = 512  # tokens
 # Peak learning rates of new weights, of a drafter that is trained further, and of its low-rank updates.
 NEW_LR, FURTHER_LR, LOW_RANK_LR = 1e-3, 5e-4, 3e-3
 # Options that define the form of a new drafter; a drafter to train further already has one.
-FORM_OPTIONS = (
-    *("form", "recurrence", "num_layers", "target_layers", "context_window", "head_rank", "draft_vocab_size"),
-)
+FORM_OPTIONS = ("form", "recurrence", "num_layers", "target_layers", "context_window", "head_rank", "draft_vocab_size")
 # The options that each form supports. DFlash2's selector knows all ids.
 FORMS = {
     "recurrent": FORM_OPTIONS,

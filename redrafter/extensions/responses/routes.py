@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from redrafter.serve.server import Server
 
 # Fields of a request that its response repeats.
-_ECHOED = (
-    *("instructions", "max_output_tokens", "prompt_cache_key", "safety_identifier", "temperature", "top_p", "user"),
-)
+_ECHOED = ("instructions", "max_output_tokens", "prompt_cache_key", "safety_identifier", "temperature", "top_p", "user")
 
 _ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
 

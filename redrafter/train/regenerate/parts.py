@@ -33,10 +33,8 @@ class AnswerPrompt:
         return not self.call or answer[-len(self.call) :] == self.call
 
 
-def split_row(
-    row: Row, tokenizer: PreTrainedTokenizerBase, beginning: int, ends: Collection[int]
-) -> list[AnswerPrompt]:
-    """Return the ids before each answer; for a plain text, at most `beginning` tokens. `ends` are the end tokens.
+def split_row(row: Row, tokenizer: PreTrainedTokenizerBase, begin: int, ends: Collection[int]) -> list[AnswerPrompt]:
+    """Return the ids before each answer; for a plain text, at most `begin` tokens. `ends` are the end tokens.
 
     Raises:
         CheckpointError: The row has nothing to answer.
@@ -49,13 +47,13 @@ def split_row(
     if row.prompt is not None:
         return [AnswerPrompt(encode_prompt(row, tokenizer))]
     if row.text is not None:
-        return [AnswerPrompt(_beginning(tokenizer(row.text[:BEGINNING_CHARS])["input_ids"], beginning))]
+        return [AnswerPrompt(_beginning(tokenizer(row.text[:BEGINNING_CHARS])["input_ids"], begin))]
     assert row.ids is not None
     check_tokenizer(row, tokenizer)
     mask = row.loss_mask or [True] * len(row.ids)
     if True not in mask:
         raise CheckpointError('nothing in "loss_mask" is true, so there is nothing to answer')
-    return [AnswerPrompt(row.ids[: mask.index(True)] or _beginning(row.ids, beginning))]
+    return [AnswerPrompt(row.ids[: mask.index(True)] or _beginning(row.ids, begin))]
 
 
 def _beginning(ids: list[int], max_tokens: int) -> list[int]:
