@@ -1,6 +1,6 @@
 """Load tokenizers with the chat template and its variables that the options of a command name."""
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from redrafter.app.options import TemplateOptions
 from redrafter.chat.template import set_variables
@@ -9,9 +9,7 @@ from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.errors import ArgumentError
 
 
-def load_chat_tokenizer(
-    name: str, options: TemplateOptions, *, trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase:
+def load_chat_tokenizer(name: str, options: TemplateOptions, *, trust_remote_code: bool = False) -> Tokenizer:
     """Load the tokenizer of a model, and set the chat template and the defaults of its variables from `options`.
 
     Raises the errors of `load_tokenizer`, and `ArgumentError` for a template or a variable that cannot be used.

@@ -392,9 +392,7 @@ def _check_reserved_keywords(keywords: Mapping[str, object]) -> None:
 def _check_unused(*arguments: str) -> None:
     """Raise `ArgumentError` for arguments of loading that are given with a loaded model, by their names."""
     if arguments:
-        raise ArgumentError(
-            f"leave {', '.join(arguments)} out: it applies to a model that is given by name, and this one is loaded"
-        )
+        raise ArgumentError(f"leave {', '.join(arguments)} out: it is for a model's name, and this one is loaded")
 
 
 def check_quantization(quantization: str | None, model: object, argument: str = "quantization") -> None:

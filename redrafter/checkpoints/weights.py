@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -16,7 +16,10 @@ from redrafter.parallel.local_shards import cut_weights
 _WRONG = {"missing": "missing_keys", "unknown": "unexpected_keys"}  # what transformers reports
 
 
-def read_weights(source: "str | Path | Mapping[str, Tensor]", target: Target) -> Mapping[str, Tensor]:
+Weights: TypeAlias = str | Path | Mapping[str, Tensor]
+
+
+def read_weights(source: Weights, target: Target) -> Mapping[str, Tensor]:
     """Return the weights that a source holds for a target, or this rank's part, by the names of its `state_dict`.
 
     Files are read whole into memory: what becomes of them later changes nothing.

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from redrafter.app import loading
 from redrafter.app.flags import short_name
@@ -58,6 +58,7 @@ STEP = ("first ms", "token ms", "step ms", "draft", "floor", "verify", "its floo
 SUITE = ("texts", "skipped", "accepted", "of texts", "1")
 EVALUATED = ("texts", "skipped", "tokens/step", "drafts/step", "repeated", "ended", "1")
 LEGEND = "1, 2, ...: share of the steps whose drafts were accepted up to there that accepted one more"
+ByCategory: TypeAlias = Mapping[str, list[list[int]]]  # prompts
 
 
 def bench(options: BenchOptions, load: LoadOptions) -> int:
@@ -227,9 +228,7 @@ def evaluate_pair(pair: Pair, options: EvaluateOptions, records: Records) -> lis
     return lines
 
 
-def _texts(
-    pair: Pair, options: EvaluateOptions, prompts: Mapping[str, list[list[int]]], temperature: float, most: int
-) -> CountedTexts:
+def _texts(pair: Pair, options: EvaluateOptions, prompts: ByCategory, temperature: float, most: int) -> CountedTexts:
     """Return the texts to replay, and the numbers of texts and of skipped turns by category."""
     # By an engine that is gone when the texts are replayed, which needs the memory of its cache.
     pair = replace(pair, engine=Engine(pair.engine.target, pair.engine.undrafted, pair.engine.options))
@@ -321,9 +320,7 @@ class _Writer(NamedTuple):
         return write_texts(self.pair.engine, prompts, *settings, end_ids=ends, batch_size=self.rows, report=report)
 
 
-def _batches(
-    prompts: Mapping[str, list[list[int]]], rows: int, least: int | None
-) -> tuple[list[list[list[int]]], dict[str, range]]:
+def _batches(prompts: ByCategory, rows: int, least: int | None) -> tuple[list[list[list[int]]], dict[str, range]]:
     """Return batches of prompts, each of one category, and the batches of each.
 
     With `least`, prompts are repeated until there are so many rows, and all batches are full.
@@ -376,7 +373,7 @@ def _load_pairs(name: str, load: LoadOptions, draft: DraftOptions) -> list[Pair]
     return pairs
 
 
-def _short_enough(prompts: Mapping[str, list[list[int]]], options: CompareOptions) -> dict[str, list[list[int]]]:
+def _short_enough(prompts: ByCategory, options: CompareOptions) -> dict[str, list[list[int]]]:
     """Return the first `--num-prompts` prompts of at most `--max-input-len` tokens."""
     most = options.max_input_len or sys.maxsize
     kept = {name: [ids for ids in members if len(ids) <= most] for name, members in prompts.items()}

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import TextIO
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from redrafter.engine.detokenizer import Detokenizer
 
@@ -28,9 +28,7 @@ class Printer:
         texts: The text of each row so far, without colours.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, headings: Sequence[str | None], out: TextIO, *, color: bool = False
-    ):
+    def __init__(self, tokenizer: Tokenizer, headings: Sequence[str | None], out: TextIO, *, color: bool = False):
         self._out, self._color = out, color
         self._detokenizers = [Detokenizer(tokenizer) for _ in headings]
         self._waiting = ["" if line is None else line + "\n" for line in headings]

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from redrafter.cache.to_device import on_device
 from redrafter.checkpoints.adapters import read_adapter
 from redrafter.checkpoints.drafters import check_fits_target
-from redrafter.checkpoints.weights import read_weights
+from redrafter.checkpoints.weights import Weights, read_weights
 from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.engine.options import EngineOptions
 from redrafter.errors import ArgumentError, CacheFullError, MismatchError, NotFiniteError, UnsupportedError
@@ -91,9 +91,7 @@ class Wake(EngineChange):
 class UpdateWeights(EngineChange):
     """Writes new weights of the target over the old ones, and rebuilds tensors derived from these."""
 
-    def __init__(
-        self, engine: "Changeable", weights: str | Path | Mapping[str, Tensor], allow_not_finite: bool = False
-    ):
+    def __init__(self, engine: "Changeable", weights: Weights, allow_not_finite: bool = False):
         """Read the weights, check that they fit the target, and raise `NotFiniteError` for NaN unless allowed."""
         check_awake(engine)
         target = engine.target
@@ -209,9 +207,7 @@ class Changeable:
         """Begin, once `target` is set."""
         self._derived_of = self.target.revision.weights  # revision of the weights that `derive` has used
 
-    def update_weights(
-        self, weights: str | Path | Mapping[str, Tensor], *, allow_not_finite: bool = False
-    ) -> list[str]:
+    def update_weights(self, weights: Weights, *, allow_not_finite: bool = False) -> list[str]:
         """Write new weights of the target in place, so that captured steps remain valid.
 
         Copies of the old weights are rebuilt (FP8 copies, and tables of drafters); stored prefixes are dropped. The

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from redrafter.cache.dense import CACHE_NAMES, cache_in
 from redrafter.errors import UnsupportedError
-from redrafter.model.images import ImagePrompt, marks_tokens, split_rows, to_model
+from redrafter.model.images import ImagePrompt, Prepared, marks_tokens, split_rows, to_model
 from redrafter.model.target import Target
 
 # Inputs of the loop in transformers, which this library's loop does not need.
@@ -54,9 +54,7 @@ def separate_inputs(
     return others, {name: to_model(value, target.device) for name, value in images.items()}
 
 
-def read_prepared(
-    prepared: Mapping[str, Any], input_ids: Tensor, seen: Tensor, target: Target
-) -> list[ImagePrompt | None]:
+def read_prepared(prepared: Prepared, input_ids: Tensor, seen: Tensor, target: Target) -> list[ImagePrompt | None]:
     """Return the images of each row, None for a row without any, from the inputs that transformers has prepared.
 
     `prepared` are the inputs of the model in addition to ids and mask; `seen` is False where a row is padded,

@@ -148,9 +148,7 @@ def pad_rows(tensor: StoredTensor, length: int) -> StoredTensor:
     return tensor.map(lambda x: pad(x, [0, 0] * (x.dim() - 1) + [0, missing])) if missing else tensor
 
 
-def write_safetensors(
-    file: Path, tensors: Mapping[str, StoredTensor], progress: Callable[[int], object] = lambda count: None
-) -> None:
+def write_safetensors(file: Path, tensors: Tensors, progress: Callable[[int], object] = lambda _: None) -> None:
     """Write a safetensors file, a tensor at a time, and call `progress` with the bytes of each block of it."""
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # which aligns every tensor
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -175,9 +173,7 @@ def write_safetensors(
                 progress(out.write(block.numpy().data))
 
 
-def split_into_files(
-    tensors: Mapping[str, StoredTensor],
-) -> tuple[dict[str, dict[str, StoredTensor]], dict[str, Any] | None]:
+def split_into_files(tensors: Tensors) -> tuple[dict[str, dict[str, StoredTensor]], dict[str, Any] | None]:
     """Distribute a model's tensors over files of at most `MAX_FILE_BYTES`, as transformers names them.
 
     Returns:

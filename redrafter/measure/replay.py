@@ -221,14 +221,12 @@ class ReplayStats(Stats):
 class ValidationTexts:
     """Texts that a base generates once, greedily and sampled, to measure any number of drafters.
 
-    They continue `prompts`, token ids, by at most `new_tokens` tokens each. `end_ids` end a text; None uses the
+    They continue `prompts`, token ids, by at most `tokens` tokens each. `end_ids` end a text; None uses the
     generation config's.
     """
 
-    def __init__(
-        self, target: Target, prompts: Sequence[list[int]], new_tokens: int, end_ids: Collection[int] | None = None
-    ):
-        self.target, self.prompts, self.new_tokens, self.end_ids = target, prompts, new_tokens, end_ids
+    def __init__(self, target: Target, prompts: list[list[int]], tokens: int, end_ids: Collection[int] | None = None):
+        self.target, self.prompts, self.new_tokens, self.end_ids = target, prompts, tokens, end_ids
         self.texts = self._write()
         self._sampled: dict[int, Texts] = {}  # by seed
 
@@ -251,7 +249,7 @@ class ValidationTexts:
         """Replay the greedy texts with a copy of a drafter in the base's dtype; with a seed, the sampled ones."""
         return self.measure_all(drafter, [shape], self.texts if seed is None else self.sampled(seed))[0]
 
-    def measure_all(self, drafter: TrainableDrafter, shapes: Sequence[TreeShape], texts: Texts) -> list[ReplayStats]:
+    def measure_all(self, drafter: TrainableDrafter, shapes: list[TreeShape], texts: Texts) -> list[ReplayStats]:
         """Replay some texts for each shape with a copy of a drafter in the base's dtype."""
         model = self.target.model
         # A float32 drafter in training is measured in the base's dtype, in which it is served.

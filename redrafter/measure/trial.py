@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from redrafter.data.suites import Dialogues, Suite
 from redrafter.engine.call import GenerateStats
@@ -144,7 +145,7 @@ def describe(
     return record
 
 
-def fixed_length(engine: Engine, tokenizer: PreTrainedTokenizerBase, tokens: int, temperature: float) -> dict[str, Any]:
+def fixed_length(engine: Engine, tokenizer: Tokenizer, tokens: int, temperature: float) -> dict[str, Any]:
     """Return arguments of `generate` for texts of `tokens` tokens each, which no end token ends.
 
     The model's generation config loses its own sampling and end tokens, so that times of texts compare.
@@ -175,9 +176,7 @@ def transformers_trial(undrafted: Trial, name: str, prompts: PromptIds, **more: 
     )
 
 
-def answer_suite(
-    suite: Suite, tokenizer: PreTrainedTokenizerBase, most: int, seed: int, write: Callable[..., Texts]
-) -> CountedTexts:
+def answer_suite(suite: Suite, tokenizer: Tokenizer, most: int, seed: int, write: Callable[..., Texts]) -> CountedTexts:
     """Answer all turns of a suite's questions, by category; each turn's prompt includes all turns before it.
 
     Prompts have at most `most` tokens. `write(prompts, seed)` continues prompt i with `seed + i`; the seeds of all

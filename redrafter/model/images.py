@@ -8,7 +8,7 @@ any other, except for its positions: where an image has fewer positions than tok
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from redrafter.model.self_test import CacheSupport
 from redrafter.model.supported import Support
 from redrafter.model.tree_forward import BoundModel
 
+Prepared: TypeAlias = Mapping[str, Any]  # inputs of a model, by transformers
 ENCODED = "mm_encoder_outputs"  # the forward's argument for encoded images, by kind
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 _UNKNOWN_FORM = "the model adds images to its layers in a form that is not known here; pass text alone"
@@ -118,9 +119,7 @@ def token_type_arguments(model: PreTrainedModel) -> frozenset[str]:
     return frozenset(name for name in inspect.signature(model.forward).parameters if marks_tokens(name, model))
 
 
-def split_rows(
-    prepared: Mapping[str, Any], ids: Tensor, seen: Tensor, model: PreTrainedModel
-) -> list[ImagePrompt | None]:
+def split_rows(prepared: Prepared, ids: Tensor, seen: Tensor, model: PreTrainedModel) -> list[ImagePrompt | None]:
     """Return for each row what the forward takes of it alone, without padding; None for a row without images.
 
     Args:

@@ -97,7 +97,7 @@ async def follow(deltas: Deltas[AnyChoice], asked: Submit, choices: list[AnyChoi
         "gen_ai.request.choice.count": len(choices),
     }
     about |= {f"gen_ai.request.{name}": getattr(params, name) for name in ("temperature", "top_p", "top_k", "seed")}
-    finishes = dict.fromkeys(choices, REASONS["cancelled"])
+    finishes: dict[AnyChoice, str] = dict.fromkeys(choices, REASONS["cancelled"])
     failed: BaseException | None = None
     try:
         async with aclosing(deltas):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from redrafter.errors import ReDrafterError
 from redrafter.grammar.source import GrammarSource
@@ -109,3 +109,6 @@ class Written:
     # and scores of the prompt's tokens after the first (empty unless requested).
     prompts: Mapping[int, tuple[int, float | None, Sequence[PromptScore]]]
     load: EngineLoad  # current load
+
+
+FromServer: TypeAlias = Submit | Cancel | ChangeAdapters | ChangeEngine

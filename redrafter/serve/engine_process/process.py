@@ -165,9 +165,7 @@ class _EngineServer:
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _handle(
-        self, message: messages.Submit | messages.Cancel | messages.ChangeAdapters | messages.ChangeEngine
-    ) -> None:
+    def _handle(self, message: messages.FromServer) -> None:
         if isinstance(message, messages.Cancel):
             # The client no longer waits for its grammar.
             if (task := self._compiling.get(message.numbers)) is not None:

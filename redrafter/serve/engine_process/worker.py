@@ -311,9 +311,7 @@ class SharedWorker(Worker):
         super().__init__(scheduler, send, on_end)
         self._ranks, self._refuse, self._give_up = scheduler.engine.target.ranks, refuse, give_up
         self._ended = threading.Event()  # after the last round
-        self._heard: deque[messages.Submit | messages.Cancel | messages.ChangeAdapters | messages.ChangeEngine] = (
-            deque()
-        )
+        self._heard: deque[messages.FromServer] = deque()
         self._asked = dict[int, Done]()  # callbacks of received changes, by number
         self._grammars: dict[tuple[int, ...], Grammar] = {}  # of requests that were heard, by their sequences' numbers
 
