@@ -34,9 +34,8 @@ def read_template(file: str | Path) -> str:
     except OSError as error:
         raise ArgumentError(f"chat template {file} cannot be read: {error.strerror}") from error
     except (ValueError, LookupError, TypeError) as error:
-        raise ArgumentError(
-            f"chat template {file} cannot be read: it is not text in UTF-8, or not JSON with a chat_template"
-        ) from error
+        message = f"chat template {file} cannot be read: it is not text in UTF-8, or not JSON with a chat_template"
+        raise ArgumentError(message) from error
     return text
 
 

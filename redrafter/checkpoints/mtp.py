@@ -151,9 +151,8 @@ def _try(drafter: MTPDrafter, target: Target) -> None:
         with torch.no_grad():
             drafter.step(inputs, position, Past(entries, entries.rows(seen, position), 0))
     except MODEL_ERRORS as error:
-        raise UnsupportedError(
-            f"layers of {target.name} cannot be an MTP layer here ({first_line(error)}): {_OTHERWISE}"
-        ) from error
+        message = f"layers of {target.name} cannot be an MTP layer here ({first_line(error)}): {_OTHERWISE}"
+        raise UnsupportedError(message) from error
 
 
 def _join_experts(tensors: Mapping[str, Tensor], expected: Iterable[str]) -> dict[str, Tensor]:

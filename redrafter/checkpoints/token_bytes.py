@@ -34,9 +34,8 @@ class TokenBytes:
         self.byte_level = '"ByteLevel"' in parts
         kind = "it is not of the tokenizers library" if backend is None else f"it is {type(backend.model).__name__}"
         if backend is None or not (self.byte_level or SPACE in parts) or "WordPiece" in kind:
-            raise UnsupportedError(
-                f"its tokens cannot be written as bytes, as {kind} without byte-level or {SPACE!r} tokens"
-            )
+            message = f"its tokens cannot be written as bytes, as {kind} without byte-level or {SPACE!r} tokens"
+            raise UnsupportedError(message)
         self.backend = backend
 
     def of_piece(self, piece: str) -> bytes | None:

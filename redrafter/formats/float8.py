@@ -29,7 +29,9 @@ _OF_INPUTS = ("input_scale", "activation_scale")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def read_quantized(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> tuple[dict[str, Any], Tensors]:
+def read_quantized(
+    config: Mapping[str, Any], tensors: Tensors, directory: Path
+) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     """Return the config without its quantisation, and the tensors with such weights as numbers of the drafter's dtype.
 
     Both are the same where nothing is quantised.

@@ -154,9 +154,8 @@ def to_pair_config(
     architecture = base.get("base_model_architecture", base.get("architecture"))
     architecture = "LlamaForCausalLM" if architecture == _FIRST_PAIRS else architecture
     if architecture not in _ARCHITECTURES:
-        raise UnsupportedError(
-            f"{directory} is a {architecture}; TensorRT-LLM has ReDrafter for {', '.join(_ARCHITECTURES)} only"
-        )
+        message = f"{directory} is a {architecture}; TensorRT-LLM has ReDrafter for {', '.join(_ARCHITECTURES)} only"
+        raise UnsupportedError(message)
     drafter = {key: x for key, x in config.to_diff_dict().items() if key not in ("model_type", *_LEFT_OUT)}
     pair = dict(base) | {
         "architecture": _ARCHITECTURES[architecture][1],

@@ -171,9 +171,8 @@ def widen_packed(tensors: Mapping[str, Tensor], entries: Any, directory: Path) -
         try:
             wide[f"{layer}.weight"] = layout.read(parts).dequantize().to(dtype)
         except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:
-            raise CheckpointError(
-                f"{directory} cannot be read: the {scheme} weight of {layer}: {reason_of(error)}"
-            ) from error
+            message = f"{directory} cannot be read: the {scheme} weight of {layer}: {reason_of(error)}"
+            raise CheckpointError(message) from error
     return wide
 
 

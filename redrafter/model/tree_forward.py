@@ -168,9 +168,8 @@ class TreeForward(ABC):
     def _recorded_hidden(self) -> Tensor:
         """Return the hidden states of all tokens of a forward, joined to `[..., F]`, and forget them."""
         if len(self._head_inputs) != 1:
-            raise UnsupportedError(
-                f"{type(self.bound.model).__name__} calls its head {len(self._head_inputs)} times, not once"
-            )
+            message = f"{type(self.bound.model).__name__} calls its head {len(self._head_inputs)} times, not once"
+            raise UnsupportedError(message)
         # A compiled forward is rebuilt when the ids change; that other layers have hooks it would not see.
         assert len(self._aux_outputs) == len(self.bound.aux_layers or ())
         hidden = join_hidden(self._head_inputs[0], self._aux_outputs)

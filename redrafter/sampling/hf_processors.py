@@ -174,9 +174,8 @@ def _ends(processor: Any, call: tree_processors.CallPrompts) -> Tensor:
 
 def _check_ids(name: str, ids: Iterable[int], call: tree_processors.CallPrompts) -> None:
     if (largest := max(ids, default=0)) >= call.vocabulary:
-        raise ArgumentError(
-            f"{name} names token {largest}, but the vocabulary has {call.vocabulary}: use this model's tokenizer"
-        )
+        message = f"{name} names token {largest}, but the vocabulary has {call.vocabulary}: use this model's tokenizer"
+        raise ArgumentError(message)
 
 
 def _force(name: str, when: Callable[[Prefixes], Tensor]) -> Reader:

@@ -132,9 +132,8 @@ def add_extension_routes(app: FastAPI, server: "Server") -> None:
                 )
             others = (other for other in app.routes if isinstance(other, JsonRoute) and other.path == route.path)
             if any(set(other.methods or ()) & set(route.methods or ()) for other in others):
-                raise ArgumentError(
-                    f"{type(extension).__name__} has the route {route.path!r}, which the server has already"
-                )
+                message = f"{type(extension).__name__} has the route {route.path!r}, which the server has already"
+                raise ArgumentError(message)
             app.routes.append(route)  # appended directly: some versions of FastAPI wrap or copy it in `include_router`
 
 
