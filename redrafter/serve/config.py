@@ -7,11 +7,10 @@ from typing import Any
 
 from redrafter.app.flags import flag, names
 from redrafter.chat import thoughts
-from redrafter.errors import ArgumentError, how_to_install
+from redrafter.errors import ArgumentError
 from redrafter.options import between, check_values, option
 from redrafter.scheduler.waiting_queue import Limits
 from redrafter.serve.answers.call_forms import PARSERS
-from redrafter.serve.network.api_keys import KEY_VARIABLE, OPERATOR_KEY_VARIABLE
 
 _KEY_NAME = re.compile(r"key-[1-9]\d*")
 
@@ -32,7 +31,12 @@ class ServeOptions:
         host: address to listen on; 0.0.0.0 for all
         port: port to listen on; 0 for any that is free
         served_model_name: name of the model for clients (default: its own name)
+        api_key: key that clients must send as a bearer token (may be repeated); other users can read a command line, so
+            prefer the environment variable REDRAFTER_API_KEY or a file
         api_key_file: file with such keys, one a line
+        operator_key: key that an operator must send as a bearer token to change the running engine: POST /v1/sleep,
+            /v1/wake, /v1/update_weights, /v1/drafter (may be repeated); prefer the environment variable
+            REDRAFTER_OPERATOR_KEY
         open_metrics: allow reading /metrics without a key
         allowed_hosts: accepted names in the Host header, such as a.example.org,*.example.net; * for all (default: on a
             loopback address, its own names; else all)
@@ -67,6 +71,8 @@ class ServeOptions:
         lora_modules: LoRA adapters to serve as further models: name=path; the path is a directory that PEFT wrote
         allow_runtime_lora_updating: let clients load and unload adapters from directories of this machine: POST
             /v1/load_lora_adapter and /v1/unload_lora_adapter
+        otlp_traces_endpoint: OpenTelemetry collector that gets a span of each request over HTTP, such as
+            http://localhost:4318: pip install '.[serve,otel]' in a checkout of redrafter
         capture: write prompts and answers to this directory, as rows of token ids for redrafter train, readable by the
             owner only
         capture_max_bytes: maximum bytes of captured files; the oldest are deleted first
@@ -78,23 +84,9 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = option(8000, check=between(0, 65535))
     served_model_name: str | None = option(None, metavar="NAME")
-    api_key: tuple[str, ...] = option(
-        (),
-        f"key that clients must send as a bearer token (may be repeated); other users can read a command line, so "
-        f"prefer the environment variable {KEY_VARIABLE} or a file",
-        action="append",
-        type=str,
-        metavar="KEY",
-    )
+    api_key: tuple[str, ...] = option((), action="append", type=str, metavar="KEY")
     api_key_file: str | None = option(None, names="file")
-    operator_key: tuple[str, ...] = option(
-        (),
-        "key that an operator must send as a bearer token to change the running engine: POST /v1/sleep, /v1/wake, "
-        f"/v1/update_weights, /v1/drafter (may be repeated); prefer the environment variable {OPERATOR_KEY_VARIABLE}",
-        action="append",
-        type=str,
-        metavar="KEY",
-    )
+    operator_key: tuple[str, ...] = option((), action="append", type=str, metavar="KEY")
     open_metrics: bool = False
     allowed_hosts: tuple[str, ...] = option((), type=names, metavar="NAMES")
     allowed_origins: tuple[str, ...] = option((), type=names, metavar="ORIGINS")
@@ -122,12 +114,7 @@ class ServeOptions:
     tool_call_parser: str = option("auto", choices=("auto", *PARSERS))
     lora_modules: tuple[str, ...] = option((), metavar="NAME=PATH")
     allow_runtime_lora_updating: bool = False
-    otlp_traces_endpoint: str | None = option(
-        None,
-        "OpenTelemetry collector that gets a span of each request over HTTP, such as http://localhost:4318: "
-        f"{how_to_install('serve,otel')}",
-        metavar="URL",
-    )
+    otlp_traces_endpoint: str | None = option(None, metavar="URL")
     capture: str | None = option(None, path=True, metavar="DIR")
     capture_max_bytes: int = option(1 << 30, check=between(1 << 16, 1 << 50))
     capture_except: tuple[str, ...] = option((), type=names, metavar="KEYS")

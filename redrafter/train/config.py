@@ -139,6 +139,8 @@ class TrainConfig(TemplateOptions):
         head_rank: rank of a new drafter's head, which makes it smaller; 0 for full rank (default: a quarter of the
             hidden size, from 512 to 1024, or full rank where the width is no more; published form: 0)
         draft_vocab_size: token ids that a new drafter knows, the most frequent of the data (default: all)
+        length: tokens in a row of a batch; longer documents are split (default: 512, or the base's context, if that is
+            shorter)
         pack: pack several documents into a row; otherwise each has a separate padded row
         epochs: passes over the data (default: 1 when neither --steps nor --minutes is given)
         validate: texts to validate on (default: rows of --data with split val)
@@ -154,6 +156,8 @@ class TrainConfig(TemplateOptions):
         distill: weight of the distillation, KL(base || drafter); the rest is cross-entropy of the text's tokens
         optimizer: adamw; or muon for hidden matrices, with AdamW for heads, embeddings and vectors, at the same
             learning rate
+        lr: peak learning rate, which follows a cosine down to 0 (default: 0.001; with --drafter 0.0005, or 0.003 with
+            --lora-rank)
         warmup: share of the training in which the learning rate rises from 0
         compile: compile the drafter's loss with torch.compile
         mixed_precision: autocast of the drafter (default: as accelerate is configured)
@@ -196,11 +200,7 @@ class TrainConfig(TemplateOptions):
     context_window: int | None = None
     head_rank: int | None = None
     draft_vocab_size: int | None = None
-    length: int | None = option(
-        None,
-        f"tokens in a row of a batch; longer documents are split (default: {DEFAULT_LENGTH}, or the base's context, "
-        "if that is shorter)",
-    )
+    length: int | None = None
     pack: bool = True
     epochs: float | None = None
     validate: str | None = option(None, names="data")
@@ -214,11 +214,7 @@ class TrainConfig(TemplateOptions):
     draft_len: int = 5
     distill: float = 0.9
     optimizer: str = option("adamw", choices=OPTIMIZERS)
-    lr: float | None = option(
-        None,
-        f"peak learning rate, which follows a cosine down to 0 (default: {NEW_LR:g}; with --drafter {FURTHER_LR:g}, or "
-        f"{LOW_RANK_LR:g} with --lora-rank)",
-    )
+    lr: float | None = None
     warmup: float = 0.03
     compile: bool = False
     mixed_precision: str | None = option(None, choices=("no", "fp16", "bf16"))
