@@ -52,9 +52,8 @@ def help_texts(options: type) -> dict[str, str]:
 
 def command_texts(options: type) -> dict[str, str]:
     """Return the description and the examples of a command: the docstring of its options up to `Attributes`."""
-    description, _, examples = (
-        inspect.cleandoc(options.__doc__ or "").partition("\n\nAttributes:")[0].partition("\n\nExamples:")
-    )
+    text = inspect.cleandoc(options.__doc__ or "").partition("\n\nAttributes:")[0]
+    description, _, examples = text.partition("\n\nExamples:")
     return {"description": description, "epilog": examples and "examples:" + examples.replace("\n    ", "\n  ")}
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from redrafter.app.flags import biases, flag, format_value, integers
+from redrafter.app.program import SHARED_COMMANDS
 from redrafter.engine.options import EngineOptions
 from redrafter.errors import ArgumentError
 from redrafter.model.options import SCHEMES, STORED_SCHEMES
@@ -82,9 +83,7 @@ class LoadOptions(EngineOptions, TemplateOptions):
     node_budget: int | None = None
     dtype: str = option("auto", choices=("auto", "float32", "bfloat16", "float16"), type=dtype_word)
     device: str | None = None
-    tensor_parallel_size: int | None = option(
-        None, check=whole(1, optional=True), commands=("bench", "generate", "serve")
-    )
+    tensor_parallel_size: int | None = option(None, check=whole(1, optional=True), commands=SHARED_COMMANDS)
     trust_remote_code: bool = False
     quantization: str | None = option(None, choices=(*SCHEMES, *STORED_SCHEMES))
     draft_quantization: str | None = option(None, choices=SCHEMES)

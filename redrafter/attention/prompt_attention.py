@@ -156,18 +156,12 @@ def prompt_attention(
         for first, end, reach in _blocks(kind, piece):
             offset, size, seen = read + first - piece.first, end - first, end - reach
             attend: Callable[[Tensor, Tensor], Tensor]
+            asking = queries.narrow(2, offset, size)
             if softcap:
-                attend = partial(
-                    _attend_by_scores,
-                    queries.narrow(2, offset, size),
-                    kind=kind,
-                    scale=scale,
-                    softcap=softcap,
-                    sinks=s_aux,
-                )
+                attend = partial(_attend_by_scores, asking, kind=kind, scale=scale, softcap=softcap, sinks=s_aux)
             else:
                 mask = plan.window_edge_mask(size, seen, dtype) if _is_past_window(kind, first) else None
-                attend = partial(_attend, queries.narrow(2, offset, size), mask=mask, scale=scale, sinks=s_aux)
+                attend = partial(_attend, asking, mask=mask, scale=scale, sinks=s_aux)
             attention = attend_to_seen(
                 attend, k.narrow(1, reach, seen), v.narrow(1, reach, seen), partial(_seen_by_last, size, seen, kind)
             )

@@ -212,9 +212,8 @@ class EvaluateOptions(MeasureOptions):
     @property
     def written_temperatures(self) -> tuple[float, ...]:
         """Temperatures of the texts: the requested ones, preceded by greedy for `--explain`."""
-        return tuple(
-            dict.fromkeys((*((0.0,) if self.explain and 0 not in self.temperatures else ()), *self.temperatures))
-        )
+        greedy = (0.0,) if self.explain and 0 not in self.temperatures else ()
+        return tuple(dict.fromkeys((*greedy, *self.temperatures)))
 
     def trees(self, default: Search) -> list[TreeShape]:
         """Return the shapes to measure: each node budget of each search, and the tree of the published method.

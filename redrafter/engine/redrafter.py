@@ -148,16 +148,14 @@ class ReDrafter(Engine):
             drafter = load_drafter_model(drafter)
         check_pair(model, drafter, load)
         target = bind(model, **load)
-        drafter, defaults = load_drafter(
-            model, drafter, target, load.get("revision"), draft_quantization, base_embedding
-        )
-        merged = defaults.shape
+        drafter, saved = load_drafter(model, drafter, target, load.get("revision"), draft_quantization, base_embedding)
+        merged = saved.shape
         # The checkpoint's copy of the drafter's default is no request: on a CPU, fewer levels may be drafted.
         if merged.draft_len_per_beam == drafter.config.draft_len_per_beam:  # nobody chose another than the drafter's
             merged = replace(merged, draft_len_per_beam=None)
         engine = cls(target, drafter, asked.over(merged), options=options)
         engine.adapts = asked == TreeShape() and merged.node_budget is None
-        engine.do_sample = defaults.do_sample
+        engine.do_sample = saved.do_sample
         engine.load_adapters(adapters)
         return engine
 

@@ -47,20 +47,17 @@ def new_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: in
 
 
 def new_drafter(
-    model: PreTrainedModel,
-    config: TrainConfig,
-    draft_ids: Tensor | None = None,
-    architecture: AnyDrafterConfig | None = None,
+    model: PreTrainedModel, config: TrainConfig, ids: Tensor | None = None, architecture: AnyDrafterConfig | None = None
 ) -> TrainableDrafter:
     """Create an untrained float32 drafter for a base, on the CPU.
 
     Args:
         model: The base.
         config: Options of the training: the form of the drafter, its sizes and the seed of its weights.
-        draft_ids: The base's ids in the drafter's vocabulary, `[V']` int64; None for all.
+        ids: The base's ids in the drafter's vocabulary, `[V']` int64; None for all.
         architecture: An architecture of that form, with other sizes than options set; None to follow the options.
     """
-    drafter_config = architecture or new_config(model.config, config, None if draft_ids is None else len(draft_ids))
+    drafter_config = architecture or new_config(model.config, config, None if ids is None else len(ids))
     # The seed determines the weights without affecting the caller's random state.
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(config.seed)
@@ -68,10 +65,10 @@ def new_drafter(
         for module in drafter.modules():
             if isinstance(module, nn.Linear):
                 module.reset_parameters()
-        FORMS[config.form].prepare(drafter, model, draft_ids)
-    if draft_ids is not None:
+        FORMS[config.form].prepare(drafter, model, ids)
+    if ids is not None:
         assert drafter.draft_ids is not None, "its config has draft_vocab_size"
-        drafter.draft_ids.copy_(draft_ids)
+        drafter.draft_ids.copy_(ids)
     return drafter
 
 

@@ -222,15 +222,13 @@ class Unroll(nn.Module):
         self.register_buffer("drafter_ids", drafter.index_ids().cpu(), persistent=False)
         self._compute = torch.compile(chunk_loss) if config.compile else chunk_loss
 
-    def forward(
-        self, tokens: Tensor, mask: Tensor, teacher_output: TeacherOutput, segment: Tensor | None = None
-    ) -> BatchLoss:
+    def forward(self, tokens: Tensor, mask: Tensor, output: TeacherOutput, segment: Tensor | None = None) -> BatchLoss:
         """Compute the loss of a batch.
 
         Args:
             tokens: Token ids on the drafter's device, `[B, T]` int64.
             mask: True on tokens that the base generates, `[B, T]` bool; preferably on the CPU, to select anchors there.
-            teacher_output: The base's outputs for `tokens`.
+            output: The base's outputs for `tokens`.
             segment: Index of each token's text within its row, `[B, T]`; None for one text per row.
         """
         config, drafter, device = self.config, self.drafter, tokens.device
@@ -244,16 +242,16 @@ class Unroll(nn.Module):
         position = (anchors[:, None] + torch.arange(1, config.draft_len + 1, device=device)).clamp(max=last)  # [A, K]
         label = labels[(position + 1).clamp(max=last)]
         # The base may be in another dtype than the trained weights, which are FP32.
-        features, embedding = (x.to(drafter.dtype) for x in (teacher_output.hidden, teacher_output.embedding))
-        teacher = teacher_output.logits
+        features, embedding = (x.to(drafter.dtype) for x in (output.hidden, output.embedding))
+        teacher = output.logits
         if drafter.draft_ids is not None:
             # A softmax over the selected logits renormalises the base's distribution to the drafter's ids.
             teacher = teacher.index_select(-1, drafter.draft_ids)
 
-        given = GivenTexts(tokens, features, embedding, segment, anchors, position, teacher_output.table)
+        given = GivenTexts(tokens, features, embedding, segment, anchors, position, output.table)
         flat = teacher.flatten(0, 1)
         (loss, attempted, correct), *others = [
             HeadLoss.apply(x, head, flat, position, label, weight, config.distill, chunk, self._compute, *terms)
-            for x, head, *terms in map(teacher_output.fill_head, drafter.trained_heads(drafter.unroll(given)))
+            for x, head, *terms in map(output.fill_head, drafter.trained_heads(drafter.unroll(given)))
         ]
         return BatchLoss(sum((other[0] for other in others), loss), attempted, correct)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Fields of a request that its response repeats.
 _ECHOED = ("instructions", "max_output_tokens", "prompt_cache_key", "safety_identifier", "temperature", "top_p", "user")
 
-_ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
+_ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 
 
 class Part(Strict):
@@ -92,9 +92,7 @@ class CallOutputItem(_Item):
     output: str | Parts[Part]
 
 
-Item = Annotated[
-    MessageItem | ReasoningItem | CallItem | CallOutputItem, OneOf(f"an item of type {', '.join(_ITEM_TYPES)}")
-]
+Item = Annotated[MessageItem | ReasoningItem | CallItem | CallOutputItem, OneOf(f"an item of type {', '.join(_ITEMS)}")]
 
 
 class FlatTool(Strict):

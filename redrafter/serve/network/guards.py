@@ -210,9 +210,7 @@ def check_framing(headers: list[tuple[bytes, bytes]]) -> None:
         what = f"the body has the Transfer-Encoding {coding.decode('latin-1')!r}: only chunked is read"
     elif (coding or names.get(b"content-length", b"0") != b"0") and b"upgrade" in names:
         # httptools does not read a body that follows an offer of another protocol.
-        what = (
-            "the request has a body and offers another protocol: leave out Upgrade (in Java, choose Version.HTTP_1_1)"
-        )
+        what = "the request has a body and offers another protocol: leave out Upgrade (in Java: Version.HTTP_1_1)"
     if what is not None:
         raise ApiError(400, what, headers={"Connection": "close"})
 

@@ -71,8 +71,8 @@ class TextPart(fields.Strict):
 
 def _check_url(url: object) -> object:
     if isinstance(url, str) and not DATA_URL.match(url):
-        message = "unsupported", "this server fetches nothing: send the image itself, as data:image/png;base64,..."
-        raise PydanticCustomError(message)
+        message = "this server fetches nothing: send the image itself, as data:image/png;base64,..."
+        raise PydanticCustomError("unsupported", message)
     return url
 
 
