@@ -72,16 +72,9 @@ OWNERS_HOOKS = Feature("forward hooks of the model's owner", "remove the hooks")
 
 # Features of how the model is loaded and computed.
 
-FP8_WEIGHTS = Feature(
-    "FP8 weights",
-    "leave out quantization='fp8' (--quantization fp8)",
-    {QUANTISED_WEIGHTS: "weights are quantised once"},
-)
-GROUPED_WEIGHTS = Feature(
-    "weights in groups of 4 or 8 bits",
-    "leave out quantization (--quantization)",
-    {QUANTISED_WEIGHTS: "weights are quantised once"},
-)
+_ONCE = {QUANTISED_WEIGHTS: "weights are quantised once"}
+FP8_WEIGHTS = Feature("FP8 weights", "leave out quantization='fp8' (--quantization fp8)", _ONCE)
+GROUPED_WEIGHTS = Feature("weights in groups of 4 or 8 bits", "leave out quantization (--quantization)", _ONCE)
 TENSOR_PARALLELISM = Feature(
     "tensor parallelism",
     "run it in one process, without tp_size and torchrun",

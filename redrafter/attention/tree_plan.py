@@ -138,9 +138,7 @@ class Plan:
         # row's first slot is read instead.
         held = length + nodes if index is None else length + nodes - new + starts.diff()
         slots = slots.where(offsets < held[:, None], slots[:, :1])
-        return RowsPlan(
-            tokens=tokens, index=index, new_slots=scratch, slots=slots, length=length, depth=depth, ancestors=ancestors
-        )
+        return RowsPlan(tokens, index, scratch, slots, length, depth, ancestors)
 
     @cached_property
     def chunks(self) -> list["RowsPlan"]:
@@ -152,17 +150,8 @@ class Plan:
                 depth = torch.arange(end - first)
                 slots = _slots(table[None], torch.arange(length + end - first))
                 n, seen = torch.tensor([length]), depth[:, None] >= depth
-                plans.append(
-                    RowsPlan(
-                        tokens=slice(first, end),
-                        index=None,
-                        new_slots=slots[0, length:],
-                        slots=slots,
-                        length=n,
-                        depth=depth[None],
-                        ancestors=seen[None],
-                    )
-                )
+                tokens, scratch = slice(first, end), slots[0, length:]
+                plans.append(RowsPlan(tokens, None, scratch, slots, n, depth[None], ancestors=seen[None]))
         return plans
 
 

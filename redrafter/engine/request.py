@@ -194,33 +194,24 @@ def read_request(
     drawn: list[dict[str, object]] = [{"temperature": 0.0}] * rows
     if sampled:
         drawn = [{"seed": each} for each in target.ranks.from_first(row_seeds(own.seed, rows))]
-    drawn_with = zip(
-        folded,
-        drawn,
-        _grammars(call.params.get("grammar"), rows),
-        row_draft_limits(own.num_speculative_tokens, rows, speculate=own.speculate),
-        strict=True,
-    )
+    grammars = _grammars(call.params.get("grammar"), rows)
+    drafts = row_draft_limits(own.num_speculative_tokens, rows, speculate=own.speculate)
     params = [
         SamplingParams(**row | draw | shared | {"grammar": grammar}, num_speculative_tokens=limit, stop_token_ids=eos)
-        for row, draw, grammar, limit in drawn_with
+        for row, draw, grammar, limit in zip(folded, drawn, grammars, drafts, strict=True)
     ]
     recorded = {"scores": config.output_scores, "logits": config.output_logits}
     as_dict = bool(config.return_dict_in_generate)
     keeps = frozenset(name for name, wanted in recorded.items() if wanted and as_dict)
+    requests = [
+        GenerationRequest(prompt[width - n :], limit - n, with_params, adapter=adapter, keeps=keeps, images=shown)
+        for prompt, n, limit, with_params, adapter, shown in zip(
+            ids.tolist(), counts, limits, params, adapters, images, strict=True
+        )
+    ]
     return CallRequest(
-        input_ids=ids,
-        rows=[
-            GenerationRequest(
-                prompt=prompt[width - counts[row] :],
-                max_new_tokens=limits[row] - counts[row],
-                params=params[row],
-                adapter=adapters[row],
-                keeps=keeps,
-                images=images[row],
-            )
-            for row, prompt in enumerate(ids.tolist())
-        ],
+        ids,
+        requests,
         device=call.input_ids.device if call.device is None else call.device,
         cut_short=[target.context == most < more for most, more in zip(limits, asked, strict=True)],
         pad_token=_pad_token(config, eos),

@@ -42,11 +42,7 @@ class KeptCosts:
             [
                 [*_shapes(target.model), *_shapes(search.drafter)],
                 [type(search).__name__, type(search.drafter).__name__, *search.sizes.items(), search.compiled],
-                [
-                    target.model.config.to_json_string(),
-                    sorted(each.words for each in target.features),
-                    target.ranks.size,
-                ],
+                [target.model.config.to_json_string(), sorted(x.words for x in target.features), target.ranks.size],
                 [str(pool.dtype) for pool in memory.store.pools],
                 [*device, torch.__version__, __version__, TOKENS, ROWS],
             ]

@@ -172,14 +172,11 @@ class StepWork:
         rows, lengths = len(self.prompts), [len(prompt) for prompt in self.prompts]
         padded = [[0] * (max(lengths) - len(prompt)) + list(prompt) for prompt in self.prompts]
         new = 2 * self.advance + proposer.depth + 2
-        request = CallRequest(
-            input_ids=torch.tensor(padded, device="cpu"),
-            rows=[
-                GenerationRequest(prompt, new, SamplingParams(temperature=self.temperature, seed=self.seed + row))
-                for row, prompt in enumerate(self.prompts)
-            ],
-            device=self.engine.target.device,
-        )
+        requests = [
+            GenerationRequest(prompt, new, SamplingParams(temperature=self.temperature, seed=self.seed + row))
+            for row, prompt in enumerate(self.prompts)
+        ]
+        request = CallRequest(torch.tensor(padded, device="cpu"), requests, self.engine.target.device)
         self.engine.forget_prefixes()
         with self.engine.scheduler_for(request, models=OneProposer(self.engine, proposer, rows)) as scheduler:
             call = GenerateCall(request)

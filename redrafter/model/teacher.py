@@ -120,13 +120,9 @@ class Teacher:
             self._captured = None
         assert captured["last"], "the model did not call its head"
         assert captured["embedding"], "the model did not call its embedding"
-        return TeacherOutput(
-            hidden=join_hidden(captured["last"][-1], captured["layers"]),
-            embedding=captured["embedding"][-1],
-            logits=logits,
-            table=self.model.get_input_embeddings(),
-            head=self.model.get_output_embeddings(),
-        )
+        hidden, embedding = join_hidden(captured["last"][-1], captured["layers"]), captured["embedding"][-1]
+        table, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        return TeacherOutput(hidden, embedding, logits, table, head)
 
     def _packed(self, segment: Tensor) -> dict[str, Any]:
         """Create the model's arguments for packed rows: positions that restart at 0 and masks between texts."""

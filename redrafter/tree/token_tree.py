@@ -151,16 +151,9 @@ def chain(tokens: Tensor) -> Tree:
     """
     rows, nodes = tokens.shape
     depth = torch.arange(nodes, device=tokens.device)
-    ancestors = depth[:, None] >= depth[None, :]
-    return Tree(
-        tokens,
-        (depth - 1).clamp(min=0).expand(rows, nodes),
-        depth.expand(rows, nodes),
-        ancestors.expand(rows, nodes, nodes),
-        levels=nodes - 1,
-        width=1,
-        branches=False,
-    )
+    parents = (depth - 1).clamp(min=0).expand(rows, nodes)
+    ancestors = (depth[:, None] >= depth).expand(rows, nodes, nodes)
+    return Tree(tokens, parents, depth.expand(rows, nodes), ancestors, levels=nodes - 1, width=1, branches=False)
 
 
 def eligible_scores(score: Tensor, eligible: Tensor) -> Tensor:

@@ -198,9 +198,7 @@ class LarkWriter:
             raise self.refuse(tool, f"{unknown[0]!r} at their top")
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if schema.get("type", "object") != "object" or not (
-            isinstance(properties, dict)
-            and isinstance(required, list)
-            and all(isinstance(key, str) for key in required)
+            isinstance(properties, dict) and isinstance(required, list) and all(isinstance(x, str) for x in required)
         ):
             raise self.refuse(tool, "another type than an object")
         more = schema.get("additionalProperties", "properties" not in schema)

@@ -113,17 +113,10 @@ class Worker:
         try:
             longest, sequences = self.scheduler.longest, dict[int, TokenSequence]()
             for index, (number, prompt) in enumerate(zip(request.numbers, request.prompts, strict=True)):
-                asked = GenerationRequest(
-                    prompt,
-                    min(request.max_new_tokens, longest - len(prompt)),
-                    # Each sequence of a request draws from its own stream of random numbers.
-                    replace(request.params, seed=request.params.seed + index, grammar=grammar),
-                    client=request.client,
-                    priority=request.priority,
-                    cache_salt=request.cache_salt,
-                    adapter=adapter,
-                    images=images,
-                )
+                new, queued = min(request.max_new_tokens, longest - len(prompt)), (request.client, request.priority)
+                # Each sequence of a request draws from its own stream of random numbers.
+                params = replace(request.params, seed=request.params.seed + index, grammar=grammar)
+                asked = GenerationRequest(prompt, new, params, *queued, request.cache_salt, adapter, images=images)
                 sequences[number] = TokenSequence(asked, partial(self._write, number, request.request_id))
             self._sequences.update(sequences)  # registered first, since a delta may arrive before `submit` returns
             self.scheduler.submit(*sequences.values())
