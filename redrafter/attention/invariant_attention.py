@@ -90,12 +90,9 @@ class _Places(NamedTuple):
         # 2. The tokens of chunks: each position is at the offset of the same number.
         chunk, index = _owners(chunk_starts, chunks)
         own = rows.chunk_lengths[chunk] + index
+        end = own + 1
         in_chunk = cls(
-            table=rows.by_chunk().long()[chunk],
-            own=own,
-            end=own + 1,
-            committed=own + 1,
-            path=path.new_zeros(len(own), nodes),
+            table=rows.by_chunk().long()[chunk], own=own, end=end, committed=end, path=path.new_zeros(len(own), nodes)
         )
         width = max(in_tree.table.shape[1], in_chunk.table.shape[1])
         tables = torch.cat([pad(x.table, (0, width - x.table.shape[1])) for x in (in_tree, in_chunk)])

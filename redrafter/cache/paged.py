@@ -151,20 +151,9 @@ class PagedCache(KVCache):
             chunk_starts = torch.cat([row_starts[-1] + chunks.starts, end])
             chunk_lengths = torch.cat([chunks.lengths, chunk_lengths])
             chunk_table = torch.cat([chunks.table.flatten(), chunks.table.new_zeros(chunks.table.shape[1] + 1)])
-        return Plan(
-            self.pool.layer_pools,
-            windows,
-            TokenRows(
-                length=flatten_with_spare(length),
-                starts=row_starts,
-                depth=flatten_with_spare(tree.depth),
-                ancestors=flatten_with_spare(tree.ancestors),
-                table=flatten_with_spare(self.table),
-                chunk_starts=chunk_starts,
-                chunk_lengths=chunk_lengths,
-                chunk_table=chunk_table,
-            ),
-        )
+        length, depth, ancestors, table = map(flatten_with_spare, (length, tree.depth, tree.ancestors, self.table))
+        chunked = chunk_starts, chunk_lengths, chunk_table
+        return Plan(self.pool.layer_pools, windows, TokenRows(length, row_starts, depth, ancestors, table, *chunked))
 
     @cached_property
     def _padding(self) -> tuple[Tensor, Tensor]:

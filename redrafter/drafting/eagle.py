@@ -136,16 +136,9 @@ class EagleDrafter(TrainableDrafter):
         functions: tuple[Callable[..., Any], ...] = _finish, _carry
         finish, carry = (compile_once(f, combo_kernels=True) if compiled else f for f in functions)
         heads, width = self.config.num_key_value_heads, self.config.head_dim
-        return drafter_layer(
-            self,
-            target,
-            heads,
-            width,
-            remember=partial(finish, self, target.embedding),
-            carry=partial(carry, self),
-            extra_dim=2 * heads * width,  # terms of a key and of a value
-            compiled=compiled,
-        )
+        remember, carry = partial(finish, self, target.embedding), partial(carry, self)
+        terms = 2 * heads * width  # of a key and of a value
+        return drafter_layer(self, target, heads, width, remember, carry, extra_dim=terms, compiled=compiled)
 
     def part_reads(self, depth: int) -> Mapping[str, float]:
         """Return how often a draft reads parts of the head: the fusion of the target's layers once."""

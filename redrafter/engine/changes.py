@@ -3,7 +3,7 @@
 The changes are new weights, another drafter, adapters, sleep and waking.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -100,7 +100,9 @@ class UpdateWeights(EngineChange):
         self._new = target.ranks.together(
             lambda: NewWeights.for_module(target.model, read_weights(weights, target), target.name)
         )
-        self.not_finite = _of_all(target, self._new.not_finite)
+        # Those that any rank has, by the names of the whole model.
+        found = (name.replace(".part.", ".") for names in target.ranks.gather(self._new.not_finite) for name in names)
+        self.not_finite = list(dict.fromkeys(found))
         if self.not_finite and not allow_not_finite:
             raise NotFiniteError(
                 f"{len(self.not_finite)} tensors of the new weights hold NaN or infinite numbers in the model's dtype, "
@@ -159,12 +161,6 @@ class ChangeDrafter(EngineChange):
         target.shared.drafters += 1
         target.shared.written += target.drafter_layer is not None  # whose stored keys the old drafter has computed
         self._engine.derive()
-
-
-def _of_all(target: Target, names: Sequence[str]) -> list[str]:
-    """Return the names of tensors that any rank has, once each, by the names of the whole model."""
-    found = (name.replace(".part.", ".") for names in target.ranks.gather(names) for name in names)
-    return list(dict.fromkeys(found))
 
 
 def check_awake(engine: "Changeable") -> None:

@@ -167,11 +167,7 @@ def read_positions(
 
 
 def measure_positions(
-    drafter: TrainableDrafter,
-    target: Target,
-    texts: Texts,
-    shapes: Sequence[TreeShape],
-    measure: Callable[[Positions], Tensor],
+    drafter: TrainableDrafter, target: Target, texts: Texts, shapes: list[TreeShape], measure: Callable[..., Tensor]
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield the index of each text and the result of `measure` at its P pending positions, `[P, ...]`, on the CPU.
 

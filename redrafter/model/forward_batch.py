@@ -219,17 +219,11 @@ class DrafterLayer:
     carry: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def write(
-        self,
-        cache: KVCache,
-        slots: Tensor,
-        before: Callable[[], Tensor],
-        ids: Tensor,
-        positions: Tensor,
-        hidden: Tensor,
+        self, cache: KVCache, slots: Tensor, prior: Callable[[], Tensor], ids: Tensor, positions: Tensor, hidden: Tensor
     ) -> None:
         """Store the keys and values of tokens, whose hidden states are `[T, F]`, in slots `[T]` of a cache's pools.
 
-        `before` returns the slot of the token before each, `[T]` int64, and any slot for the first token of a sequence.
+        `prior` returns the slot of the token before each, `[T]` int64, and any slot for the first token of a sequence.
         """
         if not cache.has_drafter_layer:
             return  # the cache was made before the drafter was loaded
@@ -240,14 +234,14 @@ class DrafterLayer:
             # The token before may be in this forward or an earlier one, or in a block that was reused from a prefix.
             carried = hidden if self.carry is None else self.carry(ids, hidden).nan_to_num(0, 0, 0)
             stores[2].index_copy_(0, slots, carried[:, None])
-            state = stores[2].index_select(0, before())[:, 0]
+            state = stores[2].index_select(0, prior())[:, 0]
         for store, side in zip(stores[:2], self.remember(ids, positions, state), strict=True):
             store.index_copy_(0, slots, side.nan_to_num(0, 0, 0))
 
-    def write_later(self, cache: DenseCache, slots: Tensor, before: Callable[[], Tensor], *tokens: Tensor) -> None:
+    def write_later(self, cache: DenseCache, slots: Tensor, prior: Callable[[], Tensor], *tokens: Tensor) -> None:
         """Do what `write` does, with its arguments, before the entries are read and for several forwards at once."""
         if cache.has_drafter_layer:
-            cache.write_later(self._write_all, slots, before() if self.shape.extra_dim else slots, *tokens)
+            cache.write_later(self._write_all, slots, prior() if self.shape.extra_dim else slots, *tokens)
 
-    def _write_all(self, cache: KVCache, slots: Tensor, before: Tensor, *tokens: Tensor) -> None:
-        self.write(cache, slots, lambda: before, *tokens)
+    def _write_all(self, cache: KVCache, slots: Tensor, prior: Tensor, *tokens: Tensor) -> None:
+        self.write(cache, slots, lambda: prior, *tokens)

@@ -207,12 +207,6 @@ def stored_shapes(
     return [shapes.get(index, nothing) for index in range(len(layers))]
 
 
-def head_width(head: nn.Module, config: PretrainedConfig) -> int:
-    """Return D, the width of the hidden states that a model's head reads."""
-    width = getattr(head, "in_features", None)
-    return width if isinstance(width, int) else config_width(config)
-
-
 def config_width(config: PretrainedConfig) -> int:
     """Return D by a config: the width of the layers, or what OPT projects their input and output to."""
     return getattr(config, "word_embed_proj_dim", None) or config.hidden_size

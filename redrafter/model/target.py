@@ -83,7 +83,8 @@ class Target(BoundModel):
         self.device = table.device
         if self.device.type == "cuda":
             keep_kernels()  # before the self-test launches the first one
-        self.hidden_size = supported.head_width(self.head, self.config)
+        width = getattr(self.head, "in_features", None)  # of the hidden states that the head reads
+        self.hidden_size = width if isinstance(width, int) else supported.config_width(self.config)
         self.vocab_size = self.config.vocab_size
         self._changes = self._replacements = 0  # of weights or code, and those of addresses or code among them
         self._drafter_shapes = tuple[LayerShape, ...]()
