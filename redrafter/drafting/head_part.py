@@ -44,12 +44,8 @@ class HeadPart:
             draft_ids: The target's id of each of its rows, `[V']` int64; None if they are the same.
             ranks: The ranks.
         """
-        if (
-            ranks.size == 1
-            or not isinstance(head, nn.Linear)
-            or not is_unmodified_linear(head)
-            or head.bias is not None
-        ):
+        plain = isinstance(head, nn.Linear) and is_unmodified_linear(head) and head.bias is None
+        if ranks.size == 1 or not plain:
             return None
         count, device = head.out_features, head.weight.device
         unit = CHUNK if device.type == "cuda" else 1

@@ -148,20 +148,15 @@ class _FastRun:
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the layers, for inputs that the kernel cannot compute as the modules do."""
-        inputs, cache = self._inputs, cache_in(kwargs)
+        given, cache = self._inputs, cache_in(kwargs)
         mask, rope = kwargs.get("attention_mask"), kwargs.get("position_embeddings")
-        if (
-            type(cache) is not DenseCache
-            or args
-            or rope is None
-            or not inputs.set(x, mask, rope, cache, self.layers[0])
-        ):
+        if type(cache) is not DenseCache or args or rope is None or not given.set(x, mask, rope, cache, self.layers[0]):
             for layer, slow in enumerate(self._slow):
                 x = slow(x, *args, **kwargs)
                 self._call_hooks(layer, x)
             return x
         assert self._kernel is not None, "no layer is fast without a kernel"
-        forward, stores = inputs.forward, [store.data_ptr() for i in self._indices for store in cache.stores(i)]
+        forward, stores = given.forward, [store.data_ptr() for i in self._indices for store in cache.stores(i)]
         pools, x = (ctypes.c_void_p * len(stores))(*stores), x.contiguous()
         out = torch.empty_like(x)
         outputs = [torch.empty_like(x) if hooks else out for hooks in self._hooks[:-1]] + [out]

@@ -212,8 +212,8 @@ def _suppress_at_begin(processor: Any, call: tree_processors.CallPrompts) -> pro
 
 _HUGGING_FACE = "transformers.generation.logits_process"
 
-# By name, since not every supported release of transformers has every class.
 _ALIKE = ("EpsilonLogitsWarper", "InfNanRemoveLogitsProcessor", "LogitNormalization", "TypicalLogitsWarper")
+# By name, since not every supported release of transformers has every class.
 READERS: dict[str, Reader] = {
     **dict.fromkeys(_ALIKE, tree_processors.apply_to_scores),
     **dict.fromkeys(("NoBadWordsLogitsProcessor", "SequenceBiasLogitsProcessor"), _bias),
@@ -240,16 +240,19 @@ READERS: dict[str, Reader] = {
 }
 
 # The argument to remove from the call, or from the model's generation_config.
-_GUIDANCE = ("", "Dia", "Unbatched")
-_CODEBOOKS = ("AlternatingCodebooks", "DiaEOSChannelFilter", "DiaEOSDelayPattern")
 REFUSED = {
-    **{f"{kind}ClassifierFreeGuidanceLogitsProcessor": "guidance_scale" for kind in _GUIDANCE},
-    **{f"{kind}LogitsProcessor": "logits_processor" for kind in _CODEBOOKS},
-    **{f"{kind}LogitsProcessor": "watermarking_config" for kind in ("SynthIDTextWatermark", "Watermark")},
+    "AlternatingCodebooksLogitsProcessor": "logits_processor",
     "BarkEosPrioritizerLogitsProcessor": "min_eos_p",
+    "ClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
+    "DiaClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
+    "DiaEOSChannelFilterLogitsProcessor": "logits_processor",
+    "DiaEOSDelayPatternLogitsProcessor": "logits_processor",
     "EncoderNoRepeatNGramLogitsProcessor": "encoder_no_repeat_ngram_size",
     "EncoderRepetitionPenaltyLogitsProcessor": "encoder_repetition_penalty",
     "HammingDiversityLogitsProcessor": "diversity_penalty",
+    "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
+    "WatermarkLogitsProcessor": "watermarking_config",
     "WhisperNoSpeechDetection": "no_speech_threshold",
     "WhisperTimeStampLogitsProcessor": "return_timestamps",
 }
