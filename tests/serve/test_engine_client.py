@@ -15,6 +15,7 @@ from redrafter.serve.engine_process.client import ServedSequence
 pytest.importorskip("fastapi")
 
 from helpers.engine_in_thread import GREEDY, EngineThread, asked, begun, written
+from helpers.generation import noted
 from helpers.processes import soon
 from helpers.scheduling import alone, make_sequence, nothing_is_held, scheduler
 from redrafter.errors import ArgumentError
@@ -95,6 +96,13 @@ async def test_a_first_token_does_not_wait_for_a_step(client, served, monkeypatc
     async for _ in asked(client, [[5, 6, 7]], 8):
         reported.set()
     assert waited[0]
+
+
+async def test_a_request_without_a_grammar_is_submitted_by_the_thread_that_receives_it(client, monkeypatch):
+    threads = noted(monkeypatch, worker_module.Worker, "submit", lambda *_: threading.current_thread().name)
+    async for _ in asked(client, [[5, 6, 7]], 4):
+        pass
+    assert threads == ["redrafter-receiver"]
 
 
 async def test_a_message_about_many_sequences_calls_their_loop_once(client, monkeypatch):

@@ -154,7 +154,12 @@ class _EngineServer:
     def _receive(self) -> None:
         try:
             while True:
-                self._call(self._handle, self._channel.receive())
+                message = self._channel.receive()
+                # Most requests are submitted here: each switch to another thread delays a first token.
+                if isinstance(message, messages.Submit) and message.grammar is None:
+                    self._submit(message)
+                else:
+                    self._call(self._handle, message)
         except EOFError:
             pass
         finally:  # also after an unreadable message: without its connection the engine is useless
@@ -173,9 +178,7 @@ class _EngineServer:
             self._worker.cancel(message.numbers)  # the task may already have submitted them
         elif isinstance(message, messages.ChangeAdapters | messages.ChangeEngine):
             self._changing.submit(self._change, message)
-        elif message.grammar is None:
-            self._submit(message)
-        else:
+        elif message.grammar is not None:
             task = asyncio.ensure_future(self._compile(message, message.grammar))
             self._compiling[message.numbers] = task
             task.add_done_callback(lambda _: self._compiled(message, task))
