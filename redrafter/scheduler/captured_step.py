@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import islice
 from typing import NamedTuple
 from weakref import WeakSet
@@ -37,6 +38,12 @@ def bucket(rows: int) -> int:
     return 1 << (rows - 1).bit_length() if rows <= 64 else -(-rows // 64) * 64
 
 
+@cache
+def capture_stream(gpu: int) -> torch.cuda.Stream:
+    """Return the stream on which steps of a GPU are captured, as graphs share freed memory within one stream only."""
+    return torch.cuda.Stream(gpu)  # torch's default is one stream of the GPU that captures first, for all GPUs
+
+
 def capture(
     run: Callable[[], object], other: torch.cuda.CUDAGraph | None = None, *, watched: bool = False
 ) -> torch.cuda.CUDAGraph:
@@ -47,7 +54,7 @@ def capture(
     """
     # A first call compiles kernels and allocates workspaces, which cannot be captured. CUDA requires a side stream for
     # it.
-    stream = torch.cuda.Stream()
+    stream = capture_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()
@@ -57,7 +64,7 @@ def capture(
     # In the mode "global", a call of another thread that is not allowed during capture would break the capture.
     mode = "thread_local" if watched else "global"
     # A collection might free a graph, and freeing one ends the process while another is captured.
-    with collection_paused(), torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
+    with collection_paused(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
         run()
     return graph
 

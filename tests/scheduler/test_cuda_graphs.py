@@ -1,5 +1,6 @@
 """Captured steps are shared between requests; here they run uncaptured, on a paged cache."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -125,3 +126,30 @@ def test_several_ranks_reset_their_graphs_at_exit(ranks, monkeypatch):
     for call, *arguments in at_exit:
         call(*arguments)
     assert {*reset} == ({step.graph for step in steps} if ranks > 1 else set())
+
+
+def test_steps_of_a_gpu_are_captured_on_one_stream_of_it(monkeypatch):
+    """torch's default is a stream of the GPU that captures first, also for captures on another GPU."""
+    captured: list[tuple[int, int]] = []
+
+    class Stream:
+        def __init__(self, gpu: int = -1):
+            self.gpu = gpu
+
+        def wait_stream(self, other: "Stream") -> None:
+            pass
+
+    def graph(_: object, *, stream: Stream, **__: object) -> nullcontext:
+        captured.append((stream.gpu, id(stream)))
+        return nullcontext()
+
+    fakes = {"Stream": Stream, "graph": graph, "current_stream": Stream, "stream": nullcontext, "CUDAGraph": object}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    captured_step.capture_stream.cache_clear()
+    for gpu in (0, 1, 0):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda gpu=gpu: gpu)
+        captured_step.capture(lambda: None)
+    captured_step.capture_stream.cache_clear()  # these are no streams
+    assert [gpu for gpu, _ in captured] == [0, 1, 0]
+    assert captured[0] == captured[2]
