@@ -21,7 +21,7 @@ from redrafter.drafting.proposer import Proposer, State
 from redrafter.model.forward_batch import ForwardBatch, LogitsReader
 from redrafter.model.target import Target
 from redrafter.parallel.ranks import ALONE, Ranks
-from redrafter.sampling.sampler import Sampler, finite_draws
+from redrafter.sampling.sampler import Sampler, check_draws
 from redrafter.tree.accept import Path
 from redrafter.tree.report import StepReport, accept_drafts
 from redrafter.tree.token_tree import Tree, chain
@@ -84,11 +84,11 @@ def step(
         The state after the step, and the tokens it produced.
     """
     # 1. Noise. The proposer sees the noise that the target will draw with.
-    noise = sampler.noise(state.length + 1, (proposer.without_text or proposer).depth + 1)  # [B, K+1, V]
+    noise = sampler.noise(state.length, (proposer.without_text or proposer).depth + 1)  # [B, K+1, V]
 
     # 2. Propose. The root of the tree is the pending token.
     tree = proposer.propose(state, sampler, noise, cache, draft_cache).of_first(target.ranks)  # [B, N]
-    noise = sampler.noise(state.length + 1, tree.levels + 1, known=noise)  # drafts that the text adds may be deeper
+    noise = sampler.noise(state.length, tree.levels + 1, known=noise)  # drafts that the text adds may be deeper
 
     # 3. Verify. One forward computes the target's logits and hidden states at all nodes.
     # Where rows share nodes, most nodes of a row have no logits, and nothing of the vocabulary's size is made for them.
@@ -106,19 +106,16 @@ def step(
 
     # 5. Draw. The target draws its own next token at every node.
     if flat:
-        drawn_nodes = sampler.draw_nodes(logits[0], noise, tree.token_rows, batch.flat(tree.depth, None))  # [T]
-        finite_nodes = finite_draws(logits, drawn_nodes[None])[0]
-        drawn, finite = tree.by_row(torch.stack([drawn_nodes, finite_nodes], dim=1)).unbind(2)  # [B, N] each
+        draws = tree.by_row(sampler.draw_nodes(logits[0], noise, tree.token_rows, batch.flat(tree.depth, None)))
+    elif tree.sampled_from is None:
+        draws = sampler.draw(scores, noise, tree.depth, logits)
     else:
-        if tree.sampled_from is None:
-            drawn = sampler.draw(scores, noise, tree.depth)  # [B, N]
-        else:
-            drawn = sampler.draw_residual(scores, noise, tree, state.length + 1)  # [B, N]
-        finite = finite_draws(logits, drawn, sampled=tree.sampled_from is not None)
+        drawn = sampler.draw_residual(scores, noise, tree, state.length + 1)  # [B, N]
+        draws = check_draws(logits, drawn, sampled=True)
     if not keeps_logits:
         logits = scores = logits.new_empty(0)
     # All ranks must accept and commit the same tokens, so rank 0's draws are used.
-    drawn, finite = target.ranks.of_first(drawn, finite)
+    drawn, finite = target.ranks.of_first(draws)[0].unbind(2)  # [B, N] each
 
     # 6. Accept. A draft holds if it is the token that was drawn at its parent, and its parent holds. Each row's text
     #    gets the accepted tokens and the one drawn after them, the next pending token.
@@ -151,8 +148,7 @@ def step(
     if flat:
         hidden = verified.hidden[0, tree.row_starts[:-1] + path.end]  # [B, F]
     else:
-        end = path.end[:, None, None].expand(-1, 1, verified.hidden.shape[-1])
-        hidden = verified.hidden.gather(1, end).squeeze(1)
+        hidden = verified.hidden.take_along_dim(path.end[:, None, None], dim=1).squeeze(1)
     # Inactive rows are masked, not left out: a captured step has fixed shapes.
     hidden = torch.where(state.active[:, None], hidden, state.hidden)
     return replace(state, length=length, hidden=hidden), output
@@ -186,8 +182,8 @@ def draw_first_tokens(
     before = State(tokens, prompt - 1, hidden, torch.ones_like(prompt, dtype=torch.bool))
     tree = chain(before.pending)  # [B, 1], the last prompt token
     scores = _process(logits[:, None], before, tree, sampler, window)  # [B, 1, V]
-    drawn = sampler.draw(scores, sampler.noise(prompt, 1), tree.depth)  # [B, 1]
-    drawn, finite = ranks.of_first(drawn, finite_draws(logits[:, None], drawn))
+    draws = sampler.draw(scores, sampler.noise(before.length, 1), tree.depth, logits[:, None])  # [B, 1, 2]
+    drawn, finite = ranks.of_first(draws)[0].unbind(2)  # [B, 1] each
     path, report, length = accept_drafts(tree, drawn, finite, tokens, before.length, before.active, max_depth=0)
     output = StepOutput(report=report, path=path, levels=0, grafted=0, logits=logits[:, None], scores=scores)
     return replace(before, length=length, hidden=hidden), output

@@ -74,7 +74,7 @@ class DraftModelProposer:
         assert draft_cache is not None, "a draft model has a cache"
         if self.sampled and noise is not None:
             # Separate noise: a draft and its acceptance must be independent, or the result is biased.
-            noise = sampler.stream(DRAFT).noise(state.length + 1, self.depth)  # [B, K, V]
+            noise = sampler.stream(DRAFT).noise(state.length, self.depth)  # [B, K, V]
         tree, sampled_from = self._search(state, sampler, noise, draft_cache)
         if self.sampled and noise is not None and sampled_from:
             return replace(tree, sampled_from=torch.cat(sampled_from, dim=1))

@@ -35,15 +35,15 @@ def _gumbel_kernel(SEEDS, POSITIONS, OUT, vocab, count, CHUNK: tl.constexpr):
     tl.store(OUT + position * vocab + at, -tl.log(-log1p), at < vocab)
 
 
-def gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     """Return Gumbel noise `[B, P, V]` float32, as `redrafter.sampling.noise.gumbel` does.
 
     Args:
         seeds: Seed of each row, `[B]` int64.
         positions: Positions of the tokens, `[B, P]` int64.
-        vocab: V; the noise belongs to token ids 0 to V - 1.
+        ids: 0 to V - 1, the token ids that the noise belongs to, `[V]`.
     """
-    rows, count = positions.shape
+    (rows, count), vocab = positions.shape, len(ids)
     out = torch.empty(rows, count, vocab, dtype=torch.float32, device=positions.device)
     grid = (rows * count, triton.cdiv(vocab, CHUNK))
     _gumbel_kernel[grid](seeds.contiguous(), positions.contiguous(), out, vocab, count, CHUNK=CHUNK, num_warps=8)
@@ -52,15 +52,15 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
 
 @triton.jit(do_not_specialize=["nodes", "depths"])
 def _top_of_chunk_kernel(
-    LOGITS, TEMPERATURE, NOISE, DEPTH, TOPS, IDS, nodes, depths, vocab, chunks, CHUNK: tl.constexpr, NOISY: tl.constexpr
+    LOGITS, TEMPERATURE, NOISE, ROWS, DEPTH, TOPS, IDS, nodes, depths, vocab, chunks, CHUNK: tl.constexpr
 ):
     """Find the best token of one chunk of ids at one node."""
     node, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = node // nodes
+    row = node // nodes if ROWS is None else tl.load(ROWS + node)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = at < vocab
     x = tl.load(LOGITS + node * vocab + at, inside, float("-inf")).to(tl.float32)
-    if NOISY:
+    if NOISE is not None:
         noise = NOISE + (row * depths + tl.load(DEPTH + node)) * vocab
         x = x / tl.load(TEMPERATURE + row) + tl.load(noise + at, inside, 0.0)
     x = tl.where(
@@ -73,14 +73,16 @@ def _top_of_chunk_kernel(
 
 
 @triton.jit
-def _top_of_node_kernel(TOPS, IDS, OUT, chunks, BLOCK: tl.constexpr):
-    """Find the best token at one node among the best of its chunks."""
+def _top_of_node_kernel(TOPS, IDS, LOGITS, OUT, chunks, vocab, BLOCK: tl.constexpr):
+    """Find the best token at one node among the best of its chunks, and whether its logit is finite."""
     node, chunk = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     _, where = tl.max(tl.load(TOPS + node * chunks + chunk, chunk < chunks, float("-inf")), 0, return_indices=True)
-    tl.store(OUT + node, tl.load(IDS + node * chunks + where).to(tl.int64))
+    best = tl.load(IDS + node * chunks + where).to(tl.int64)
+    tl.store(OUT + 2 * node, best)
+    tl.store(OUT + 2 * node + 1, (tl.abs(tl.load(LOGITS + node * vocab + best)) < float("inf")).to(tl.int64))
 
 
-def sample_tokens(logits: Tensor, temperature: Tensor, noise: Tensor | None, depth: Tensor) -> Tensor:
+def draw_tokens(logits: Tensor, temperature: Tensor, noise: Tensor | None, depth: Tensor, row: Tensor | None) -> Tensor:
     """Draw a token at every node: the argmax of `logits / temperature + noise`, the first one on a tie.
 
     Args:
@@ -88,21 +90,22 @@ def sample_tokens(logits: Tensor, temperature: Tensor, noise: Tensor | None, dep
         temperature: Temperature of each row, `[B]` float32.
         noise: Gumbel noise by depth, `[B, K+1, V]` float32; None for the argmax of `logits` (greedy).
         depth: Depth of each node, `[B, N]` int64.
+        row: The row of temperature and noise of each node, `[B, N]` int64; None for the node's own row.
 
     Returns:
-        The tokens, `[B, N]` int64.
+        The tokens, and then 1 where the token's logit is finite, else 0, `[B, N, 2]` int64.
     """
     rows, nodes, vocab = logits.shape
     logits, chunks = logits.contiguous(), triton.cdiv(vocab, CHUNK)
     tops = logits.new_empty(rows, nodes, chunks, dtype=torch.float32)
     ids = torch.empty_like(tops, dtype=torch.int32)
-    out = torch.empty(rows, nodes, dtype=torch.long, device=logits.device)
+    out = torch.empty(rows, nodes, 2, dtype=torch.long, device=logits.device)
     _top_of_chunk_kernel[(rows * nodes, chunks)](
-        logits, temperature, noise, depth.contiguous(), tops, ids,
-        nodes, 0 if noise is None else noise.shape[1], vocab, chunks,
-        CHUNK=CHUNK, NOISY=noise is not None, num_warps=8,
+        logits, temperature, noise, row, depth.contiguous(), tops, ids,
+        nodes, 0 if noise is None else noise.shape[1], vocab, chunks, CHUNK=CHUNK, num_warps=8,
     )  # fmt: skip
-    _top_of_node_kernel[(rows * nodes,)](tops, ids, out, chunks, BLOCK=triton.next_power_of_2(chunks), num_warps=1)
+    block = triton.next_power_of_2(chunks)
+    _top_of_node_kernel[(rows * nodes,)](tops, ids, logits, out, chunks, vocab, BLOCK=block, num_warps=1)
     return out
 
 

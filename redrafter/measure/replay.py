@@ -161,7 +161,7 @@ def read_positions(
             limit=zero,
             ids=torch.arange(target.vocab_size, device=device),
         )
-        noise = sampler.noise(committed + 1, depth)  # [a, K, V]
+        noise = sampler.noise(committed, depth)  # [a, K, V]
         context = None if contexts is None else contexts(text_row, committed)
         yield Positions(State(text[part].to(device), zero, before, zero == 0), sampler, noise, context)
 

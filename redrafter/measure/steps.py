@@ -149,7 +149,7 @@ class StandingBatch:
     def propose(self, proposer: Proposer) -> Callable[[], Tree]:
         """Return a function that proposes a tree for the step; its noise is drawn in advance and not timed."""
         # Steps draw noise once for draft and verification, so it belongs to neither part.
-        noise = self.sampler.noise(self.state.length + 1, proposer.depth + 1)
+        noise = self.sampler.noise(self.state.length, proposer.depth + 1)
         return lambda: proposer.propose(self.state, self.sampler, noise, self.cache, None)
 
 

@@ -339,5 +339,5 @@ class VarlenForward(TreeForward):
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Return `[M]` padded with zeros to a multiple of `TOKEN_MULTIPLE`."""
-    return pad(x, (0, -len(x) % TOKEN_MULTIPLE))
+    """Return `[M]` padded with zeros to a multiple of `TOKEN_MULTIPLE`, without a copy if it is one."""
+    return pad(x, (0, -len(x) % TOKEN_MULTIPLE)) if len(x) % TOKEN_MULTIPLE else x

@@ -42,8 +42,8 @@ def draw_residual(tree: Tree, scores: Tensor, noise: Tensor, chance: Tensor) -> 
     return torch.cat([torch.where(kept, tree.tokens[:, 1:], other[:, :-1]), other[:, -1:]], dim=1)
 
 
-def finite_draws(logits: Tensor, drawn: Tensor, *, sampled: bool = False) -> Tensor:
-    """Return 1 for each node whose draw was made from finite numbers, else 0, `[B, N]` int64.
+def check_draws(logits: Tensor, drawn: Tensor, *, sampled: bool = False) -> Tensor:
+    """Return drawn tokens, each with 1 after it if it was drawn from finite numbers, else 0, `[B, N, 2]` int64.
 
     An argmax takes a NaN for the largest number. So the logit of the drawn token reveals it, without a pass over the
     vocabulary: it is not finite where a model overflows or computes NaN, and the draw is meaningless.
@@ -54,7 +54,7 @@ def finite_draws(logits: Tensor, drawn: Tensor, *, sampled: bool = False) -> Ten
         sampled: Whether they were drawn by rejection sampling, whose distribution a single NaN makes invalid.
     """
     highest = logits.amax(-1) if sampled else logits.gather(2, drawn[..., None]).squeeze(2)
-    return highest.isfinite().long()
+    return torch.stack([drawn, highest.isfinite().long()], dim=2)
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class Sampler:
         """Return the sampler with noise of another stream."""
         return self if self.seeds is None else replace(self, seeds=branch(self.seeds, which))
 
-    def noise(self, position: Tensor, count: int, known: Tensor | None = None) -> Tensor | None:
-        """Return the noise of `count` tokens from `position` `[B]` on, `[B, count, V]` float32; None if greedy.
+    def noise(self, length: Tensor, count: int, known: Tensor | None = None) -> Tensor | None:
+        """Return the noise of `count` tokens after the one at `length` `[B]`, `[B, count, V]` float32; None if greedy.
 
         `known` noise of the first tokens is not computed again, and is returned whole if it is longer.
         """
@@ -103,13 +103,11 @@ class Sampler:
             return None
         if known is not None:
             first = known.shape[1]
-            more = self.noise(position + first, count - first) if count > first else None
+            more = self.noise(length + first, count - first) if count > first else None
             return known if more is None else torch.cat([known, more], dim=1)
-        positions = position[:, None] + torch.arange(count, device=position.device)
-        if kernels.TRITON and position.is_cuda:
-            noise = kernels.sample.gumbel(self.seeds, positions, len(self.ids))
-        else:
-            noise = gumbel(self.seeds, positions, self.ids)
+        positions = length[:, None] + torch.arange(1, count + 1, device=length.device)
+        make = kernels.sample.gumbel if kernels.TRITON and length.is_cuda else gumbel
+        noise = make(self.seeds, positions, self.ids)
         # Greedy rows of a mixed batch share the kernel: without noise, their draw is the argmax.
         return noise if self.greedy is None else noise.masked_fill_(self.greedy[:, None, None], 0.0)
 
@@ -129,26 +127,28 @@ class Sampler:
         prefixes = Prefixes(tokens, length, prompt=self.prompt, limit=self.limit, tree=tree, window=window)
         return self.process(logits, prefixes)
 
-    def draw(self, scores: Tensor, noise: Tensor | None, depth: Tensor) -> Tensor:
-        """Draw the target's own next token at every node, `[B, N]`; the node's `depth` `[B, N]` selects its noise."""
+    def draw(self, scores: Tensor, noise: Tensor | None, depth: Tensor, logits: Tensor) -> Tensor:
+        """Draw the target's own next token at every node, and check it as `check_draws` does, with its result.
+
+        The node's `depth` `[B, N]` selects its noise.
+        """
         if self.fused:
             # The kernel scales and adds noise in registers, so no second tensor of the logits' size is written.
-            return kernels.sample.sample_tokens(scores, self.temperature, noise, depth)
-        if noise is None:
+            return kernels.sample.draw_tokens(logits, self.temperature, noise, depth, None)
+        if noise is not None:
+            scores = scores + noise.gather(1, depth[:, :, None].expand_as(scores))
+        elif not scores.is_cuda:
             # On a CPU an argmax of 16-bit numbers takes four times as long: 2.1 ms for 12 nodes of 49,152 ids.
-            return (scores if scores.is_cuda else scores.float()).argmax(dim=-1)
-        return (scores + noise.gather(1, depth[:, :, None].expand_as(scores))).argmax(dim=-1)
+            scores = scores.float()
+        return check_draws(logits, scores.argmax(dim=-1))
 
     def draw_nodes(self, logits: Tensor, noise: Tensor | None, row: Tensor, depth: Tensor) -> Tensor:
-        """Draw as `draw` does at T nodes of any rows, `[T]`, from their logits `[T, V]`; for `draws_logits` alone."""
-        temperature, depths = self.temperature, 1 if noise is None else noise.shape[1]
+        """Draw as `draw` does at T nodes of any rows, from logits `[T, V]`: `[T, 2]`; for `draws_logits` alone."""
         if self.fused:
-            if noise is not None:  # the kernel looks for the noise of its own row, which each node is here
-                own = torch.arange(len(row), device=row.device)
-                depth, temperature = depth + (row - own) * depths, temperature[row]
-            return kernels.sample.sample_tokens(logits[:, None], temperature, noise, depth[:, None]).squeeze(1)
-        here = None if noise is None else noise.flatten(0, 1)[row * depths + depth][:, None]
-        return self.draw(logits[:, None], here, torch.zeros_like(depth)[:, None]).squeeze(1)
+            return kernels.sample.draw_tokens(logits[None], self.temperature, noise, depth[None], row)[0]
+        nodes = logits[:, None]
+        here = None if noise is None else noise[row, depth][:, None]
+        return self.draw(nodes, here, torch.zeros_like(depth)[:, None], nodes).squeeze(1)
 
     def draw_residual(self, scores: Tensor, noise: Tensor | None, tree: Tree, position: Tensor) -> Tensor:
         """Draw the token after each node of a sampled chain by rejection sampling, `[B, N]` int64.
@@ -167,7 +167,7 @@ class Sampler:
         last = None if self.draft_limits is None else tree.depth >= self.draft_limits[:, None]
         for nodes in (greedy, last):
             if nodes is not None:
-                drawn = torch.where(nodes, self.draw(scores, noise, tree.depth), drawn)
+                drawn = torch.where(nodes, (scores + noise).argmax(dim=-1), drawn)
         return drawn
 
     def draft_scores(self, logits: Tensor, noise: Tensor | None, step: int, ids: Tensor | None) -> Tensor:

@@ -144,11 +144,10 @@ def beam_search(
         tree = tree_of(*lattice, max_depth=len(tokens) - 1, width=beams)
     else:
         kept_tokens, parents, depths, slots, _ = hold_best(*lattice, score, nodes, by_row=True)
-        score = score.gather(1, slots)
         # The draft model has stored the whole lattice, where a kept node keeps its slot.
         tree = replace(tree_of(kept_tokens, parents, depths, len(tokens) - 1, width=beams), slots=slots)
-    if shared is not None and shared < score.numel():
-        tree = share_nodes(tree, score, shared)
+    if shared is not None and shared < tree.tokens.numel():
+        tree = share_nodes(tree, score if tree.slots is None else score.gather(1, tree.slots), shared)
     return tree
 
 

@@ -86,7 +86,7 @@ class Tree:
     def row_starts(self) -> Tensor:
         """Index of each row's first node among those that the next forward computes, and then `size`, `[B+1]` int64."""
         if self.counts is None:
-            return torch.arange(len(self.tokens) + 1, device=self.tokens.device) * self.new
+            return torch.arange(0, (len(self.tokens) + 1) * self.new, self.new, device=self.tokens.device)
         return self._order[0]
 
     @property

@@ -102,6 +102,11 @@ def add_peers(ranks: int, dtype: torch.dtype) -> Callable[[], object]:
     )
 
 
+def draw(noise: torch.Tensor | None, row: torch.Tensor | None) -> Callable[[], object]:
+    logits, depth = torch.zeros(1, 3, 5000).bfloat16(), torch.zeros(1, 3).long()
+    return lambda: kernels.sample.draw_tokens(logits, torch.ones(1), noise, depth, row)
+
+
 def hold(rows: int, nodes: int, total: int, *, by_row: bool = False) -> Callable[[], object]:
     tree = random_outcome(rows, nodes, shared=not by_row, limited=False)["tree"]
     nodes_of = tree.tokens, tree.parents, tree.depth, random_scores(tree)
@@ -133,10 +138,12 @@ PROGRAMS = {
     "acceptance of a token": accept(1, shared=False, limited=False),
     "acceptance of shared nodes": accept(41, shared=True, limited=True),
     "order of the tokens of 512 rows": order(512, 26),
-    "noise": lambda: kernels.sample.gumbel(torch.zeros(2).long(), torch.zeros(2, 3).long(), 5000),
+    "noise": lambda: kernels.sample.gumbel(torch.zeros(2).long(), torch.zeros(2, 3).long(), torch.arange(5000)),
     "scores of drafts under noise": lambda: kernels.sample.noisy_scores(
         torch.zeros(2, 3, 5000).bfloat16(), torch.ones(2), torch.zeros(2, 9000), torch.arange(5000)
     ),
+    "draws": draw(None, None),
+    "draws under noise at nodes of any rows": draw(torch.zeros(1, 2, 5000), torch.zeros(1, 3).long()),
     "nodes that 32 rows share": hold(32, 26, 64),
     "nodes that two rows share": hold(2, 641, 4),
     "best nodes of each row": hold(8, 26, 8, by_row=True),

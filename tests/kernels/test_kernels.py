@@ -24,7 +24,7 @@ from redrafter.kernels.tree import find_ancestors
 from redrafter.kernels.tree import top_continuations as kernel_top_continuations
 from redrafter.model.forward_batch import ForwardBatch
 from redrafter.sampling.noise import gumbel
-from redrafter.sampling.sampler import Sampler
+from redrafter.sampling.sampler import Sampler, check_draws
 from redrafter.tree.beam_search import top_continuations
 from redrafter.tree.report import accept_drafts
 from redrafter.tree.token_tree import hold_best, token_order, tree_of
@@ -159,7 +159,9 @@ def test_a_nan_leads_to_no_id_past_the_vocabulary():
     zeros = torch.zeros(2, 3, dtype=torch.long, device=DEVICE)
     ones, noise = torch.ones(2, device=DEVICE), torch.zeros(2, 1, 50, device=DEVICE)
     for optional_noise in (None, noise):
-        assert torch.equal(kernels.sample.sample_tokens(logits, ones, optional_noise, zeros), logits.argmax(-1))
+        drawn = kernels.sample.draw_tokens(logits, ones, optional_noise, zeros, None)
+        assert torch.equal(drawn, check_draws(logits, logits.argmax(-1)))
+        assert drawn[..., 1].tolist() == [[0, 0, 1], [1, 1, 0]]
     for ids in (None, torch.arange(100, 150, device=DEVICE)):
         score, source, token = kernel_top_continuations(logits, torch.zeros(2, 3, device=DEVICE), 5, ids)
         first = 0 if ids is None else 100
@@ -311,9 +313,11 @@ def test_sampling_equals_an_argmax_with_noise():
         temperature = torch.rand(rows, generator=generator).to(DEVICE) + 0.5
         depth = torch.randint(0, 3, (rows, nodes), generator=generator).to(DEVICE)
         noise = torch.randn(rows, 3, vocab, generator=generator).to(DEVICE)
-        assert torch.equal(kernels.sample.sample_tokens(logits, temperature, None, depth), logits.argmax(-1))
+        found = kernels.sample.draw_tokens(logits, temperature, None, depth, None)
+        assert torch.equal(found, check_draws(logits, logits.argmax(-1)))
         scores = logits / temperature[:, None, None] + noise.gather(1, depth[:, :, None].expand_as(logits))
-        assert torch.equal(kernels.sample.sample_tokens(logits, temperature, noise, depth), scores.argmax(-1))
+        found = kernels.sample.draw_tokens(logits, temperature, noise, depth, None)
+        assert torch.equal(found, check_draws(logits, scores.argmax(-1)))
 
 
 @pytest.mark.parametrize("names", ["none", "of all", "of each beam"])
@@ -344,13 +348,15 @@ def test_nodes_of_any_rows_are_sampled_as_those_of_their_rows(monkeypatch):
     logits = torch.randn(len(row), vocab, generator=generator).to(DEVICE)
     ids = torch.arange(vocab, device=DEVICE)
     sampler = Sampler(None, (), temperature, row, row, ids)
+    logits[1, 7] = torch.inf
     scores = logits / temperature[row][:, None] + noise[row, depth]
-    assert torch.equal(sampler.draw_nodes(logits, noise, row, depth), scores.argmax(-1))
-    assert torch.equal(sampler.draw_nodes(logits, None, row, depth), logits.argmax(-1))
+    for drawn, with_noise in ((scores, noise), (logits, None)):
+        expected = check_draws(logits[None], drawn.argmax(-1)[None])[0]
+        assert torch.equal(sampler.draw_nodes(logits, with_noise, row, depth), expected)
 
 
 def test_noise_equals_the_reference():
     seeds, positions = torch.tensor([-3, 2**62 + 5]), torch.tensor([[0, 1, 900], [5, 6, 7]])
     expected = gumbel(seeds, positions, torch.arange(9000))
-    found = kernels.sample.gumbel(seeds.to(DEVICE), positions.to(DEVICE), 9000).cpu()
+    found = kernels.sample.gumbel(seeds.to(DEVICE), positions.to(DEVICE), torch.arange(9000)).cpu()
     assert torch.allclose(found, expected, atol=2e-6, rtol=2e-6)

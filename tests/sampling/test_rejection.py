@@ -81,9 +81,9 @@ def one_position(draws):
     p, q = torch.randn(2, 6, generator=torch.Generator().manual_seed(3)).log_softmax(-1)
     rows, position = torch.zeros(draws).long(), torch.full((draws,), 9)
     sampler = Sampler(torch.arange(draws), (), torch.ones(draws), rows, rows, torch.arange(6))
-    drafts = (q + sampler.stream(DRAFT).noise(position, 1)).argmax(-1)  # [B, 1]
+    drafts = (q + sampler.stream(DRAFT).noise(position - 1, 1)).argmax(-1)  # [B, 1]
     tree = replace(chain(torch.cat([rows[:, None], drafts], dim=1)), sampled_from=q.expand(draws, 1, 6))
-    drawn = sampler.draw_residual(p.expand(draws, 2, 6), sampler.noise(position, 2), tree, position)
+    drawn = sampler.draw_residual(p.expand(draws, 2, 6), sampler.noise(position - 1, 2), tree, position)
     return drawn, drafts, p.exp(), q.exp()
 
 

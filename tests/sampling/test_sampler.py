@@ -28,6 +28,6 @@ def test_on_a_cpu_greedy_draws_of_16_bit_logits_are_made_in_float32_where_an_arg
     sampler, depth = Sampler(None, (), torch.ones(1), zero, zero, IDS), torch.zeros(1, 12, dtype=torch.long)
     logits = torch.randn(1, 12, len(IDS)).bfloat16()
     with _Argmaxes() as seen:
-        drawn = sampler.draw(logits, None, depth)
-    assert torch.equal(drawn, logits.argmax(-1))
+        drawn = sampler.draw(logits, None, depth, logits)
+    assert torch.equal(drawn[..., 0], logits.argmax(-1))
     assert seen.dtypes == {torch.float32}
