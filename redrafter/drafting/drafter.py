@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from redrafter.cache.kv_cache import KVCache
+from redrafter.cache.paged import PagedCache
 from redrafter.drafting.context_attention import ContextAttention, ContextWindow, PackedContext
 from redrafter.drafting.decoder_parts import fuse_outputs, gated_state
 from redrafter.drafting.drafter_config import DrafterConfig
@@ -334,24 +335,28 @@ class RecurrentProposer(SearchProposer[ContextWindow | None]):
         size = self.drafter.config.context_window
         if not size:
             return None
-        return ContextWindow.read_last(
-            state.length, min(size, cache.window), cache.read_drafter_layer
-        )  # a row has no more
+        read = ContextWindow.read_last
+        if self.compiled and isinstance(cache, PagedCache):
+            read = compile_once(read)
+            mark_dynamic((state.length,), 0)
+            mark_dynamic((cache.table,), 0, 1)
+        return read(state.length, min(size, cache.window), cache.read_drafter_layer)  # a row has no more
 
     def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: ContextWindow | None) -> Expand:
         """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""
         drafter, carried = self.drafter, None  # [B, w, D], the recurrent state of each beam
-        start = drafter.begin(drafter.fuse_hidden(state.hidden)[:, None])
+        begin = compile_once(_begin) if self.compiled else _begin
         advance = compile_once(_advance) if self.compiled else _advance
+        mark_dynamic((state.hidden,), 0)
+        start = begin(drafter, state.hidden)
         windows: list[ContextWindow | None] = [context] * self.depth
         if context is not None:
             steps = torch.arange(self.depth, device=context.length.device)
             windows = [context._replace(length=length) for length in context.length + steps[:, None]]
         if self.compiled:
             mark_dynamic(start, 0)
-        if self.compiled and context is not None:
-            mark_dynamic((context.keys, context.bias), 0, 3)
-            mark_dynamic((context.values,), 0, 2)
+            mark_dynamic((context and context.keys, context and context.bias), 0, 3)
+            mark_dynamic((context and context.values,), 0, 2)
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor | PartOfScores:
             nonlocal carried
@@ -367,6 +372,10 @@ class RecurrentProposer(SearchProposer[ContextWindow | None]):
             return drafter.draft_scores(logits, sampler, noise, k)
 
         return expand
+
+
+def _begin(drafter: RecurrentDrafter, hidden: Tensor) -> DraftStart:
+    return drafter.begin(drafter.fuse_hidden(hidden)[:, None])
 
 
 def _advance(

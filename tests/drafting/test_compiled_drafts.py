@@ -22,8 +22,10 @@ ALL_ROWS = "01 01 01"  # tokens, sources and carried states, whose rows and beam
 FUSED = {"options": {"combo_kernels": True}}
 # By drafter, the functions with their options and, of each kind of call, the dimensions of tensors that vary.
 GIVEN: dict[str, dict[str, tuple[dict[str, Any], set[str]]]] = {
-    "recurrent": {"_advance": ({}, {"01 01 0 0 0", f"{ALL_ROWS} 0 0 0"})},
+    "recurrent": {"_begin": ({}, {"0"}), "_advance": ({}, {"01 01 0 0 0", f"{ALL_ROWS} 0 0 0"})},
     "context": {
+        "read_last": ({}, {"0"}),
+        "_begin": ({}, {"0"}),
         "_remember": ({}, {"0 0 0"}),
         "_advance": ({}, {"01 01 0 0 03 02 03 0", f"{ALL_ROWS} 0 0 03 02 03 0"}),
     },

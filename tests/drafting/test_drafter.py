@@ -17,6 +17,7 @@ from helpers.drafters import FORMS, random_drafter
 from helpers.eagle import random_head
 from helpers.models import HIDDEN, VOCAB, tiny_drafter, tiny_model
 from redrafter import ArgumentError, CheckpointError, DrafterConfig, RecurrentDrafter
+from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.drafting import drafter as drafter_module
 from redrafter.drafting.context_attention import ContextWindow
 from redrafter.drafting.proposer import State
@@ -297,21 +298,30 @@ def test_a_drafter_is_compiled_a_few_times_for_all_rows_beams_and_steps(changes,
     monkeypatch.setattr(drafter_module, "compile_once", cache(lambda function: torch.compile(function)))
     torch._dynamo.reset()
     target, drafter = Target(tiny_model("llama")), tiny_drafter(**changes)
+    if layer := drafter.stored_layer(target, compiled=False):
+        pool = KVCachePool([layer.shape], 1024)
+        for stored in pool.pools:
+            stored.normal_()
 
     def drafts(rows, beams, depth, compiled):
         torch.manual_seed(rows)
-        hidden, stored = torch.randn(rows, target.feature_size), torch.randn(2, rows, 16, 2, 8)
-        tokens, zeros, at = torch.full((rows, 12), 7), torch.zeros(rows, dtype=torch.long), torch.arange(rows)[:, None]
+        hidden = torch.randn(rows, target.feature_size)
+        tokens, zeros = torch.full((rows, 12), 7), torch.zeros(rows, dtype=torch.long)
         state = State(tokens, torch.full((rows,), 9), hidden, torch.ones(rows, dtype=torch.bool))
         sampler = Sampler(None, (), torch.ones(rows), zeros, zeros, torch.arange(target.vocab_size))
+        proposer = drafter.proposer(target, beams, depth, beams * depth + 1, None, compiled)
         context = None
         if size := drafter.config.context_window:
-            context = ContextWindow.read_last(state.length, size, lambda n: (stored[0][at, n], stored[1][at, n]))
-        proposer = drafter.proposer(target, beams, depth, beams * depth + 1, None, compiled)
+            table = torch.arange(16 * rows, dtype=torch.int32).view(rows, 16)[:, : 2 * depth]
+            cache = PagedCache(pool, table)
+            context = proposer.read_context(state, cache)
+            expected = ContextWindow.read_last(state.length, size, cache.read_drafter_layer)
+            assert all(map(torch.equal, context, expected))
         return proposer.grow(state, sampler, proposer.scores(state, sampler, None, context)).tokens
 
     with torch.inference_mode():
         for rows, beams, depth in ((1, 5, 5), (8, 3, 5), (4, 5, 4), (32, 1, 5), (64, 1, 3), (2, 2, 2), (1, 2, 4)):
             assert torch.equal(drafts(rows, beams, depth, True), drafts(rows, beams, depth, False))
-    # The first step of one row and of many, and later ones of one row, of chains and of several beams.
-    assert counter.frame_count == 5
+    # The first step of one row and of many, and later ones of one row, of chains and of several beams; and what comes
+    # before the first step, of one row and of many.
+    assert counter.frame_count == (9 if drafter.config.context_window else 7)
