@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -204,9 +204,16 @@ class RecurrentDrafter(TrainableDrafter):
             return DraftStart(hidden, gate, None)
         return DraftStart(hidden, gate, partial_linear(first, hidden, slice(hidden.shape[-1]), with_bias=True))
 
-    def step(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def step(
+        self,
+        embedding: Tensor,
+        state: Tensor | None,
+        start: DraftStart,
+        read: Callable[[Tensor], Tensor] | None = None,
+        embedded: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Make one step, for the arguments of `advance`; returns the next token's logits `[..., V']` and the state."""
-        x, state = self.advance(*arguments)
+        x, state = self.advance(embedding, state, start, read, embedded)
         return self.score(x), state
 
     forward = step
@@ -345,9 +352,10 @@ class RecurrentProposer(SearchProposer[ContextWindow | None]):
     def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: ContextWindow | None) -> Expand:
         """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""
         drafter, carried = self.drafter, None  # [B, w, D], the recurrent state of each beam
-        begin = compile_once(_begin) if self.compiled else _begin
-        advance = compile_once(_advance) if self.compiled else _advance
-        mark_dynamic((state.hidden,), 0)
+        begin, advance = _begin, _advance
+        if self.compiled:
+            begin, advance = compile_once(_begin), compile_once(_advance)
+            mark_dynamic((state.hidden,), 0)
         start = begin(drafter, state.hidden)
         windows: list[ContextWindow | None] = [context] * self.depth
         if context is not None:
