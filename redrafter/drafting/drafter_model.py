@@ -203,16 +203,14 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
             CheckpointError: Files are missing or truncated, or hold other tensors or another type of drafter.
         """
         subfolder, hub = kwargs.pop("subfolder", ""), {key: kwargs.pop(key) for key in HUB_OPTIONS & kwargs.keys()}
-        source, wanted = Path(name, subfolder), cls.config_class.model_type
-        if is_id := not Path(name).is_dir():
+        source = Path(name, subfolder)
+        if not Path(name).is_dir():
             check_source(str(name))
-        for pattern in ("*.json", "*.safetensors") if is_id else ("",):  # weights last: a base's are not downloaded
-            if is_id:
-                source = download("drafter", name, [os.path.join(subfolder, pattern)], **hub) / subfolder
-            check_drafter(source)
-            content = read_json(source / "config.json")
-            if (found := content.get("model_type")) != wanted:
-                raise CheckpointError(f"{source} is a drafter of the type {found}, not {wanted}")
+            patterns = [os.path.join(subfolder, pattern) for pattern in ("*.json", "*.safetensors")]
+            # The config is checked before the weights are downloaded, which may be those of a base.
+            cls._read_config(download("drafter", name, patterns[:1], **hub) / subfolder)
+            source = download("drafter", name, patterns, **hub) / subfolder
+        content = cls._read_config(source)
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs["ignore_mismatched_sizes"] = True  # reported below with other differences
         # transformers would map files, which may change while it runs.
@@ -228,6 +226,15 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         model.config.name_or_path = model.name_or_path = str(name)
         refuse_differences(info, name)
         return (model, info) if wants_info else model
+
+    @classmethod
+    def _read_config(cls, source: Path) -> dict[str, Any]:
+        """Return the config of a directory; raise `CheckpointError` if it is not that of a drafter of this type."""
+        check_drafter(source)
+        content, wanted = read_json(source / "config.json"), cls.config_class.model_type
+        if (found := content.get("model_type")) != wanted:
+            raise CheckpointError(f"{source} is a drafter of the type {found}, not {wanted}")
+        return content
 
 
 def refuse_differences(info: Mapping[str, Any], name: object) -> None:

@@ -7,9 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import constants
 
-from helpers.models import tiny_model
+from helpers.models import tiny_drafter, tiny_model
 from redrafter import CheckpointError, RecurrentDrafter, ReDrafter
 from redrafter.files import hub
 from redrafter.files.checkpoint_kind import check_source
@@ -58,6 +59,18 @@ def test_a_repository_of_a_base_is_refused_as_a_drafter_before_its_weights_are_d
     with pytest.raises(CheckpointError, match="a model, not a drafter"):
         RecurrentDrafter.from_pretrained(REPOSITORY)
     assert asked == ["*.json"]
+
+
+def test_a_drafter_in_a_folder_of_a_repository_is_downloaded(monkeypatch, tmp_path):
+    saved = tiny_drafter()
+    saved.save_pretrained(tmp_path / "drafter")
+    asked = []
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, allow_patterns: asked.append(allow_patterns) or str(tmp_path)
+    )
+    loaded = RecurrentDrafter.from_pretrained(REPOSITORY, subfolder="drafter")
+    assert asked[-1] == ["drafter/*.json", "drafter/*.safetensors"]
+    assert all(torch.equal(x, loaded.state_dict()[name]) for name, x in saved.state_dict().items())
 
 
 def test_offline_the_error_says_so():
