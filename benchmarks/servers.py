@@ -272,6 +272,8 @@ def main() -> int:
     def compare() -> int:
         if len({name for name, _ in args.server}) < len(args.server):
             raise ArgumentError("two servers have the same name")
+        if unknown := {*args.unseeded} - {name for name, _ in args.server}:
+            raise ArgumentError(f"--unseeded names no server: {', '.join(sorted(unknown))}")
         for name, words in args.server:
             if not is_address(words) and shutil.which(words[0]) is None:
                 raise ArgumentError(f"server {name}: there is no program {words[0]}")

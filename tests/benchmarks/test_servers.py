@@ -221,6 +221,7 @@ def test_servers_end_with_the_script(fake, tmp_path, number):
         ("--loads 1:1", {"a": " "}, "write NAME=COMMAND"),
         ("--loads 1:1", {"a/b": "true"}, "write NAME=COMMAND"),
         ("--loads 1:1 --server a=true", {"a": "true"}, "two servers have the same name"),
+        ("--loads 1:1 --unseeded b", {"a": "true"}, "--unseeded names no server: b"),
         ("--loads 1:0", {"a": "true"}, "at least one stream and one request, got 1 and 0"),
         ("--loads 1", {"a": "true"}, "invalid loads value: '1'"),
         ("", {"a": "true"}, "one of the arguments --loads --rates is required"),
