@@ -7,8 +7,11 @@ import pytest
 
 from redrafter.app.config_file import ConfigParser
 from redrafter.app.flags import add_options, integers
-from redrafter.errors import ArgumentError
-from redrafter.options import option
+from redrafter.errors import ArgumentError, how_to_install
+from redrafter.options import help_texts, option
+from redrafter.serve.config import ServeOptions
+from redrafter.serve.network.api_keys import KEY_VARIABLE, OPERATOR_KEY_VARIABLE
+from redrafter.train.config import DEFAULT_LENGTH, FURTHER_LR, LOW_RANK_LR, NEW_LR, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -74,3 +77,12 @@ def test_a_value_of_another_type_is_refused_with_what_is_wrong(tmp_path, key, va
         read(tmp_path, key, value)
     assert f"c.json: {key}: {problem}" in str(refusal.value)
     assert str(refusal.value).endswith(f", got {json.dumps(value)}")
+
+
+def test_help_texts_spell_the_values_of_the_code():
+    texts = help_texts(TrainConfig) | help_texts(ServeOptions)
+    assert f"(default: {DEFAULT_LENGTH}, or" in texts["length"]
+    assert f"(default: {NEW_LR:g}; with --drafter {FURTHER_LR:g}, or {LOW_RANK_LR:g} with" in texts["lr"]
+    assert KEY_VARIABLE in texts["api_key"]
+    assert OPERATOR_KEY_VARIABLE in texts["operator_key"]
+    assert how_to_install("serve,otel") in texts["otlp_traces_endpoint"]
