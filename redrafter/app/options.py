@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 from redrafter.app.flags import biases, flag, format_value, integers
 from redrafter.app.program import SHARED_COMMANDS
@@ -17,10 +17,7 @@ from redrafter.errors import ArgumentError
 from redrafter.model.options import SCHEMES, STORED_SCHEMES
 from redrafter.options import between, check_values, dtype_word, option, share, whole
 
-if TYPE_CHECKING:
-    pass
-
-COUNT = between(1, 1_000_000)  # of an option that counts something
+COUNT = between(1, 1_000_000)  # the check of an option that counts something
 MAX_SEED = (1 << 62) - 1
 
 

@@ -66,7 +66,8 @@ def _renamed(weights: Mapping[str, Tensor], target: Target, path: Path) -> Mappi
     # transformers renames and merges checkpoint tensors as it loads, so it loads a second model from them.
     kind: Any = type(target.model)
     try:
-        form = {"config": target.model.config, "dtype": target.dtype, "ignore_mismatched_sizes": True}  # named below
+        # Tensors of other sizes are named below.
+        form = {"config": target.model.config, "dtype": target.dtype, "ignore_mismatched_sizes": True}
         model, info = kind.from_pretrained(None, state_dict=dict(weights), output_loading_info=True, **form)
     except Exception as error:
         raise CheckpointError(f"{path} cannot be loaded as {target.name}: {first_line(error)}") from error

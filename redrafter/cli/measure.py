@@ -139,8 +139,8 @@ def compare(options: CompareOptions, load: LoadOptions, draft: DraftOptions, gen
         short = None if pair.engine.target.device.type == "cuda" else min(WARM_UP_TOKENS, tokens)
         run_trials(trials, batches, options.repeats, partial(_say, ""), short)
         for trial in trials:
-            compare, of = not options.disable_output_comparison, (trial, undrafted, batches, spans, skipped)
-            records.add(*_describe(*of, {}, temperature=temperature, compare=compare))
+            of = trial, undrafted, batches, spans, skipped
+            records.add(*_describe(*of, {}, temperature=temperature, compare=not options.disable_output_comparison))
     if pair.engine.target.rounding:
         print(f"{pair.name} {ROUNDS_INSIDE}")
     return _exit_code(records)

@@ -12,7 +12,7 @@ that the base draws through the whole lattice, a prefix is kept.
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -56,6 +56,9 @@ class Positions:
     sampler: Sampler  # how the base sampled the texts
     noise: Tensor | None  # noise of the tokens after the pending one, `[A, K, V]`; None when greedy
     context: Any  # context that the drafter attends to; None for drafters without it
+
+
+Measure: TypeAlias = Callable[[Positions], Tensor]
 
 
 def count_accepted(drafter: TrainableDrafter, target: Target, at: Positions, shapes: Sequence[TreeShape]) -> Tensor:
@@ -167,7 +170,7 @@ def read_positions(
 
 
 def measure_positions(
-    drafter: TrainableDrafter, target: Target, texts: Texts, shapes: list[TreeShape], measure: Callable[..., Tensor]
+    drafter: TrainableDrafter, target: Target, texts: Texts, shapes: list[TreeShape], measure: Measure
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield the index of each text and the result of `measure` at its P pending positions, `[P, ...]`, on the CPU.
 

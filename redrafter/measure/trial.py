@@ -24,6 +24,7 @@ from redrafter.measure.decode import (
 )
 from redrafter.measure.record import Record, find_differences
 
+Write: TypeAlias = Callable[[list[list[int]], int], Texts]  # continues prompts, with the seed of the first
 CountedTexts: TypeAlias = tuple[Texts, dict[str, int], dict[str, int]]  # and of answered and skipped ones, by category
 
 
@@ -176,7 +177,7 @@ def transformers_trial(undrafted: Trial, name: str, prompts: PromptIds, **more: 
     )
 
 
-def answer_suite(suite: Suite, tokenizer: Tokenizer, most: int, seed: int, write: Callable[..., Texts]) -> CountedTexts:
+def answer_suite(suite: Suite, tokenizer: Tokenizer, most: int, seed: int, write: Write) -> CountedTexts:
     """Answer all turns of a suite's questions, by category; each turn's prompt includes all turns before it.
 
     Prompts have at most `most` tokens. `write(prompts, seed)` continues prompt i with `seed + i`; the seeds of all

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from redrafter.app.flags import flag, names
 from redrafter.chat import thoughts
@@ -136,10 +135,8 @@ class ServeOptions:
 
     def limits(self, max_seq_len: int | None, max_input_len: int | None = None) -> Limits:
         """Return the limits of the scheduler, given the most tokens of a sequence and of a prompt, as in `Limits`."""
-        names = "max_batch_size", "max_num_tokens", "max_queue_size", "guaranteed_no_evict"
-        same: dict[str, Any] = {name: vars(self)[name] for name in names}
-        same |= {"max_seq_len": max_seq_len, "max_input_len": max_input_len}
-        return Limits(**same, chunked=self.chunked_context, reuse=self.kv_cache_reuse)
+        sizes = self.max_batch_size, self.max_num_tokens, max_seq_len, max_input_len, self.max_queue_size
+        return Limits(*sizes, self.guaranteed_no_evict, chunked=self.chunked_context, reuse=self.kv_cache_reuse)
 
 
 def parse_lora_modules(words: Sequence[str]) -> dict[str, str]:

@@ -456,9 +456,8 @@ class HarmonyMessages(ChatReader):
         return f"({thought})? {rest}"
 
 
-FORMS: tuple[type[ChatReader], ...] = (
-    *(HarmonyMessages, DeepSeekCalls, MistralCalls, GlmCalls, XmlCalls, PythonicCalls, HermesCalls, ChatReader),
-)
+_OF_MODELS = (HarmonyMessages, DeepSeekCalls, MistralCalls, GlmCalls, XmlCalls, PythonicCalls, HermesCalls)
+FORMS: tuple[type[ChatReader], ...] = (*_OF_MODELS, ChatReader)
 PARSERS = {name: form for form in FORMS for name in form.parsers}
 
 
