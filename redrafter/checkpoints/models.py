@@ -60,7 +60,7 @@ def bind(model: str | Path | PreTrainedModel | Target, **load: Any) -> Target:
     """
     model = base_of(model)
     if not isinstance(model, str | Path | PreTrainedModel | Target):
-        raise ArgumentError(f"a model is a hub id, a directory, a GGUF file or loaded, got {type(model).__name__}")
+        raise ArgumentError(f"a model is a hub id, a directory, a GGUF file or a module, got {type(model).__name__}")
     if isinstance(model, Target):
         check_quantization(load.get("quantization"), model)
         _check_unused(*(key for key in load if key not in LOAD_ARGUMENTS))

@@ -95,7 +95,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         if type(mapping.get(key, 1)) is not int or not 1 <= mapping.get(key, 1) <= MAX_RANKS:
             raise CheckpointError(f"{file}: mapping.{key} must be from 1 to {MAX_RANKS}, got {mapping[key]!r}")
     if mapping.get("pp_size", 1) != 1:
-        raise UnsupportedError(f"{directory} is split over {mapping['pp_size']} pipeline stages; pp_size 1 is read")
+        raise UnsupportedError(f"{directory} is split over {mapping['pp_size']} pipeline stages; only 1 is read")
     return config
 
 

@@ -46,7 +46,7 @@ class Metrics:
         self._copied = self._counter(
             "redrafter:spec_decode_num_accepted_copied_tokens", "Accepted drafts that only the copies contained"
         )
-        accepted = self._counter("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted, by position", "position")
+        accepted = self._counter("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by depth", "position")
         self._accepted_by_position = [accepted.labels(model, f"{d}") for d in range(engine.facts.bounds.draft_depth)]
         by_drafter = {
             "num_drafts": "Decode steps with a drafter's drafts, by the number of drafter changes before",
@@ -54,7 +54,7 @@ class Metrics:
             "num_accepted_tokens": "Accepted drafts of the drafter, by the number of drafter changes before",
         }
         self._by_drafter = [self._counter(f"redrafter:drafter_{x}", help, "drafter") for x, help in by_drafter.items()]
-        self._first = self._histogram("time_to_first_token_seconds", "Until the first token", _FIRST_TOKEN_BUCKETS)
+        self._first = self._histogram("time_to_first_token_seconds", "Arrival to first token", _FIRST_TOKEN_BUCKETS)
         self._queued = self._histogram(
             "request_queue_time_seconds", "From arrival at the engine to admission", _LATENCY_BUCKETS
         )

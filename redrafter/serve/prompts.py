@@ -53,7 +53,8 @@ class PromptEncoder:
     def template(self) -> ChatTemplate:
         """The model's chat template. Raises `ApiError` if there is none."""
         if not self.tokenizer.chat_template:
-            raise ApiError(400, f"{self.model} has no template; use /v1/completions", "messages", "no_chat_template")
+            what = f"{self.model} has no chat template; use /v1/completions"
+            raise ApiError(400, what, "messages", "no_chat_template")
         return chat_template_of(self.tokenizer)
 
     @cached_property

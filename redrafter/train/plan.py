@@ -105,9 +105,9 @@ def notes(
             f"note: --context-window {window} reaches further back than rows of --length {length}, and is read badly "
             f"there in longer texts: give --length {window}, or --context-window {length}"
         )
-    if windows.missed:
-        total = windows.missed + int(windows.mask.sum())
-        lines.append(f"note: {windows.missed:,} of {total:,} tokens are in no window; {_longer(config, windows)}")
+    if missed := windows.missed:
+        total = missed + int(windows.mask.sum())
+        lines.append(f"note: {missed:,} of {total:,} tokens to learn are in no window; {_longer(config, windows)}")
     if config.drafter is None and steps is not None and steps < FEW_STEPS and not config.minutes:
         lines.append(f"note: {steps:,} steps are few for a new drafter: give more rows, --epochs or a smaller --length")
     share = drafter.num_parameters() / base.num_parameters()
