@@ -58,7 +58,7 @@ STEP = ("first ms", "token ms", "step ms", "draft", "floor", "verify", "its floo
 SUITE = ("texts", "skipped", "accepted", "of texts", "1")
 EVALUATED = ("texts", "skipped", "tokens/step", "drafts/step", "repeated", "ended", "1")
 LEGEND = "1, 2, ...: share of the steps whose drafts were accepted up to there that accepted one more"
-ByCategory: TypeAlias = Mapping[str, list[list[int]]]  # prompts
+ByCategory: TypeAlias = Mapping[str, list[list[int]]]  # prompts of each category
 
 
 def bench(options: BenchOptions, load: LoadOptions) -> int:
@@ -296,7 +296,7 @@ def _prompts(
 
 
 class _Writer(NamedTuple):
-    """Writes texts of at most so many tokens by undrafted decoding, `rows` at once."""
+    """Writes texts of at most `tokens` tokens by undrafted decoding, `rows` at once."""
 
     pair: Pair
     tokens: int

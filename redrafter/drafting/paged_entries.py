@@ -88,7 +88,8 @@ class PagedEntries(NamedTuple):
         Returns:
             The attended values, `[B, w, h, dv]`.
         """
-        scale, own = query.shape[-1] ** -0.5 if scale is None else scale, (x.flatten(0, 1) for x in (query, key, value))
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        own = (x.flatten(0, 1) for x in (query, key, value))
         form = scale, window, softcap, sinks, 0, self.first, self.sees_later
         attended: Tensor = tree_attention(*own, self.keys, 0, self.values, 0, *rows, *form)
         return torch.unflatten(attended, 0, query.shape[:2])

@@ -25,7 +25,7 @@ from redrafter.measure.decode import (
 from redrafter.measure.record import Record, find_differences
 
 Write: TypeAlias = Callable[[list[list[int]], int], Texts]  # continues prompts, with the seed of the first
-CountedTexts: TypeAlias = tuple[Texts, dict[str, int], dict[str, int]]  # and of answered and skipped ones, by category
+CountedTexts: TypeAlias = tuple[Texts, dict[str, int], dict[str, int]]  # and counts of answered and of skipped turns
 
 
 @dataclass

@@ -237,8 +237,8 @@ def find_switching_rope(model: Any, config: PretrainedConfig, cache: DenseCache)
     rope = getattr(config, "rope_parameters", None) or {}
     entries = (rope, *(entry for entry in rope.values() if isinstance(entry, dict)))  # of all kinds of layers
     entry = next((entry for entry in entries if entry.get("rope_type") == "longrope"), {})
-    trained = "original_max_position_embeddings"
-    switch_at = entry.get(trained) or getattr(config, trained, None) or whole
+    field = "original_max_position_embeddings"
+    switch_at = entry.get(field) or getattr(config, field, None) or whole
     if not entry or switch_at is None or (whole is not None and whole <= switch_at):
         return None
     # The model's own preparation shows it: it returns no cache if it recomputes the sequence.

@@ -1,7 +1,7 @@
 """Reading prompts into a cache, in forwards of a bounded number of tokens."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -113,12 +113,12 @@ class PromptReader:
             here = ((last >= 0) & (last < size))[:, None]  # [B, 1]
             end = last.clamp(0, size - 1)
             index = end if show is None else None
-            made: Sequence[Tensor] = forward(ForwardBatch(tokens, read, cache, index, inputs=inputs, pieces=pieces))[:2]
+            new_logits, new_hidden, _ = forward(ForwardBatch(tokens, read, cache, index, inputs=inputs, pieces=pieces))
             if show is not None:
                 for piece in pieces:
-                    show(piece.row, piece.first, made[0][piece.row, : piece.count])
-                made = tuple(x.gather(1, end[:, None, None].expand_as(x[:, :1])) for x in made)
-            new_logits, new_hidden = (x.squeeze(1) for x in made)
+                    show(piece.row, piece.first, new_logits[piece.row, : piece.count])
+                new_logits, new_hidden = (x.take_along_dim(end[:, None, None], dim=1) for x in (new_logits, new_hidden))
+            new_logits, new_hidden = new_logits.squeeze(1), new_hidden.squeeze(1)
             logits = new_logits if logits is None else torch.where(here, new_logits, logits)
             hidden = new_hidden if hidden is None else torch.where(here, new_hidden, hidden)
         assert logits is not None, "a prompt has at least one token"
