@@ -20,8 +20,11 @@ from redrafter.options import between, check_values, dtype_word, option
 from redrafter.tree.sizes import TreeShape
 
 OUTPUT_KINDS = {  # the output formats, and the results of `kind_of` for each
-    **{"redrafter": ("merged checkpoint",), "trtllm": ("TensorRT-LLM ReDrafter checkpoint",)},
-    **{"apple": ("Apple drafter",), "drafter": ("drafter",), "speculators": ("EAGLE-3 head", "DFlash drafter")},
+    "redrafter": ("merged checkpoint",),
+    "trtllm": ("TensorRT-LLM ReDrafter checkpoint",),
+    "apple": ("Apple drafter",),
+    "drafter": ("drafter",),
+    "speculators": ("EAGLE-3 head", "DFlash drafter"),
 }
 _OPTION_FORMATS = {  # output formats that support an option, for options that not all formats support
     "base_model_checkpoint_dir": ("redrafter", "trtllm", "drafter", "speculators"),

@@ -33,7 +33,8 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Values of `eagle_config` that the computation here has; ModelOpt's and SpecForge's checkpoints have some of them.
 _EAGLE_CONFIG = {
     **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"), True),
-    **{"use_mtp_layernorm": False, "next_layer_regular": True},
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
     **dict.fromkeys(("parallel_draft_step", "parallel_draft_heads_num_layers"), 1),
 }
 # Fields that our config and a layer's config have under the same name.

@@ -43,7 +43,8 @@ _FIRST_PAIRS = "ReDrafterForCausalLM"  # written by TensorRT-LLM's first convert
 _NAMES, _NUMBERS = ("architecture", "dtype"), ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _REQUIRED: dict[str, type] = dict.fromkeys(_NAMES, str) | dict.fromkeys(_NUMBERS, int)
 _TYPES = _REQUIRED | {
-    **{"base_model_architecture": str, "redrafter_greedy_search": bool},
+    "base_model_architecture": str,
+    "redrafter_greedy_search": bool,
     **dict.fromkeys(("num_key_value_heads", "intermediate_size", "head_size"), int),
     **dict.fromkeys(("redrafter_num_beams", "redrafter_draft_len_per_beam"), int),
     **dict.fromkeys(("mapping", "quantization", "rotary_scaling", DRAFTER_CONFIG_KEY, BASE_CONFIG_KEY), dict),

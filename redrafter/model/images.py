@@ -31,7 +31,8 @@ _UNKNOWN_FORM = "the model adds images to its layers in a form that is not known
 _NO_DRAWS: dict[str, object] = {
     **dict.fromkeys(("max_new_tokens", "num_beams", "num_return_sequences"), 1),
     **dict.fromkeys(("max_length", "stop_strings", "temperature", "top_p", "top_k")),
-    **{"do_sample": False, "pad_token_id": 0},
+    "do_sample": False,
+    "pad_token_id": 0,
 }
 
 

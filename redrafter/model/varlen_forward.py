@@ -43,7 +43,8 @@ _FIXED_ORDER: dict[str, object] = {
     "deterministic": True,
     **dict.fromkeys(("split_reductions", "dynamic_scale_rblock", "benchmark_fusion", "benchmark_combo_kernel"), False),
     **dict.fromkeys(("combo_kernels", "coordinate_descent_tuning", "max_autotune"), False),
-    **{"triton.multi_kernel": 0, "triton.cooperative_reductions": False},
+    "triton.multi_kernel": 0,
+    "triton.cooperative_reductions": False,
 }
 
 MAX_NODES_APART = 16  # of a chain whose nodes attend one by one, as those of a tree do, where sums have one order
