@@ -54,12 +54,12 @@ def capture(
     """
     # A first call compiles kernels and allocates workspaces, which cannot be captured. CUDA requires a side stream for
     # it.
-    stream = capture_stream(torch.cuda.current_device())
+    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
+    graph, stream = torch.cuda.CUDAGraph(), capture_stream(torch.cuda.current_device())
     pool = None if other is None else other.pool()
     # In the mode "global", a call of another thread that is not allowed during capture would break the capture.
     mode = "thread_local" if watched else "global"
