@@ -161,8 +161,11 @@ class DraftPolicy:
         """All proposers that the policy may choose, for any batch size."""
         return list(self._proposers.values())
 
-    def choices(self, size: int, *, sampled: bool = False) -> Sequence[Proposer]:
-        """Return the proposers that steps of a batch size may draft with, first the one to prefer before any step."""
+    def choices(self, size: int, *, sampled: bool = False, mixed: bool = False) -> Sequence[Proposer]:
+        """Return the proposers that steps of a batch size may draft with, first the one to prefer before any step.
+
+        With `mixed`, those of steps that also read prompts.
+        """
         return [self._proposers[size]]
 
     def choose(self, step: StepRows) -> Proposer:
@@ -224,8 +227,12 @@ class CostPolicy(DraftPolicy):
         candidates = (each for kind in self._candidates.values() for of in kind.values() for each in of)
         return [self._undrafted, *self._copying.values(), *dict.fromkeys(candidates)]
 
-    def choices(self, size: int, *, sampled: bool = False) -> Sequence[Proposer]:
+    def choices(self, size: int, *, sampled: bool = False, mixed: bool = False) -> Sequence[Proposer]:
         """Return the candidates of a batch size, then the proposer that copies; without any, undrafted steps."""
+        if mixed and self._always:
+            # Steps that read prompts are captured for each size of their buffers too, so not for each draft length.
+            candidates = self._candidates[sampled][size]
+            return [candidates[len(candidates) // 2]]
         copies = [self._copying[size]] if size in self._copying else []
         return [*self._candidates[sampled].get(size, ()), *copies] or [self._undrafted]
 
@@ -240,7 +247,7 @@ class CostPolicy(DraftPolicy):
         if lacks_basis and (not self.times.measured or speed(best) < CLOSE * speed(basis)):
             return basis
         if self._always:
-            return best
+            return self.choices(step.size, sampled=step.sampled, mixed=True)[0] if step.prompt_tokens else best
 
         # 1. Drafts of a drafter. If matches are unknown, copies compete with them; else step 2 compares the two.
         alone, copiers = self._undrafted, [self._copying.get(step.size, self._undrafted)]

@@ -189,7 +189,7 @@ class DraftTarget(Engine):
 
         On a CPU, drafts are omitted while they do not pay. A GPU launches a step before the tokens of the last one are
         known, so there a draft model could not read what undrafted steps have written. Rejection sampling writes other
-        tokens without drafts. So there each step drafts, of a length that pays best.
+        tokens without drafts. So there each step drafts: a length that pays best, or a fixed one with prompts.
         """
         always = not self.pauses or self.rejection_sampling or self.target.device.type != "cpu"
         if always and not self.adaptive:

@@ -143,6 +143,7 @@ class CapturedStep:
         sampler: Buffers of how the rows draw.
         draft_cache: The draft model's keys and values of the rows, or None.
         chunks: Buffers of the prompt chunks read together with the rows, or None.
+        read_drafts: Reads these chunks into the draft model's cache before the step; None for none, or no such model.
         reader: Stores the logits of each step for later drafts; None where drafts read none.
         keeps_logits: Whether the output has logits and scores.
         output: The output of the last replay. The next replay overwrites it. Logits and scores are empty unless they
@@ -160,6 +161,7 @@ class CapturedStep:
     sampler: Sampler
     draft_cache: KVCache | None = None
     chunks: PromptChunks | None = None
+    read_drafts: Callable[[], object] | None = None
     reader: LogitsReader | None = None
     keeps_logits: bool = True
     graph: torch.cuda.CUDAGraph | None = None
@@ -171,6 +173,8 @@ class CapturedStep:
     def run_step(self) -> None:
         """Take the step uncaptured, in place."""
         self.ran = True
+        if self.read_drafts is not None:
+            self.read_drafts()
         state, self.output = step(
             self.state,
             self.proposer,

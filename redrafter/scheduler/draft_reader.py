@@ -2,20 +2,24 @@
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.kv_cache import KVCache
 from redrafter.cache.to_device import to_device
 from redrafter.drafting.draft_model import clamp_to_vocab
 from redrafter.drafting.policy import DraftPolicy
+from redrafter.drafting.proposer import State
 from redrafter.features import RECURRENT_STATES
-from redrafter.model.forward_batch import Prompts
+from redrafter.model.forward_batch import ForwardBatch, Prompts
 from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import CapturedStep
 from redrafter.scheduler.row_caches import DenseRows, RowCaches
 from redrafter.scheduler.sequence import TokenSequence
+from redrafter.tree.token_tree import chain
 
 
 class DraftReader:
@@ -48,6 +52,14 @@ class DraftReader:
         for sequence, start in zip(sequences, prompts.starts, strict=True):
             if sequence.unread_from is None:
                 sequence.unread_from = start
+
+    def read_chunks(self, chunks: PromptChunks, state: State, cache: KVCache) -> None:
+        """Read the chunks of prompts that a step reads, also where it does not draft, into blocks of the same ids.
+
+        The pending tokens of the step's rows are read with them, since a forward has rows; drafting reads them again.
+        """
+        pending, tokens = (clamp_to_vocab(tokens, self.model) for tokens in (state.pending, chunks.tokens))
+        self.model.verify(ForwardBatch(chain(pending), state.length, cache, chunks=replace(chunks, tokens=tokens)))
 
     def prepare_step(self, sequences: Sequence[TokenSequence], step: CapturedStep, caches: RowCaches) -> None:
         """Read what steps without drafts have written, before a step that drafts; or record that this one does not."""

@@ -279,8 +279,9 @@ class PrefilledRows:
 class Prefiller:
     """Reads the prompts of admitted sequences, as many tokens a round as its pace and the limits allow."""
 
-    def __init__(self, target: Target, draft_model: Target | None, limits: Limits):
-        self._target, self._draft_model, self._limits = target, draft_model, limits
+    def __init__(self, target: Target, draft_model: Target | None, limits: Limits, *, same_ids: bool = True):
+        """Read with a target, and a draft model if there is one; with `same_ids`, its ids are the target's."""
+        self._target, self._draft_model, self._limits, self._same_ids = target, draft_model, limits, same_ids
         # A CPU reads rows one after the other, so padding costs it nothing.
         self.padded = target.device.type != "cpu" and not target.varlen.ok
         self.restart_pace()
@@ -366,10 +367,11 @@ class Prefiller:
 
     @property
     def can_mix(self) -> bool:
-        """Return whether steps can also read prompts: not where prompts are read whole or by a draft model too."""
+        """Return whether steps can also read prompts: not whole ones, nor in a draft model's other tokens."""
+        models = [model for model in (self._target, self._draft_model) if model is not None]
         # Recurrent layers read prompts row by row, in a separate forward.
-        may_mix = RECURRENT_STATES not in self._target.features and self._target.paged.ok
-        return may_mix and self._draft_model is None and self._limits.chunked
+        may_mix = all(RECURRENT_STATES not in model.features and model.paged.ok for model in models)
+        return may_mix and self._same_ids and self._limits.chunked
 
     def fit_steps(self, sequences: Sequence[TokenSequence], rows: int, step_nodes: Collection[int]) -> bool:
         """Return whether steps read the rest of these prompts as fast as forwards of their own would.

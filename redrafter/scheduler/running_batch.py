@@ -422,15 +422,17 @@ class RunningBatch:
         # Rejection sampling compares the target's distribution with the drafter's.
         keep_scores = self._rejection_sampling and proposer is not self._undrafted
         sampler = self.sampling.sampler(key.rows, self.rows, keep_scores=keep_scores)
-        drafts = None if proposer.model is None else caches.draft
+        reader, drafts = self._reader, caches.draft
+        read_drafts = partial(reader.read_chunks, chunks, state, drafts) if reader and chunks and drafts else None
         step = CapturedStep(
             state,
             proposer,
             self.target,
             caches.target,
             sampler,
-            drafts,
+            None if proposer.model is None else drafts,
             chunks,
+            read_drafts,
             reader=self._logits_reader,
             keeps_logits=key.keeps_logits,
         )

@@ -103,7 +103,7 @@ class Scheduler:
             batch = RunningBatch(engine.target, sampling, rows, caches, memory=memory)
         self.batch = batch
         batch.draft_with(engine, limits.max_batch_size, speculate=speculate)
-        self.prefiller = Prefiller(engine.target, draft_model, limits)
+        self.prefiller = Prefiller(engine.target, draft_model, limits, same_ids=self._draft_vocabulary is None)
         self._blocks = None if memory is None else SequenceBlocks(memory, draft_model is not None, limits.reuse)
         weak = proxy(self)  # a cycle would keep an engine that nobody holds, and its cache, until garbage is collected
         self.running_set = RunningSet(batch, self._blocks, limits, lambda: weak.settle())

@@ -106,6 +106,14 @@ def test_the_more_drafts_are_kept_and_the_less_they_cost_the_further_a_draft_mod
     assert Lengths(0.1).after(3, 3) == 8  # what was not drafted was not refused either
 
 
+@pytest.mark.parametrize("accepted", [0, 8])
+def test_steps_that_read_prompts_draft_one_length_whatever_is_accepted(accepted):
+    lengths = Lengths(0.1)
+    assert lengths.after(accepted, 8) == max(accepted, 1)
+    assert lengths.policy.choose(StepRows(1, 1, 1, prompt_tokens=64)).depth == 4
+    assert [each.depth for each in lengths.policy.choices(1, mixed=True)] == [4]
+
+
 def test_how_long_ago_decides_what_a_draft_counts():
     lengths = Lengths(0.1)
     assert lengths.after(8, 8, 30) == 8

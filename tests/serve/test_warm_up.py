@@ -11,7 +11,7 @@ from helpers.engine_in_thread import begun, written
 from helpers.models import tiny_drafter, tiny_model, with_tree
 from helpers.processes import soon
 from helpers.scheduling import alone, launch_ahead, make_sequence, nothing_is_held, scheduler
-from redrafter import ArgumentError, ReDrafter
+from redrafter import ArgumentError, DraftTarget, ReDrafter
 from redrafter.drafting.recycled import RecycledConfig, RecycledTokens
 from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
@@ -71,14 +71,17 @@ async def test_clients_of_an_engine_that_warms_up_get_their_own_tokens(served):
     nothing_is_held(served)
 
 
-def test_steps_of_all_that_the_policy_may_choose_are_captured_while_idle(monkeypatch):
+@pytest.mark.parametrize("drafts", ["recycled", "of a draft model"])
+def test_steps_of_all_that_the_policy_may_choose_are_captured_while_idle(monkeypatch, drafts):
     # A step that is first captured while clients wait takes as long as dozens of others.
     launch_ahead(monkeypatch)
     monkeypatch.setattr(ReDrafter, "pauses", True)
+    monkeypatch.setattr(DraftTarget, "pauses", False)  # as on a GPU
     monkeypatch.setattr(warm_up_module, "RARE", ())
     target = Target(tiny_model("llama", max_position_embeddings=512))
     table = RecycledTokens(RecycledConfig(hidden_size=8, vocab_size=target.vocab_size, entries=16))
-    served = scheduler(ReDrafter(target, table), max_batch_size=4)
+    engine = ReDrafter(target, table) if drafts == "recycled" else DraftTarget(target, target, adaptive=True)
+    served = scheduler(engine, max_batch_size=4)
     warm_up(served, SETTINGS[0])
     for piece in served.later:
         piece()
@@ -90,6 +93,12 @@ def test_steps_of_all_that_the_policy_may_choose_are_captured_while_idle(monkeyp
     for size, sampled in itertools.product(batch.sizes, (False, True)):
         choices = [*batch.policy.choices(size, sampled=sampled), served.engine.undrafted]
         nodes = [each.nodes * size for each in (choices[0], choices[-1])]
-        wanted |= {(size, not sampled, id(each), room) for each in choices for room in (0, *rooms_of(size, nodes))}
-    assert len({key[2] for key in wanted}) > 6, "trees with and without copies, copies alone, and undrafted steps"
+        wanted |= {(size, not sampled, id(each), 0) for each in choices}
+        choices = [*batch.policy.choices(size, sampled=sampled, mixed=True), served.engine.undrafted]
+        wanted |= {(size, not sampled, id(each), room) for each in choices for room in rooms_of(size, nodes)}
+    kinds = {mixed: len({key[2] for key in wanted if (key[3] > 0) == mixed}) for mixed in (False, True)}
+    if drafts == "recycled":
+        assert kinds[True] > 6, "trees with and without copies, copies alone, and undrafted steps"
+    else:
+        assert kinds == {False: 1 + engine.draft_len, True: 2}
     assert captured >= wanted

@@ -35,13 +35,13 @@ class OneChoice(DraftPolicy):
         """Take choice `number`, from 0."""
         self._policy, self._number = policy, number
 
-    def choices(self, size: int, *, sampled: bool = False) -> Sequence[Proposer]:
+    def choices(self, size: int, *, sampled: bool = False, mixed: bool = False) -> Sequence[Proposer]:
         """Return the choices of the other policy."""
-        return self._policy.choices(size, sampled=sampled)
+        return self._policy.choices(size, sampled=sampled, mixed=mixed)
 
     def choose(self, step: StepRows) -> Proposer:
         """Return the proposer of the next step."""
-        choices = self.choices(step.size, sampled=step.sampled)
+        choices = self.choices(step.size, sampled=step.sampled, mixed=step.prompt_tokens > 0)
         return choices[min(self._number, len(choices) - 1)]
 
 
@@ -140,12 +140,15 @@ def all_runs(scheduler: Scheduler, usual: SamplingParams, *, adapted: bool) -> I
     sizes = itertools.product(scheduler.batch.sizes, frequent)
     for rows, kind in [*sizes, *((1, (params, params)) for params in RARE)]:
         decoding = min(rows, most - 1)
-        choices = scheduler.batch.policy.choices(rows, sampled=not all(params.greedy for params in kind))
-        count = 1 if adapted else len(choices)  # few rows with adapters copy, and captured steps are bounded
+        choices, sampled = scheduler.batch.policy.choices, not all(params.greedy for params in kind)
+        mixed = len(choices(rows, sampled=sampled, mixed=True)) if decoding and scheduler.mixed_prefill else 0
+        count = (
+            1 if adapted else len(choices(rows, sampled=sampled))
+        )  # few rows with adapters copy, and captured steps are bounded
         for choice, limit in [*((number, None) for number in range(count)), (0, 0)]:
             first, others = (replace(params, num_speculative_tokens=limit) for params in kind)
             yield WarmUpRun(scheduler, min(rows, most), (first, others), adapted=adapted, choice=choice)
-            if decoding and scheduler.mixed_prefill:
+            if choice < mixed:
                 yield WarmUpRun(scheduler, decoding, (first, others), mixed=True, adapted=adapted, choice=choice)
 
 
