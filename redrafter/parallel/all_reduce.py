@@ -95,20 +95,25 @@ class PeerMemory:
         so that the GPU can be used without these sums.
         """
         for nbytes in (self._sent, MAX_BYTES):
+            # One at a time: a GPU may load the next kernel only once the running one ends.
             self.sum(torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=self.memory.device))
-        done, end = torch.cuda.Event(), time.monotonic() + PROBE_SECONDS
-        done.record()
-        while not done.query():
-            if time.monotonic() > end:
-                whole = kernels.peer_sum.inbox_bytes(self._sent, self.size)
-                # The number of the first call, next to each word and in each flag.
-                arrived = torch.ones(len(self.memory) // 4, dtype=torch.int32)
-                arrived[: whole // 4 : 2] = 0
-                with torch.cuda.stream(torch.cuda.Stream()):
-                    self.memory.copy_(arrived.view(torch.uint8))
-                message = f"messages of a GPU did not arrive in another's memory within {PROBE_SECONDS:g} s"
-                raise UnsupportedError(message)
-            time.sleep(0.001)
+            done, end = torch.cuda.Event(), time.monotonic() + PROBE_SECONDS
+            done.record()
+            while not done.query():
+                if time.monotonic() > end:
+                    self._send_missing()
+                    message = f"messages of a GPU did not arrive in another's memory within {PROBE_SECONDS:g} s"
+                    raise UnsupportedError(message)
+                time.sleep(0.001)
+
+    def _send_missing(self) -> None:
+        """Write what a kernel that has waited for its peers' first messages waits for, on another stream."""
+        whole = kernels.peer_sum.inbox_bytes(self._sent, self.size)
+        # The number of the first call, next to each word and in each flag.
+        arrived = torch.ones(len(self.memory) // 4, dtype=torch.int32)
+        arrived[: whole // 4 : 2] = 0
+        with torch.cuda.stream(torch.cuda.Stream()):
+            self.memory.copy_(arrived.view(torch.uint8))
 
     def check_sums(self) -> None:
         """Raise `UnsupportedError` unless every kind of sum equals the process group's. Collective."""

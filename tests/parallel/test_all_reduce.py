@@ -92,7 +92,8 @@ def test_kernels_that_wait_for_a_peer_for_ever_are_given_up_and_ended(called, mo
     monkeypatch.setattr(all_reduce, "PROBE_SECONDS", 0.05)
     with nullcontext() if arrive else pytest.raises(all_reduce.UnsupportedError, match=r"arrive .* within 0.05 s"):
         memory.probe()
-    assert called == ["peer_sum", "peer_sum_by_shares"]
+    # The second kernel is loaded once the first one has ended, as loading may wait for it.
+    assert called == ["peer_sum", "peer_sum_by_shares"][: 1 + arrive]
     if not arrive:  # the number of the first call, as the kernels of both kinds look for it
         assert (memory.memory[:whole].view(torch.int64) >> 32 == 1).all()
         assert (memory.memory[whole:].view(torch.int32) == 1).all()
