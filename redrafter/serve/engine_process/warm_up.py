@@ -142,9 +142,8 @@ def all_runs(scheduler: Scheduler, usual: SamplingParams, *, adapted: bool) -> I
         decoding = min(rows, most - 1)
         choices, sampled = scheduler.batch.policy.choices, not all(params.greedy for params in kind)
         mixed = len(choices(rows, sampled=sampled, mixed=True)) if decoding and scheduler.mixed_prefill else 0
-        count = (
-            1 if adapted else len(choices(rows, sampled=sampled))
-        )  # few rows with adapters copy, and captured steps are bounded
+        # Few rows with adapters copy, and captured steps are bounded.
+        count = 1 if adapted else len(choices(rows, sampled=sampled))
         for choice, limit in [*((number, None) for number in range(count)), (0, 0)]:
             first, others = (replace(params, num_speculative_tokens=limit) for params in kind)
             yield WarmUpRun(scheduler, min(rows, most), (first, others), adapted=adapted, choice=choice)
