@@ -360,7 +360,8 @@ def check_splits(
 def split_device(device: object) -> None:
     """Raise `ArgumentError` for a device that a process cannot choose, as its rank says which GPU it has."""
     if device is not None and str(device) != ("cuda" if torch.cuda.is_available() else "cpu"):
-        raise ArgumentError(f"device={str(device)!r}: with tensor parallelism each process has its own; leave it out")
+        own = "with tensor parallelism each process has its own device; leave it out"
+        raise ArgumentError(f"device={str(device)!r}: {own}")
 
 
 def _unknown_keyword_error(

@@ -106,10 +106,9 @@ class Windows:
             raise MismatchError(
                 f"{where}: token id {int(self.tokens[largest])}, but the base knows {vocab_size} ids; use its tokenizer"
             )
-        if context is not None and int(self.row_widths.max()) > context:
-            raise ArgumentError(
-                f"rows of {int(self.row_widths.max())} tokens exceed the base's context of {context}; lower --length"
-            )
+        if context is not None and (widest := int(self.row_widths.max())) > context:
+            too_wide = f"rows of {widest} tokens are more than the base's context of {context}"
+            raise ArgumentError(f"{too_wide}; make --length {context} or less")
 
     def count_ids(self, vocab_size: int) -> Tensor:
         """Count how often each id is to be learnt, `[V]` int64."""
