@@ -311,6 +311,7 @@ def test_a_text_continues_until_its_last_delta_and_counts_its_steps(drafted, dra
 async def test_an_engine_whose_round_neither_ends_nor_computes_is_not_healthy(monkeypatch, served, client):
     monkeypatch.setattr(client_module, "SILENT_SECONDS", 0.3)
     monkeypatch.setattr(process, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(process, "COMPUTING", 0.1)  # the test itself computes in this process too
     step = served.step
 
     def stay_in_step() -> None:
