@@ -93,10 +93,10 @@ async def test_who_leaves_ends_a_compilation_and_another_begins_again(started):
         assert await come(lambda: len(compilations()) == 1)
         first.cancel()
         assert await come(lambda: len(started) == 2)
-        assert await come(lambda: len(compilations()) == 1, 4)  # the first had 9 s of a processor left
+        assert await come(lambda: len(compilations()) == 1, 8)  # the first had 9 s of a processor left
         assert not second.done()
         second.cancel()
-        assert await come(lambda: not compilations(), 4)
+        assert await come(lambda: not compilations(), 8)
 
 
 async def test_slow_grammars_block_no_quick_ones_and_one_client_not_the_others(started):
