@@ -363,8 +363,9 @@ class RecurrentProposer(SearchProposer[ContextWindow | None]):
             windows = [context._replace(length=length) for length in context.length + steps[:, None]]
         if self.compiled:
             mark_dynamic(start, 0)
-            mark_dynamic((context and context.keys, context and context.bias), 0, 3)
-            mark_dynamic((context and context.values,), 0, 2)
+        if self.compiled and context is not None:
+            mark_dynamic((context.keys, context.bias), 0, 3)
+            mark_dynamic((context.values,), 0, 2)
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor | PartOfScores:
             nonlocal carried
